@@ -116,12 +116,7 @@ def _cut(
         splits_DH = _all_splits(counts_DE, alone_N, host_N, by_physical_N)
         splits_DH += more_HD.T
     else:
-        splits_DH = np.full((ranks, ranks), -1)
-        splits_DH[own] = 0
-        for n in range(len(host_N)):
-            splits_DH[own, host_N[n]] += sizes_N[n]
-        for rank in range(ranks):
-            splits_DH[rank, own] = received_DS[rank].sum()
+        splits_DH = _own_splits(own, host_N, sizes_N, received_DS)
     rows = splits_DH[own].sum()
     if len(room) == 0:
         return rows, True, splits_DH, received_DS
@@ -152,6 +147,19 @@ def _added_up(counts_DE: np.ndarray, group_D: np.ndarray) -> np.ndarray:
         for expert in range(experts):
             sums_E[expert] += counts_E[expert]
     return sums_GE
+
+
+@compiled(None)
+def _own_splits(own: int, host_N: np.ndarray, sizes_N: np.ndarray, received_DS: np.ndarray) -> np.ndarray:
+    """Return [D, H], the tokens that this rank sends and receives, and -1 elsewhere."""
+    ranks = len(received_DS)
+    splits_DH = np.full((ranks, ranks), -1)
+    splits_DH[own] = 0
+    for n in range(len(host_N)):
+        splits_DH[own, host_N[n]] += sizes_N[n]
+    for rank in range(ranks):
+        splits_DH[rank, own] = received_DS[rank].sum()
+    return splits_DH
 
 
 @compiled(None)

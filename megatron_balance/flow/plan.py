@@ -1,7 +1,7 @@
 """The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any moves.
 
 A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, H
-hosts (the ranks of an expert-parallel group), M experts with several hosts; K is the largest number of hosts of one.
+hosts (the ranks of an expert-parallel group), K the hosts of one expert, G groups of consecutive ranks.
 """
 
 import functools
@@ -222,7 +222,7 @@ def send(
         in_K[k] -= local
     first = 0
     while first < hosts:
-        node = host_K[first] // node_size
+        node: int = host_K[first] // node_size
         after = first + 1
         while after < hosts and host_K[after] // node_size == node:
             after += 1

@@ -316,8 +316,7 @@ class Balancer:
                 self._record_wait(action, before, start)
                 self._record("planning", action, plan.start, plan.end)
         outcomes = self.agreement.reach(plans, {action.block: asked.question for action, asked in due.items()})
-        end = clock.mark()
-        self._record_wait(next(iter(due)), start, end)
+        self._record_wait(next(iter(due)), start, end := clock.mark())
         for number, outcome in outcomes.items():
             self._conclude(number, self.layers[number], outcome)
         return end

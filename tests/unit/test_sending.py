@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import pickle
 from collections import Counter
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
