@@ -1,7 +1,7 @@
 """Trans and Agg: weights from an expert's owner to its guests, and gradients from the guests to the owner."""
 
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -332,10 +332,13 @@ def _steps(
         tensors = tensors_in(message.expert, message.chunk, message.chunks)
         return _Piece(message.expert, message.chunk, peer, tensors)
 
-    steps = []
-    for messages in plan.rounds:
-        sent = [piece(message, message.target) for message in messages if message.source == rank]
-        received = [piece(message, message.source) for message in messages if message.target == rank]
-        if sent or received:
-            steps.append(_RoundPart(sent, received))
-    return steps
+    _, source_M, target_M, *_ = plan.messages_5M
+    (own_M,) = ((source_M == rank) | (target_M == rank)).nonzero()
+    steps: defaultdict[int, _RoundPart] = defaultdict(lambda: _RoundPart([], []))
+    for number, fields in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
+        message = Message(*fields)
+        if message.source == rank:
+            steps[number].sent.append(piece(message, message.target))
+        else:
+            steps[number].received.append(piece(message, message.source))
+    return [*steps.values()]

@@ -135,15 +135,18 @@ class BatchModel:
         Args:
             backward: whether the rounds run backward, and messages go from targets to sources.
         """
-        rounds, network = plan.rounds[::-1] if backward else plan.rounds, self.network
+        network = self.network
         free_D, carried_WN = np.zeros(network.num_ranks), np.zeros((2, len(network.first_N)))
         """When each node's adapters have sent and received all bytes so far."""
-        if not rounds:
+        if not len(plan):
             return np.zeros(0), free_D
-        _, source_M, target_M, _, chunks_M = np.array([message for messages in rounds for message in messages]).T
+        messages_5M, round_M = plan.messages_5M, plan.round_M
+        if backward:
+            order_M = np.argsort(-round_M, kind="stable")
+            messages_5M, round_M = messages_5M[:, order_M], len(plan) - 1 - round_M[order_M]
+        _, source_M, target_M, _, chunks_M = messages_5M
         ends_2M = np.stack([target_M, source_M] if backward else [source_M, target_M])
-        number_X = np.array([*map(len, rounds)])
-        round_M = np.repeat(np.arange(len(rounds)), number_X)
+        number_X = np.bincount(round_M)
         times = self.times(Loads.of(network, ends_2M[0], ends_2M[1], 1 / chunks_M, round_M))
         is_far_M = network.node_D[ends_2M[0]] != network.node_D[ends_2M[1]]
         latency_M = (times.latency_XD + times.tensor_XD)[round_M, ends_2M].max(0)

@@ -24,7 +24,7 @@ class Lent(NamedTuple):
     """Part of the expert's tokens that the guest takes over from the owner."""
 
     def in_order(self, network: Network, owner_E: np.ndarray) -> "Lent":
-        """Return the same guests in the order in which they receive their experts, as in `route_of`."""
+        """Return the same guests in the order in which they receive their experts, as in `find_links`."""
         place_K = (self.rank_K - owner_E[self.expert_K]) % network.node_size
         order_K = np.lexsort((place_K, network.node_D[self.rank_K], self.expert_K, self.plan_K))
         return Lent(self.plans, *(part_K[order_K] for part_K in self[1:]))

@@ -37,14 +37,19 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
     microbatches, ranks, _ = counts_BDE.shape
     if microbatches == 1:
         return counts_BDE
-    tokens_BD = counts_BDE.sum(1) @ (owner_E[:, None] == np.arange(ranks))
+    tokens_BD = np.stack([np.bincount(owner_E, tokens_E, ranks) for tokens_E in counts_BDE.sum(1)])
     busiest_B = tokens_BD.argmax(1)
     excess_D = np.bincount(busiest_B, weights=tokens_BD.max(1) - tokens_BD.mean(1), minlength=ranks)
     kept = set(np.argsort(-excess_D, kind="stable")[: most - 1].tolist())
     groups: dict[int, list[int]] = {}
     for microbatch, busiest in enumerate(busiest_B.tolist()):
         groups.setdefault(busiest if busiest in kept else -1, []).append(microbatch)
-    return np.stack([counts_BDE[members].sum(0) for members in groups.values()])
+    # Without temporary matrices, whose memory would be new in every iteration
+    found_BDE = np.zeros_like(counts_BDE, shape=(len(groups), *counts_BDE.shape[1:]))
+    for found_DE, members in zip(found_BDE, groups.values(), strict=True):
+        for microbatch in members:
+            found_DE += counts_BDE[microbatch]
+    return found_BDE
 
 
 def expert_loads(

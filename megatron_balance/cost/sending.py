@@ -20,10 +20,10 @@ import numpy as np
 from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
 from megatron_balance.cost.few_batches import LEAST_ALPHA, ROUNDING, few_batches, few_batches_each
 from megatron_balance.cost.network import Network
-from megatron_balance.placement.links import LOOPS, link_lines
+from megatron_balance.placement.links import LOOPS, find_links, link_lines
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
-from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from megatron_balance.placement.transfers import EMPTY_PLAN, TransferPlan, plan_transfers, schedule_links
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
 FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
@@ -78,7 +78,7 @@ class SendingModel:
     @staticmethod
     def prepare() -> None:
         """Compile what predictions need, so that none of them takes seconds for it."""
-        for loop in (*LOOPS, few_batches, few_batches_each):
+        for loop in (*LOOPS, schedule_links, few_batches, few_batches_each):
             loop.prepare()
 
     @cached_property
@@ -125,24 +125,41 @@ class SendingModel:
     def plan(self, placement: Placement) -> TransferPlan:
         """Return the messages of `best`."""
         if not placement.added_hosts:
-            return TransferPlan(())
+            return EMPTY_PLAN
         sending, found = self._chosen(placement)
-        return found if isinstance(found, TransferPlan) else plan_hops(found, sending.chunks)
+        if not isinstance(found, TransferPlan):
+            found = self._messages(placement, sending, found)
+            self._keep(placement, sending, found)
+        return found
+
+    def follow(self, placement: Placement, sending: Sending) -> None:
+        """Let a placement's experts be sent as another rank's `best` has found."""
+        if placement.added_hosts and placement not in self._choice_of:
+            self._keep(placement, sending, None)
 
     @cached_property
-    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransferPlan]]:
-        """Results of `_choose` for the latest placements."""
+    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransferPlan | None]]:
+        """Results of `_choose` for the latest placements; None where they are another rank's."""
         return {}
 
-    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
+    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan | None]:
         """Return `_choose`; several threads may call this."""
         choice = self._choice_of.get(placement)
         if choice is None:
             choice = self._choose(placement)
-            if len(self._choice_of) >= MOST_CHOICES:
-                self._choice_of.clear()
-            self._choice_of[placement] = choice
+            self._keep(placement, *choice)
         return choice
+
+    def _keep(self, placement: Placement, sending: Sending, found: Hops | TransferPlan | None) -> None:
+        if len(self._choice_of) >= MOST_CHOICES:
+            self._choice_of.clear()
+        self._choice_of[placement] = sending, found
+
+    def _messages(self, placement: Placement, sending: Sending, found: Hops | None) -> TransferPlan:
+        route, node_size = sending.route, self.profile.node_size
+        if route in FANOUTS:
+            return plan_transfers(placement, node_size, sending.chunks, FANOUTS[route], self.far)
+        return plan_hops(found or hops(placement, node_size, route), sending.chunks)
 
     def _choose(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
         """Return the best choice, and its hops or its plan; there is at least one guest.
@@ -153,7 +170,7 @@ class SendingModel:
         sending, found = self._best(choices)
         if found is not None:
             return sending, found
-        plan = plan_transfers(placement, self.profile.node_size, sending.chunks, FANOUTS[sending.route], self.far)
+        plan = self._messages(placement, sending, None)
         trans, agg = (float(ends[-1]) for ends in self.progress(plan))
         few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
         assert few_hops is not None
@@ -204,16 +221,11 @@ class SendingModel:
         self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, route: str
     ) -> tuple[np.ndarray, float]:
         """Return `link_lines` of guests in any order along a route of FANOUTS."""
-        return link_lines(
-            owner_M,
-            expert_M,
-            rank_M,
-            num_ranks=self.profile.num_ranks,
-            node_size=self.profile.node_size,
-            adapters=self.network.adapters,
-            fanout=FANOUTS[route],
-            far=self.far,
+        ranks, node_size = self.profile.num_ranks, self.profile.node_size
+        found = find_links(
+            owner_M, expert_M, rank_M, num_ranks=ranks, node_size=node_size, fanout=FANOUTS[route], far=self.far
         )
+        return link_lines(found, ranks, node_size, self.network.adapters)
 
     def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
         """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
@@ -275,7 +287,7 @@ class SendingModel:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
 
         The second result is [A], the time that a piece spends on the other links of its chain. The unit is an expert
-        within a node. An expert enters each node once, where `route_of` does.
+        within a node. An expert enters each node once, where `find_links` does.
 
         Args:
             guests_AD: bool, ranks that receive the expert.
@@ -367,6 +379,11 @@ class SendingModel:
     def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         trans, agg = self._batches
         return trans.progress(plan, backward=False), agg.progress(plan, backward=True)
+
+    def rounds_beside(self, plan: TransferPlan, seconds: tuple[float, float]) -> tuple[int, int]:
+        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds."""
+        forward, backward = seconds
+        return self.rounds_within(plan, forward, forward=True), self.rounds_within(plan, backward, forward=False)
 
     def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
         """Return how many of a plan's last rounds (Trans), or first rounds in its order (Agg), take `seconds` at most.

@@ -11,7 +11,7 @@ import torch
 
 from megatron_balance.comm.blocks import STAYS, Gather, gather_of, gather_room, write_blocks
 from megatron_balance.device.compiled import compiled
-from megatron_balance.flow.plan import DispatchPlan, sent_to_hosts
+from megatron_balance.flow.plan import DispatchPlan, room_of, send
 
 _NO_ROOM = torch.empty((0, 0), dtype=torch.int32)
 
@@ -86,10 +86,12 @@ def _cut(
     If there is no room, every row is in its place.
     """
     ranks, experts = counts_DE.shape
-    sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
-    received_DS = np.zeros((ranks, slots), np.int64)
+    group_D = np.arange(ranks) if whole else _groups(ranks, own, node_size)
+    each_D, sums_GE = np.arange(ranks), counts_DE if whole else _added_up(counts_DE, group_D)
+    room_G, room_D = room_of(first_E, len(sums_GE)), room_of(first_E, ranks)
+    received_DS, more_HD = np.zeros((ranks, slots), np.int64), np.zeros((ranks if whole else 0, ranks), np.int64)
     # The experts with one host, by host, and what this rank sends
-    alone_N, sizes_N, m = np.full(len(physical_N), -1), np.empty_like(physical_N), 0
+    alone_N, sizes_N = np.full(len(physical_N), -1), np.empty_like(physical_N)
     for expert in range(experts):
         begin, end = first_E[expert], first_E[expert + 1]
         if end - begin == 1:
@@ -97,20 +99,24 @@ def _cut(
             if host_N[begin] == own:
                 received_DS[:, physical_N[begin] % slots] = counts_DE[:, expert]
             continue
+        sent_KG = send(
+            expert, counts_DE, sums_GE, group_D, first_E, host_N, share_N, primary_E, node_size, local_first, room_G
+        )
+        sizes_N[begin:end] = sent_KG[:, group_D[own]]
         for n in range(begin, end):
-            sizes_N[n] = sent_MD[m, own]
+            if whole:
+                more_HD[host_N[n]] += sent_KG[n - begin]
             if host_N[n] == own:
-                received_DS[:, physical_N[n] % slots] = sent_MD[m]
-            m += 1
+                sent_KD = send(
+                    *(expert, counts_DE, counts_DE, each_D, first_E, host_N, share_N, primary_E),
+                    *(node_size, local_first, room_D),
+                )
+                received_DS[:, physical_N[n] % slots] = sent_KD[n - begin]
     if whole:
-        splits_DH = _all_splits(counts_DE, sent_MD, alone_N, host_N, by_physical_N)
+        splits_DH = _all_splits(counts_DE, alone_N, host_N, by_physical_N)
+        splits_DH += more_HD.T
     else:
-        splits_DH = np.full((ranks, ranks), -1)
-        splits_DH[own] = 0
-        for n in range(len(host_N)):
-            splits_DH[own, host_N[n]] += sizes_N[n]
-        for rank in range(ranks):
-            splits_DH[rank, own] = received_DS[rank].sum()
+        splits_DH = _own_splits(own, host_N, sizes_N, received_DS)
     rows = splits_DH[own].sum()
     if len(room) == 0:
         return rows, True, splits_DH, received_DS
@@ -122,10 +128,45 @@ def _cut(
 
 
 @compiled(None)
+def _groups(ranks: int, own: int, node_size: int) -> np.ndarray:
+    """Return [D] the group of each rank: the nodes; on this rank's node, it and those before and after it."""
+    group_D, group = np.zeros(ranks, np.int64), 0
+    for rank in range(1, ranks):
+        group += rank % node_size == 0 or rank == own or rank == own + 1
+        group_D[rank] = group
+    return group_D
+
+
+@compiled(None)
+def _added_up(counts_DE: np.ndarray, group_D: np.ndarray) -> np.ndarray:
+    """Return [G, E], the load matrix with the ranks of each group added up."""
+    ranks, experts = counts_DE.shape
+    sums_GE = np.zeros((group_D[-1] + 1, experts), np.int64)
+    for rank in range(ranks):
+        sums_E, counts_E = sums_GE[group_D[rank]], counts_DE[rank]
+        for expert in range(experts):
+            sums_E[expert] += counts_E[expert]
+    return sums_GE
+
+
+@compiled(None)
+def _own_splits(own: int, host_N: np.ndarray, sizes_N: np.ndarray, received_DS: np.ndarray) -> np.ndarray:
+    """Return [D, H], the tokens that this rank sends and receives, and -1 elsewhere."""
+    ranks = len(received_DS)
+    splits_DH = np.full((ranks, ranks), -1)
+    splits_DH[own] = 0
+    for n in range(len(host_N)):
+        splits_DH[own, host_N[n]] += sizes_N[n]
+    for rank in range(ranks):
+        splits_DH[rank, own] = received_DS[rank].sum()
+    return splits_DH
+
+
+@compiled(None)
 def _all_splits(
-    counts_DE: np.ndarray, sent_MD: np.ndarray, alone_N: np.ndarray, host_N: np.ndarray, by_physical_N: np.ndarray
+    counts_DE: np.ndarray, alone_N: np.ndarray, host_N: np.ndarray, by_physical_N: np.ndarray
 ) -> np.ndarray:
-    """Return [D, H], the tokens from each source to each host.
+    """Return [D, H], the tokens from each source to each host for experts with one host.
 
     Args:
         alone_N: the expert, if it has no other host; -1 otherwise.
@@ -143,12 +184,6 @@ def _all_splits(
             wholes += 1
     first_H[host:] = wholes
     _add_up(counts_DE, experts_W[:wholes], first_H, splits_DH)
-    m = 0
-    for n in range(len(host_N)):
-        if alone_N[n] < 0:
-            for rank in range(ranks):
-                splits_DH[rank, host_N[n]] += sent_MD[m, rank]
-            m += 1
     return splits_DH
 
 

@@ -1,7 +1,7 @@
 """The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any moves.
 
 A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, H
-hosts (the ranks of an expert-parallel group), M experts with several hosts; K is the largest number of hosts of one.
+hosts (the ranks of an expert-parallel group), K the hosts of one expert, G groups of consecutive ranks.
 """
 
 import functools
@@ -44,16 +44,15 @@ class DispatchPlan:
     def tokens_DP(self) -> torch.Tensor:
         """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
         placement, counts_DE = self.placement, self.counts_DE
-        if len(counts_DE) > placement.num_ranks:
-            return _among_sources(self._of_hosts(), counts_DE)
         if placement.tables.in_place:
             return counts_DE
-        tables, rules = placement.tables, self.rules
+        tables, counts_HE = placement.tables, by_host(counts_DE, placement.num_ranks)
         return torch.from_numpy(
             _planned(
                 np.ascontiguousarray(counts_DE.numpy()),
+                np.ascontiguousarray(counts_HE.numpy()),
                 *tables.hosting,
-                *rules,
+                *self.rules,
                 tables.physical_N,
                 placement.slots_per_rank,
             )
@@ -63,10 +62,6 @@ class DispatchPlan:
     def rules(self) -> tuple[int, bool]:
         """Hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
         return self.node_size or self.placement.num_ranks, self.split == "local_first"
-
-    def _of_hosts(self) -> "DispatchPlan":
-        counts_HE = by_host(self.counts_DE, self.placement.num_ranks)
-        return DispatchPlan(self.placement, counts_HE, self.split, self.node_size)
 
     @functools.cached_property
     def splits_DH(self) -> torch.Tensor:
@@ -111,10 +106,12 @@ def prepare_plans() -> None:
 
 
 @compiled(
-    "int64[:, ::1](int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, int64[::1], int64)"
+    "int64[:, ::1](int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, "
+    "int64[::1], int64)"
 )
 def _planned(
     counts_DE: np.ndarray,
+    counts_HE: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,
     share_N: np.ndarray,
@@ -124,173 +121,197 @@ def _planned(
     physical_N: np.ndarray,
     slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load, `Tables.hosting` of the placement, rules and slots
-    of a host."""
-    ranks, experts = counts_DE.shape
-    sent_MD = sent_to_hosts(counts_DE, first_E, host_N, share_N, primary_E, node_size, local_first)
-    tokens_DP, m = np.zeros((ranks, ranks * slots), dtype=np.int64), 0
+    """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, `Tables.hosting` of the
+    placement, rules and slots of a host."""
+    sources, hosts, experts = len(counts_DE), len(counts_HE), counts_DE.shape[1]
+    tokens_DP, alone_E = np.zeros((sources, hosts * slots), dtype=np.int64), np.full(experts, -1)
+    group_H, room = np.arange(hosts), room_of(first_E, hosts)
     for expert in range(experts):
         begin, end = first_E[expert], first_E[expert + 1]
         if end - begin == 1:
-            tokens_DP[:, physical_N[begin]] = counts_DE[:, expert]
+            alone_E[expert] = physical_N[begin]
             continue
-        for n in range(begin, end):
-            tokens_DP[:, physical_N[n]] = sent_MD[m]
-            m += 1
+        sent_KH = send(
+            expert, counts_HE, counts_HE, group_H, first_E, host_N, share_N, primary_E, node_size, local_first, room
+        )
+        _among_sources(counts_DE, expert, sent_KH, physical_N[begin:end], tokens_DP)
+    for source in range(sources):
+        for expert in range(experts):
+            if alone_E[expert] >= 0:
+                tokens_DP[source, alone_E[expert]] = counts_DE[source, expert]
     return tokens_DP
 
 
 @compiled(None)
-def sent_to_hosts(
+def _among_sources(
+    counts_DE: np.ndarray, expert: int, sent_KH: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
+) -> None:
+    """Divide the tokens that each host sends to an expert's physical experts among the host's sources, in order."""
+    hosts = sent_KH.shape[1]
+    each = len(counts_DE) // hosts
+    for host in range(hosts):
+        source = host * each
+        left = counts_DE[source, expert]
+        for k in range(len(physical_K)):
+            missing = sent_KH[k, host]
+            while missing > 0:
+                while left == 0:
+                    source += 1
+                    left = counts_DE[source, expert]
+                step = min(left, missing)
+                tokens_DP[source, physical_K[k]] += step
+                left -= step
+                missing -= step
+
+
+@compiled(None)
+def room_of(first_E: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return memory for `send`, of any expert."""
+    most = 0
+    for expert in range(len(first_E) - 1):
+        most = max(most, first_E[expert + 1] - first_E[expert])
+    return (
+        np.empty((most, groups), np.int64),
+        np.empty(groups, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+    )
+
+
+@compiled(None)
+def send(
+    expert: int,
     counts_DE: np.ndarray,
+    sums_GE: np.ndarray,
+    group_D: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,
     share_N: np.ndarray,
     primary_E: np.ndarray,
     node_size: int,
     local_first: bool,
+    room: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> np.ndarray:
-    """Return [M, D]: tokens that each source sends to each of `host_N` whose expert has several hosts.
+    """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
 
-    The arguments are those of `_planned`. Of the tokens that stay on a node, its ranks have parts in proportion to what
-    they send or receive; see `splits.within_nodes`.
+    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
+    `splits.within_nodes`. What a rank sends depends on other ranks only through the sums of those before it and those
+    after it, on its node and on others. So the tokens of a rank are those of its group, if it is alone in it.
+
+    Args:
+        sums_GE: the load of groups of consecutive ranks, each on one node.
+        group_D: the group of each rank.
+        room: `room_of` these groups; the result is a part of it.
+
+    The other arguments are those of `_planned`, for one source per host.
     """
-    ranks, experts = counts_DE.shape
-    several = 0
-    for expert in range(experts):
-        hosts = first_E[expert + 1] - first_E[expert]
-        several += hosts if hosts > 1 else 0
-    sent_MD = np.zeros((several, ranks), np.int64)
-    out_D, in_N = np.empty(ranks, np.int64), np.zeros_like(host_N)
-    left_N, before = np.empty_like(host_N), 0
-    for expert in range(experts):
-        begin, end = first_E[expert], first_E[expert + 1]
-        if end - begin == 1:
-            continue
-        total = 0
-        for rank in range(ranks):
-            out_D[rank] = counts_DE[rank, expert]
-            total += out_D[rank]
-        hosts = range(begin, end)
-        _share(total, out_D, begin, end, host_N, share_N, primary_E[expert], local_first, in_N, left_N)
-        # From the number of an expert's host to its row
-        m = before - begin
-        before += end - begin
-        for n in hosts:
-            rank = host_N[n]
-            local = min(out_D[rank], in_N[n])
-            sent_MD[m + n, rank] = local
-            out_D[rank] -= local
-            in_N[n] -= local
-        for size in (node_size, ranks):
-            for node in range((ranks + size - 1) // size):
-                _send_within(node, size, begin, end, host_N, out_D, in_N, sent_MD[m + begin : m + end])
-    return sent_MD
+    begin, end = first_E[expert], first_E[expert + 1]
+    sent_KG, out_G, in_K, left_K = room
+    sent_KG, host_K, ranks, hosts = sent_KG[: end - begin], host_N[begin:end], len(group_D), end - begin
+    sent_KG[:] = 0
+    total = 0
+    for group in range(len(out_G)):
+        out_G[group] = sums_GE[group, expert]
+        total += out_G[group]
+    _share(total, counts_DE, expert, host_K, share_N[begin:end], primary_E[expert], local_first, in_K, left_K)
+    for k in range(hosts):
+        rank = host_K[k]
+        local = min(counts_DE[rank, expert], in_K[k])
+        sent_KG[k, group_D[rank]] += local
+        out_G[group_D[rank]] -= local
+        in_K[k] -= local
+    first = 0
+    while first < hosts:
+        node: int = host_K[first] // node_size
+        after = first + 1
+        while after < hosts and host_K[after] // node_size == node:
+            after += 1
+        until = min((node + 1) * node_size, ranks)
+        _send_within(group_D[node * node_size], group_D[until - 1] + 1, first, after, out_G, in_K, sent_KG)
+        first = after
+    _send_within(0, len(out_G), 0, hosts, out_G, in_K, sent_KG)
+    return sent_KG
 
 
 @compiled(None)
 def _send_within(
-    node: int,
-    size: int,
-    begin: int,
-    end: int,
-    host_N: np.ndarray,
-    out_D: np.ndarray,
-    in_N: np.ndarray,
-    sent_KD: np.ndarray,
+    first_group: int,
+    after_group: int,
+    first: int,
+    after: int,
+    out_G: np.ndarray,
+    in_K: np.ndarray,
+    sent_KG: np.ndarray,
 ) -> None:
-    """Let ranks of a node of this size send each other what they can; take it from what they have, and still need.
+    """Let some groups send to some hosts what they can; take it from what they have, and still need.
 
     Sources and receivers, in their order, lie along one line of tokens.
     """
-    first, received = node * size, 0
-    for n in range(begin, end):
-        received += in_N[n] if first <= host_N[n] < first + size else 0
+    received = in_K[first:after].sum()
     if received == 0:
         return
-    sent = out_D[first : first + size].sum()
+    sent = out_G[first_group:after_group].sum()
     part, at, received_until = min(sent, received), 0, 0
-    rank, sent_until, rank_end = first - 1, 0, 0
-    for n in range(begin, end):
-        if part == 0 or not first <= host_N[n] < first + size:
-            continue
+    group, sent_until, group_end = first_group - 1, 0, 0
+    if part == 0:
+        return
+    for k in range(first, after):
         # A division takes longer than all else here; one of the two divides by the factor
-        received_until += in_N[n]
+        received_until += in_K[k]
         until = received_until if part == received else received_until * part // received
         while at < until:
-            while rank_end == at:
-                rank += 1
-                sent_until += out_D[rank]
-                rank_end = sent_until if part == sent else sent_until * part // sent
-            step = min(rank_end, until) - at
-            sent_KD[n - begin, rank] += step
-            out_D[rank] -= step
-            in_N[n] -= step
+            while group_end == at:
+                group += 1
+                sent_until += out_G[group]
+                group_end = sent_until if part == sent else sent_until * part // sent
+            step = min(group_end, until) - at
+            sent_KG[k, group] += step
+            out_G[group] -= step
+            in_K[k] -= step
             at += step
 
 
 @compiled(None)
 def _share(
     total: int,
-    counts_D: np.ndarray,
-    begin: int,
-    end: int,
-    host_N: np.ndarray,
-    share_N: np.ndarray,
+    counts_DE: np.ndarray,
+    expert: int,
+    host_K: np.ndarray,
+    share_K: np.ndarray,
     primary: int,
     local_first: bool,
-    computed_N: np.ndarray,
-    left_N: np.ndarray,
+    computed_K: np.ndarray,
+    left_K: np.ndarray,
 ) -> None:
-    """Set how many of an expert's tokens each of its hosts, in `host_N[begin:end]`, computes.
+    """Set how many of an expert's tokens each of its hosts computes.
 
-    `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_N`.
+    `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_K`.
     """
     assert total <= MOST_TOKENS, "a product of two counts fits an int64"
-    shares, missing, hosts = 0, total, range(begin, end)
-    for n in hosts:
-        shares += share_N[n]
-    for n in hosts:
-        computed_N[n] = 0
+    missing, hosts, shares = total, range(len(host_K)), share_K.sum()
+    for k in hosts:
+        computed_K[k] = 0
         if not local_first:
-            product, divisor = total * share_N[n], max(shares, 1)
-            computed_N[n] = product // divisor
-            left_N[n] = product - computed_N[n] * divisor
-        elif share_N[n]:
-            computed_N[n] = counts_D[host_N[n]]
-        missing -= computed_N[n]
+            product, divisor = total * share_K[k], max(shares, 1)
+            computed_K[k] = product // divisor
+            left_K[k] = product - computed_K[k] * divisor
+        elif share_K[k]:
+            computed_K[k] = counts_DE[host_K[k], expert]
+        missing -= computed_K[k]
     if local_first:
-        for n in hosts:
-            if host_N[n] == primary:
-                computed_N[n] += missing
+        for k in hosts:
+            if host_K[k] == primary:
+                computed_K[k] += missing
         return
     for _ in range(missing):
-        most = begin
-        for n in hosts:
-            if left_N[n] > left_N[most]:
-                most = n
-        computed_N[most] += 1
-        left_N[most] = -1
+        most = 0
+        for k in hosts:
+            if left_K[k] > left_K[most]:
+                most = k
+        computed_K[most] += 1
+        left_K[most] = -1
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
     """Return [H, E], the load matrix with the sources of each host added up."""
     return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
-
-
-def _among_sources(plan: DispatchPlan, counts_DE: torch.Tensor) -> torch.Tensor:
-    """Divide the tokens that a plan lets each host send among the host's sources: [D, P].
-
-    Order a host's tokens for an expert by source, and cut them at the plan's numbers: the first part goes to the first
-    physical expert, and so on. A source sends to a physical expert the overlap of its own tokens with that part.
-    """
-    placement, hosts = plan.placement, plan.placement.num_ranks
-    experts_P = torch.from_numpy(placement.tables.expert_P)
-    used_P = experts_P >= 0
-    same_PP = (experts_P[:, None] == experts_P) & used_P
-    ends_HP = plan.tokens_DP @ same_PP.triu().to(torch.int64)
-    own_HNP = counts_DE.view(hosts, -1, counts_DE.shape[1])[:, :, experts_P.clamp(min=0)] * used_P
-    until_HNP = own_HNP.cumsum(1)
-    first_HNP = torch.maximum((ends_HP - plan.tokens_DP).unsqueeze(1), until_HNP - own_HNP)
-    last_HNP = torch.minimum(ends_HP.unsqueeze(1), until_HNP)
-    return (last_HNP - first_HNP).clamp(min=0).flatten(0, 1)

@@ -125,7 +125,7 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement
         tuple(Message(*route, chunk=chunk, chunks=load.batches) for route in routes) for chunk in range(load.batches)
     )
     owners = Placement.identity(num_ranks * load.experts, num_ranks, load.experts)
-    return TransferPlan(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
+    return TransferPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
 
 
 def trans_call(

@@ -6,39 +6,77 @@ first, and the last piece has to pass the links behind it afterwards. The unit o
 M counts guests, and links, because each guest receives its expert on one.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.device.compiled import compiled
 
 
-def link_lines(
+class Links(NamedTuple):
+    """The links of all routes, expert by expert, each after the one that brings the expert to its source."""
+
+    expert_M: np.ndarray
+    source_M: np.ndarray
+    target_M: np.ndarray
+    by_M: np.ndarray
+    """The link that brings the expert to the source; M and more at the owner."""
+    time_M: np.ndarray
+    """Time of a piece on this link."""
+    before_M: np.ndarray
+    """Time of a piece from the owner to the source."""
+    behind_M: np.ndarray
+    """Time of a piece from the target to all guests behind it."""
+    alone_M2: np.ndarray
+    """Pairs of `link_lines`, of the links of one rank and expert."""
+
+
+def find_links(
     owner_M: np.ndarray,
     expert_M: np.ndarray,
     rank_M: np.ndarray,
     *,
     num_ranks: int,
     node_size: int,
-    adapters: float,
     fanout: int = 1,
     far: float = 1.0,
-) -> tuple[np.ndarray, float]:
-    """Return pairs (m, x) in any order, and the time for which the busiest rank receives.
+) -> Links:
+    """Return the route of each expert from its owner to its guests: a chain with `fanout` 1, else a tree.
 
-    Experts in c pieces take m * c + x at least, along the routes of `transfers.route_of`. There is at least one guest.
+    In every step each rank that has the expert sends it to a rank that does not, at most `fanout` times in all; with an
+    unbounded `fanout` the ranks that have it double. Other nodes come first, and each is entered once, because links
+    between nodes may be slow and all guests of a node wait for them. The last send of a rank is for its own node, until
+    all guests there are served. So a chain passes through the owner's node first, then node by node; a tree reaches all
+    nodes in few steps and then works inside all of them in parallel. Nodes, and the ranks of each node, follow in
+    cyclic order after the owner, so that experts of different owners use different links at the same time.
 
     Args:
-        owner_M, expert_M, rank_M: the guests in any order: the owner of the expert, the expert, the rank; int64.
-        adapters: number of ranks of a node that can send to other nodes at their full rate at the same time.
-        fanout, far: as in `route_of`.
+        owner_M, expert_M, rank_M: the guests in any order, at least one: the owner of the expert, the expert, the rank;
+            int64.
+        node_size: ranks per node.
+        far: time of a piece between nodes; within a node it is 1.
     """
     away_M = (rank_M // node_size - owner_M // node_size) % -(-num_ranks // node_size)
     order_M = np.lexsort(((rank_M - owner_M) % node_size, away_M, expert_M))
     owner_M, expert_M, rank_M = (part_M[order_M] for part_M in (owner_M, expert_M, rank_M))
     target_M, by_M, time_M, before_M = _links(owner_M, expert_M, rank_M, node_size, fanout, float(far))
     behind_M, alone_M2 = _behind(by_M, time_M, before_M)
-    source_M, shared = np.append(target_M, owner_M)[by_M], float(adapters if adapters < node_size else 0)
-    busy_X, extra_X = _ends(source_M, target_M, time_M, before_M, behind_M, num_ranks, node_size, shared)
-    pairs = np.concatenate([np.stack([busy_X, extra_X], axis=1)[busy_X > 0], alone_M2])
+    source_M = np.append(target_M, owner_M)[by_M]
+    return Links(expert_M, source_M, target_M, by_M, time_M, before_M, behind_M, alone_M2)
+
+
+def link_lines(found: Links, num_ranks: int, node_size: int, adapters: float) -> tuple[np.ndarray, float]:
+    """Return pairs (m, x) in any order, and the time for which the busiest rank receives.
+
+    Experts in c pieces take m * c + x at least, along the routes that were found.
+
+    Args:
+        adapters: number of ranks of a node that can send to other nodes at their full rate at the same time.
+    """
+    shared = float(adapters if adapters < node_size else 0)
+    ends = found.source_M, found.target_M, found.time_M, found.before_M, found.behind_M
+    busy_X, extra_X = _ends(*ends, num_ranks, node_size, shared)
+    pairs = np.concatenate([np.stack([busy_X, extra_X], axis=1)[busy_X > 0], found.alone_M2])
     return pairs, float(busy_X[num_ranks : 2 * num_ranks].max())
 
 
@@ -48,7 +86,7 @@ def link_lines(
 def _links(
     owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, node_size: int, fanout: int, far: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the links of all routes, expert by expert, for guests in the order of `route_of`.
+    """Return the links of all routes, expert by expert, for guests in the order of `find_links`.
 
     The results are the target of each link, the link that brings the expert to its source, its time, and the time from
     the owner to its source. Owners are sources of links from nowhere, whose numbers are M and more.

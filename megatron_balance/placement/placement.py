@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
@@ -50,6 +50,10 @@ class Placement:
     quotas: tuple[tuple[int, ...], ...] = ()
     """[E]: how many of an expert's tokens each of its hosts computes, relative to the others; empty for an expert whose
     vExperts share its tokens evenly. () stands for no quotas at all. A host with a quota has no second vExpert."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone, so that a pickle stays small: all that is cached follows from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
         self._check_sizes()

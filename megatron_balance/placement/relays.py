@@ -11,13 +11,12 @@ So `direct` takes one batch of messages, `exchanged` two and `by node` three, wh
 several pieces, one piece overlaps with the next stage of the piece before it.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import Message, TransferPlan
+from megatron_balance.placement.transfers import TransferPlan
 
 ROUTES = ("direct", "exchanged", "by node")
 
@@ -39,7 +38,7 @@ def hops(placement: Placement, node_size: int, route: str) -> Hops:
     """Return the hops of all guests along a route of ROUTES, ordered by stage and expert."""
     (owner_M, expert_M, rank_M), nodes = placement.tables.guests_3M, -(-placement.num_ranks // node_size)
     away_M = (rank_M // node_size - owner_M // node_size) % nodes
-    # As in `route_of`: the parts of different owners then enter a node at different ranks
+    # As in `find_links`: the parts of different owners then enter a node at different ranks
     order_M = np.lexsort(((rank_M - owner_M) % node_size, away_M, expert_M))
     rank_M, expert_M, owner_M, away_M = (column[order_M] for column in (rank_M, expert_M, owner_M, away_M))
     if route == "direct":
@@ -88,6 +87,4 @@ def plan_hops(found: Hops, chunks: int) -> TransferPlan:
     ]
     round_N = (found.stage_M + piece_C1).ravel()
     order_N = np.lexsort((*columns[3::-1], round_N))
-    messages = [*map(Message._make, zip(*(column[order_N].tolist() for column in columns), strict=True))]
-    ends = np.bincount(round_N).cumsum().tolist()
-    return TransferPlan(tuple(tuple(messages[first:after]) for first, after in pairwise([0, *ends])))
+    return TransferPlan(np.stack(columns)[:, order_N], np.bincount(round_N).cumsum())

@@ -23,9 +23,12 @@ class Tables:
     primary: Sequence[int]
 
     def complete(self) -> None:
-        """Compute all arrays, so that nobody has to wait for one later."""
+        """Compute what a forward pass needs, so that none has to wait for it.
+
+        `shares_ED` grows with the square of the ranks, and only policies and dispatch on the device need it.
+        """
         for name, member in vars(Tables).items():
-            if isinstance(member, cached_property):
+            if isinstance(member, cached_property) and name != "shares_ED":
                 getattr(self, name)
 
     @cached_property
@@ -41,28 +44,40 @@ class Tables:
         return len(self.home[0]) + len(self.guests[0])
 
     @cached_property
+    def _hosts_3N(self) -> np.ndarray:
+        return hosts_of(self.hosts, self.quotas)
+
+    @cached_property
     def expert_P(self) -> np.ndarray:
         """[P]: the logical expert that each physical one computes; -1 for none."""
-        expert_DS = np.concatenate([_table(self.home), _table(self.guests)], axis=1)
-        # The last expert stands in for none
-        computes_DS = self.shares_ED[expert_DS, np.arange(len(expert_DS))[:, None]] > 0
-        return np.where(computes_DS & (expert_DS >= 0), expert_DS, -1).ravel()
+        expert_P = np.full(len(self.home) * self.slots_per_rank, -1)
+        expert_P[self.physical_N] = self.expert_N
+        return expert_P
 
     @cached_property
     def physical_N(self) -> np.ndarray:
         """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""
-        used_N = (self.expert_P >= 0).nonzero()[0]
-        return used_N[np.argsort(self.expert_P[used_N], kind="stable")]
+        slot_DS = np.concatenate([_table(self.home), _table(self.guests)], axis=1)
+        (filled_P,) = (slot_DS.ravel() >= 0).nonzero()
+        name_P = filled_P // self.slots_per_rank * len(self.hosts) + slot_DS.ravel()[filled_P]
+        order_P = np.argsort(name_P)
+        wanted_N = self.host_N * len(self.hosts) + self.expert_N
+        return filled_P[order_P[np.searchsorted(name_P, wanted_N, sorter=order_P)]]
 
-    @cached_property
+    @property
     def expert_N(self) -> np.ndarray:
         """The logical expert of each of `physical_N`."""
-        return self.expert_P[self.physical_N]
+        return self._hosts_3N[0]
 
-    @cached_property
+    @property
     def host_N(self) -> np.ndarray:
         """The rank of each of `physical_N`."""
-        return self.physical_N // self.slots_per_rank
+        return self._hosts_3N[1]
+
+    @property
+    def share_N(self) -> np.ndarray:
+        """How each of `physical_N` shares its expert's tokens: its part of `shares_ED`."""
+        return self._hosts_3N[2]
 
     @cached_property
     def by_physical_N(self) -> np.ndarray:
@@ -73,11 +88,6 @@ class Tables:
     def first_E(self) -> np.ndarray:
         """[E + 1]: where each expert's physical experts begin in `physical_N`, and where the last ones end."""
         return np.searchsorted(self.expert_N, np.arange(len(self.hosts) + 1))
-
-    @cached_property
-    def share_N(self) -> np.ndarray:
-        """How each of `physical_N` shares its expert's tokens: its part of `shares_ED`."""
-        return self.shares_ED[self.expert_N, self.host_N]
 
     @cached_property
     def primary_E(self) -> np.ndarray:
@@ -109,15 +119,26 @@ class Tables:
         return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
 
 
+def hosts_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return [3, N] int64: experts, their hosts in ascending order, once each, and the hosts' shares of tokens.
+
+    Args:
+        quotas: empty if no expert has quotas.
+    """
+    expert_M, rank_M = np.repeat(np.arange(len(hosts)), [len(row) for row in hosts]), _flat(hosts)
+    share_M = np.ones_like(rank_M)
+    if quotas:
+        share_M = _flat([own or (1,) * len(row) for own, row in zip(quotas, hosts, strict=True)])
+    # A host with several vExperts occurs several times
+    (first_N,) = ((np.diff(expert_M, prepend=-1) != 0) | (np.diff(rank_M, prepend=-1) != 0)).nonzero()
+    return np.stack([expert_M[first_N], rank_M[first_N], np.add.reduceat(share_M, first_N)])
+
+
 def shares_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]], num_ranks: int) -> np.ndarray:
     """Return `Tables.shares_ED` for experts with these hosts; `quotas` is empty if no expert has quotas."""
-    experts = len(hosts)
-    cells = np.repeat(np.arange(experts) * num_ranks, [len(row) for row in hosts]) + _flat(hosts)
-    if not quotas:
-        return np.bincount(cells, minlength=experts * num_ranks).reshape(experts, num_ranks)
-    rows = zip(quotas, hosts, strict=True)
-    shares_ED = np.zeros((experts, num_ranks), dtype=np.int64)
-    np.add.at(shares_ED.reshape(-1), cells, _flat([quotas or (1,) * len(row) for quotas, row in rows]))
+    expert_N, host_N, share_N = hosts_of(hosts, quotas)
+    shares_ED = np.zeros((len(hosts), num_ranks), dtype=np.int64)
+    shares_ED[expert_N, host_N] = share_N
     return shares_ED
 
 

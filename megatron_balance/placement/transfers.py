@@ -1,13 +1,16 @@
 """Plans of messages for Trans and Agg: which rank sends which piece of which expert to which rank, in rounds."""
 
-import math
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_balance.placement.placement import EMPTY, Placement
+import numpy as np
+
+from megatron_balance.device.compiled import compiled
+from megatron_balance.placement.links import find_links
+from megatron_balance.placement.placement import Placement
 
 
 class Message(NamedTuple):
@@ -22,7 +25,7 @@ class Message(NamedTuple):
     """Number of pieces that the expert is sent in, the same in all of its messages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
     """The messages that bring experts from their owners to guest slots, piece by piece, in consecutive rounds.
 
@@ -33,33 +36,58 @@ class TransferPlan:
     gradients to the source, which adds what it receives to its own, so a relay passes on the sum of its subtree.
     """
 
-    rounds: tuple[tuple[Message, ...], ...]
+    messages_5M: np.ndarray
+    """[5, M] int64: the fields of all messages, round after round."""
+    ends_X: np.ndarray
+    """[X] int64: number of messages in each round and in those before it. No round is empty."""
+
+    @classmethod
+    def of(cls, rounds: Iterable[Iterable[Message]]) -> "TransferPlan":
+        """Return the plan with these rounds."""
+        columns = [np.array([*messages], dtype=np.int64).T for messages in rounds]
+        if not columns:
+            return EMPTY_PLAN
+        return cls(np.concatenate(columns, axis=1), np.cumsum([column.shape[1] for column in columns]))
+
+    @property
+    def rounds(self) -> tuple[tuple[Message, ...], ...]:
+        """The messages, one by one: for people and tests."""
+        messages = [*map(Message._make, self.messages_5M.T.tolist())]
+        return tuple(tuple(messages[first:after]) for first, after in pairwise([0, *self.ends_X.tolist()]))
+
+    @cached_property
+    def round_M(self) -> np.ndarray:
+        """[M]: the round of each message."""
+        return np.repeat(np.arange(len(self)), np.diff(self.ends_X, prepend=0))
+
+    def __len__(self) -> int:
+        """Return the number of rounds."""
+        return len(self.ends_X)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TransferPlan):
+            return NotImplemented
+        pairs = ((self.ends_X, other.ends_X), (self.messages_5M, other.messages_5M))
+        return all(np.array_equal(*pair) for pair in pairs)
 
     @property
     def experts_sent(self) -> float:
         """Number of experts that cross links, counted per link; part of a plan may send a fraction."""
-        return math.fsum(1 / message.chunks for messages in self.rounds for message in messages)
+        number_C = np.bincount(self.messages_5M[4])
+        return float((number_C[1:] / np.arange(1, len(number_C))).sum())
 
     def split(self, rounds: int) -> tuple["TransferPlan", "TransferPlan"]:
         """Split after `rounds` rounds. Trans runs the first part first, Agg the second part first."""
-        return TransferPlan(self.rounds[:rounds]), TransferPlan(self.rounds[rounds:])
+        first_X, rest_X = self.ends_X[:rounds], self.ends_X[rounds:]
+        sent = int(first_X[-1]) if len(first_X) else 0
+        return (
+            TransferPlan(self.messages_5M[:, :sent], first_X),
+            TransferPlan(self.messages_5M[:, sent:], rest_X - sent),
+        )
 
 
-class Link(NamedTuple):
-    """One hop on an expert's route from its owner to its guests. The unit of time is a hop within a node."""
-
-    source: int
-    target: int
-    time: float
-    """Time of a piece on this link."""
-    before: float
-    """Time of a piece from the owner to the source."""
-    behind: float
-    """Time of a piece from the target to all guests behind it."""
-
-
-Route = tuple[Link, ...]
-"""A tree with the owner at its root: a link's source is the owner or the target of an earlier link."""
+EMPTY_PLAN = TransferPlan(np.zeros((5, 0), dtype=np.int64), np.zeros(0, dtype=np.int64))
+"""Nothing to send."""
 
 
 def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: int = 1, far: float = 1) -> TransferPlan:
@@ -70,153 +98,74 @@ def plan_transfers(placement: Placement, node_size: int, chunks: int, fanout: in
     then to the lower expert.
 
     Args:
-        node_size, fanout, far: as in `route_of`.
+        node_size, fanout, far: as in `find_links`.
     """
-    flows = [
-        flow
-        for expert, route in routes(placement, node_size, fanout, far).items()
-        for flow in _flows(expert, route, chunks)
-    ]
-    rounds = []
-    while flows:
-        rounds.append(_advance(flows, chunks))
-        flows = [flow for flow in flows if flow.left]
-    return TransferPlan(tuple(rounds))
-
-
-def routes(placement: Placement, node_size: int, fanout: int = 1, far: float = 1) -> dict[int, Route]:
-    """Return the route of each expert that has guests."""
-    return {
-        expert: route_of(
-            placement.owner(expert), ranks, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout, far=far
-        )
-        for expert, ranks in sorted(_guests_of(placement).items())
-    }
-
-
-def route_of(
-    owner: int, guests: Iterable[int], *, num_ranks: int, node_size: int, fanout: int, far: float = 1
-) -> Route:
-    """Return the route of one expert: a chain with `fanout` 1, a doubling tree with an unbounded `fanout`.
-
-    In every step each rank that has the expert sends it to a rank that does not, at most `fanout` times in all. Other
-    nodes come first, and each is entered once, because links between nodes may be slow and all guests of a node wait
-    for them. The last send of a rank is for its own node, until all guests there are served. So a chain passes through
-    the owner's node first, then node by node; a tree reaches all nodes in few steps and then works inside all of them
-    in parallel. Nodes, and the ranks of each node, follow in cyclic order after the owner, so that experts of different
-    owners use different links at the same time.
-
-    Args:
-        node_size: ranks per node.
-        far: time of a piece between nodes; within a node it is 1.
-    """
-    home, nodes = owner // node_size, -(-num_ranks // node_size)
-    ordered = sorted(guests, key=lambda rank: ((rank // node_size - home) % nodes, (rank - owner) % node_size))
-    if fanout == 1:
-        # A shortcut for the tree below, because searches need many chains
-        pairs = list(pairwise((owner, *ordered)))
-        times = [1 if source // node_size == target // node_size else far for source, target in pairs]
-        ends, total = list(accumulate(times)), sum(times)
-        return tuple(
-            Link(*pair, time, end - time, total - end) for pair, time, end in zip(pairs, times, ends, strict=True)
-        )
-    local: defaultdict[int, deque[int]] = defaultdict(deque)
-    for rank in ordered:
-        local[rank // node_size].append(rank)
-    others = deque(ranks for node, ranks in local.items() if node != home)
-    holders: deque[tuple[int, float, int]] = deque([(owner, 0, fanout)])
-    links: list[tuple[int, int, float, float]] = []
-    while holders:
-        source, before, left = holders.popleft()
-        near = local[source // node_size]
-        waiting = others.popleft() if others and (left > 1 or not near) else near
-        if waiting:
-            target = waiting.popleft()
-            time = 1 if source // node_size == target // node_size else far
-            links.append((source, target, time, before))
-            holders.append((target, before + time, fanout))
-            if left > 1:
-                holders.append((source, before, left - 1))
-    return _with_time_behind(links)
-
-
-def _guests_of(placement: Placement) -> dict[int, list[int]]:
-    """Return the ranks that have each expert as a guest, ascending; experts without guests are left out."""
-    guests: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, row in enumerate(placement.guests):
-        for expert in row:
-            if expert != EMPTY:
-                guests[expert].append(rank)
-    return guests
-
-
-def _with_time_behind(links: Sequence[tuple[int, int, float, float]]) -> Route:
-    """Build a route from (source, target, time, time before) tuples."""
-    behind: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    found = []
-    for source, target, time, before in reversed(links):
-        after = max((end for _, end in _ends(behind[target])), default=0)
-        behind[source].append((after, time))
-        found.append(Link(source, target, time, before, after))
-    return tuple(reversed(found))
-
-
-def _ends(sends: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the time that one rank has spent sending a piece, and when all ranks behind the target have it.
-
-    The target with the most time behind it is served first.
-
-    Args:
-        sends: time behind the target, and time of the link, for each target of the rank.
-    """
-    spent = 0.0
-    for after, time in sorted(sends, reverse=True):
-        spent += time
-        yield spent, spent + after
-
-
-@dataclass(slots=True, eq=False)
-class _Flow:
-    """The state of one link of an expert's route during scheduling."""
-
-    expert: int
-    link: Link
-    feeder: "_Flow | None"
-    """The link that brings pieces to the source; None at the owner."""
-    left: int
-    """Number of pieces left to send."""
-
-    @property
-    def is_ready(self) -> bool:
-        return self.feeder is None or self.feeder.left < self.left
-
-    @property
-    def urgency(self) -> tuple[float, int]:
-        """Priority of the link; the link with the greatest one sends first."""
-        return self.left * self.link.time + self.link.behind, self.left
-
-
-def _flows(expert: int, route: Route, chunks: int) -> Iterator[_Flow]:
-    into: dict[int, _Flow] = {}
-    for link in route:
-        into[link.target] = _Flow(expert, link, into.get(link.source), chunks)
-    yield from into.values()
-
-
-def _advance(flows: Sequence[_Flow], chunks: int) -> tuple[Message, ...]:
-    """Send the next round: update the links and return their messages."""
-    # Sorting keeps the order of equal items, with `reverse` too
-    ready = sorted((flow for flow in flows if flow.is_ready), key=lambda flow: flow.urgency, reverse=True)
-    sources, targets, chosen = set(), set(), []
-    for flow in ready:
-        if flow.link.source not in sources and flow.link.target not in targets:
-            sources.add(flow.link.source)
-            targets.add(flow.link.target)
-            chosen.append(flow)
-    for flow in chosen:
-        flow.left -= 1
-    return tuple(
-        sorted(
-            Message(flow.expert, flow.link.source, flow.link.target, chunks - flow.left - 1, chunks) for flow in chosen
+    if not placement.added_hosts:
+        return EMPTY_PLAN
+    found = find_links(
+        *placement.tables.guests_3M, num_ranks=placement.num_ranks, node_size=node_size, fanout=fanout, far=far
+    )
+    return TransferPlan(
+        *schedule_links(
+            found.expert_M,
+            found.source_M,
+            found.target_M,
+            found.by_M,
+            found.time_M,
+            found.behind_M,
+            placement.num_ranks,
+            chunks,
         )
     )
+
+
+@compiled(
+    "Tuple((int64[:, ::1], int64[::1]))(int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], float64[::1], "
+    "int64, int64)"
+)
+def schedule_links(
+    expert_M: np.ndarray,
+    source_M: np.ndarray,
+    target_M: np.ndarray,
+    by_M: np.ndarray,
+    time_M: np.ndarray,
+    behind_M: np.ndarray,
+    num_ranks: int,
+    chunks: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the fields of a TransferPlan; the arguments are those of `Links`. Here, M counts links."""
+    links = len(expert_M)
+    messages_5N, ends_X = np.empty((5, links * chunks), np.int64), np.empty(links * chunks, np.int64)
+    left_M, urgency_M, ready_M = np.full(links, chunks), np.empty(links), np.empty(links, np.int64)
+    # The last round in which a rank has sent, or received
+    sent_D, received_D = np.full(num_ranks, -1), np.full(num_ranks, -1)
+    done, number = 0, 0
+    while done < links * chunks:
+        ready = 0
+        for link in range(links):
+            fed = by_M[link] >= links or left_M[by_M[link]] < left_M[link]
+            if left_M[link] > 0 and fed:
+                urgency_M[link] = left_M[link] * time_M[link] + behind_M[link]
+                ready_M[ready] = link
+                ready += 1
+        by_left = ready_M[:ready][np.argsort(-left_M[ready_M[:ready]], kind="mergesort")]
+        chosen_R, chosen = np.empty(ready, np.int64), 0
+        for link in by_left[np.argsort(-urgency_M[by_left], kind="mergesort")]:
+            if sent_D[source_M[link]] < number and received_D[target_M[link]] < number:
+                sent_D[source_M[link]] = received_D[target_M[link]] = number
+                chosen_R[chosen] = link
+                chosen += 1
+        chosen_R = chosen_R[:chosen]
+        name_R = (expert_M[chosen_R] * num_ranks + source_M[chosen_R]) * num_ranks + target_M[chosen_R]
+        for link in chosen_R[np.argsort(name_R, kind="mergesort")]:
+            messages_5N[0, done], messages_5N[1, done], messages_5N[2, done] = (
+                expert_M[link],
+                source_M[link],
+                target_M[link],
+            )
+            messages_5N[3, done], messages_5N[4, done] = chunks - left_M[link], chunks
+            left_M[link] -= 1
+            done += 1
+        ends_X[number] = done
+        number += 1
+    return messages_5N, ends_X[:number].copy()

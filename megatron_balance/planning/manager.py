@@ -104,6 +104,10 @@ class Question:
     tried: Tried
     """The last plan, for these loads."""
 
+    beside: tuple[float, float] | None
+    """Forward and backward seconds of the computation with which a part of Trans, and of Agg, overlaps; None: they are
+    executed as a whole."""
+
     def answer(self) -> Decision:
         """Ask the policy and return its decision."""
         try:
@@ -208,6 +212,7 @@ class Manager:
             transfers=self.transfers and self.iterations >= self.resumes,
             latest_BDE=self.latest_BDE,
             tried=self.tried,
+            beside=None if self.cost.overlap is None else self.cost.overlap[:2],
         )
 
     def decide(self, expected_BDE: np.ndarray, microbatches: int) -> Decision:
@@ -220,7 +225,10 @@ class Manager:
         if decision.placement.home != self.placement.home:
             self.pause = 0
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
-        self.placement, self.tried = decision.placement, decision.tried
+        self.tried = decision.tried
+        if decision.placement != self.placement:
+            # The same object as long as nothing changes: what has been prepared for it is kept
+            self.placement = decision.placement
 
     def postpone_transfer(self) -> int:
         """Back off after a failed Transfer: return the number of iterations until plans may change owners again.

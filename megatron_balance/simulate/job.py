@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.transfers import EMPTY_PLAN, TransferPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.ownership import Move, moves
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
@@ -161,7 +161,7 @@ class Simulation:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
             planned, adopt, _ = self._plan(key, manager)
             adopt()
-        transfers, placement = self._transfers.get(key, TransferPlan(())), manager.placement
+        transfers, placement = self._transfers.get(key, EMPTY_PLAN), manager.placement
         if job.plans and not job.exact:
             observe()
             planned, end, after = self._plan(key, manager)
@@ -192,8 +192,8 @@ class Simulation:
         def adopt() -> None:
             if plan.decision.placement is not None:
                 manager.adopt(plan.decision)
-                if plan.transfers is not None:
-                    self._transfers[key] = plan.transfers
+                if plan.sending is not None:
+                    self._transfers[key] = manager.cost.transfers(manager.placement)
 
         return NOTHING._replace(latency=seconds), adopt, plan.decision.placement
 
@@ -215,7 +215,7 @@ def _part(manager: Manager, others: tuple[float, float], plan: TransferPlan, act
     """Return what a Trans, an Agg or a part of one sends, as `LayerState.part` does."""
     if action.parts == 1:
         return plan
-    trans, agg = both_parts(manager.cost.transport, others, plan)
+    trans, agg = both_parts(plan, manager.cost.transport.rounds_beside(plan, others))
     forward = action.operation is Operation.TRANS
     under_experts, under_others = trans if forward else agg
     return under_experts if (action.part == 1) == forward else under_others

@@ -121,10 +121,9 @@ class TeamNetwork:
 
     def sending(self, model: SendingModel, plan: TransferPlan, *, backward: bool) -> Work:
         """Return the work of Trans with a plan, or of Agg (`backward`)."""
-        if not plan.rounds:
+        if not len(plan):
             return NOTHING
-        messages = np.array([message for messages in plan.rounds for message in messages])
-        _, source_M, target_M, _, chunks_M = messages.T
+        _, source_M, target_M, _, chunks_M = plan.messages_5M
         ends = (target_M, source_M) if backward else (source_M, target_M)
         bytes_HH = np.zeros((model.network.num_ranks,) * 2)
         np.add.at(bytes_HH, ends, (model.grad_bytes if backward else model.param_bytes) / chunks_M)

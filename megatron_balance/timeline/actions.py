@@ -9,7 +9,7 @@ of its own, `C0` in the first chunk of a pipeline stage. It is the whole chunk w
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -144,6 +144,16 @@ Schedule = tuple[Step, ...]
 """One iteration of one rank, in the order in which the rank computes; each column of its grid is one stream."""
 
 STREAMS = ("computation", "communication", "planning")
+
+Places = dict[tuple[int, Operation, int], int]
+"""The step at which a part of a block's operation is computed, for one of its microbatches."""
+
+
+def places(schedule: Sequence[Step]) -> tuple[Places, Places]:
+    """Return the first and the last step of every block, operation and part that a schedule computes."""
+    last = {step[0][:3]: number for number, step in enumerate(schedule)}
+    backward = zip(range(len(schedule) - 1, -1, -1), reversed(schedule), strict=True)
+    return {step[0][:3]: number for number, step in backward}, last
 
 
 def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:

@@ -1,8 +1,9 @@
-"""How the ranks that have one placement agree on their plans: with one all-gather for all plans of a moment.
+"""How the ranks that have one placement agree on their plans: with one collective for all plans of a moment.
 
 A policy of this package is pure. So the ranks divide the layers among themselves, and each sends the plans of its own
-ones. A layer is always planned by the same rank. A user's policy may remember something, or plan differently on
-different ranks. So every rank plans all layers, and a plan is used if all ranks have made it.
+ones. A layer is always planned by the same rank. The bytes of the collective are those of the plans, and do not grow
+with the ranks that plan nothing. A user's policy may remember something, or plan differently on different ranks. So
+every rank plans all layers, and a plan is used if all ranks have made it.
 """
 
 import pickle
@@ -19,7 +20,7 @@ from megatron_balance.planning.manager import GIVEN_UP, INVALID, Question
 from megatron_balance.timeline.planner import Plan
 
 LEAST_BYTES = 2**12
-"""Initial room for the plans that a rank sends."""
+"""Initial room for the plans that one rank sends."""
 
 
 class Outcome(NamedTuple):
@@ -100,11 +101,12 @@ class Shared:
         return self._planner_of[number] == self.group.rank()
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        sent = {number: _without_loads(plan) for number, plan in plans.items()}
         received: dict[int, Plan] = {}
         planners = sorted({self._planner_of[number] for number in questions})
-        for content in self._gathered(pickle.dumps(sent), planners):
+        for content in self._gathered(packed(plans), planners):
             received |= pickle.loads(content)
+        # These are prepared already
+        received |= plans
         return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
 
     def _outcome(self, number: int, plan: Plan, question: Question) -> Outcome:
@@ -114,26 +116,34 @@ class Shared:
         return Outcome(plan, False, plan.decision.final, plan.decision.problem if self.plans(number) else None)
 
     def _gathered(self, content: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """Return the contents of some ranks; if there is too little room for one of any rank, all repeat with more."""
+        """Return the contents of some ranks; if there is too little room for one of them, all repeat with more."""
         while True:
-            sent = np.zeros(_HEADER + self._room, dtype=np.uint8)
-            sent[:_HEADER] = np.frombuffer(len(content).to_bytes(_HEADER), dtype=np.uint8)
-            part = content[: self._room]
-            sent[_HEADER : _HEADER + len(part)] = np.frombuffer(part, dtype=np.uint8)
-            own = copies.to_device(torch.from_numpy(sent), torch.uint8)
-            gathered = own.new_empty(self.group.size() * own.numel())
-            dist.all_gather_into_tensor(gathered, own, group=self.group)
-            rows = gathered.view(self.group.size(), -1).cpu().numpy()
+            rows = np.zeros((len(ranks), _HEADER + self._room), dtype=np.uint8)
+            if self.group.rank() in ranks:
+                sent = len(content).to_bytes(_HEADER) + content[: self._room]
+                rows[ranks.index(self.group.rank()), : len(sent)] = np.frombuffer(sent, dtype=np.uint8)
+            # Each row is zero on all ranks but one
+            total = copies.to_device(torch.from_numpy(rows), torch.uint8)
+            dist.all_reduce(total, group=self.group)
+            rows = total.cpu().numpy()
             sizes = rows[:, :_HEADER].copy().view(">u8")[:, 0].tolist()
             if max(sizes) <= self._room:
-                return [rows[rank, _HEADER : _HEADER + sizes[rank]].tobytes() for rank in ranks]
-            self._room = 2 ** (max(sizes) - 1).bit_length()
+                return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+            self._room = room(max(sizes))
 
 
 _HEADER = 8
 """Bytes of a content's size."""
 
 
-def _without_loads(plan: Plan) -> Plan:
-    """Return a plan without its loads, which all ranks know."""
-    return plan._replace(decision=replace(plan.decision, expected_BDE=np.zeros((0, 0, 0), dtype=np.int64)))
+def packed(plans: Mapping[int, Plan]) -> bytes:
+    """Return what a rank sends of its plans: all but the loads, which all ranks know."""
+    nothing_BDE = np.zeros((0, 0, 0), dtype=np.int64)
+    return pickle.dumps(
+        {n: plan._replace(decision=replace(plan.decision, expected_BDE=nothing_BDE)) for n, plan in plans.items()}
+    )
+
+
+def room(num_bytes: int) -> int:
+    """Return the room, at least LEAST_BYTES, that a rank gets for plans of a size."""
+    return max(LEAST_BYTES, 2 ** (num_bytes - 1).bit_length())

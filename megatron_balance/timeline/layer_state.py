@@ -14,7 +14,7 @@ from megatron_balance.comm.trans_agg import Slots
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.loads import COMPUTED, condensed
 from megatron_balance.cost.model import Overlap, owners
-from megatron_balance.cost.sending import SendingModel
+from megatron_balance.cost.sending import Sending
 from megatron_balance.device import clock
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
@@ -49,7 +49,6 @@ class LayerState:
     fields: Callable[[], Sequence[Field]] = tuple
     """Returns the state that moves with an expert to a new owner."""
 
-    transfers: TransferPlan = field(init=False)
     fresh: bool = False
     """Whether the guest slots hold the current weights."""
     loads: list[Load] = field(default_factory=list)
@@ -74,14 +73,22 @@ class LayerState:
     _initial: Placement = field(init=False)
     """Experts that only their first owners host: what reports compare with."""
 
+    _transfers: tuple[Placement, TransferPlan] | None = None
+    """A placement and its messages, the same objects as long as the placement lasts."""
+
+    _beside: tuple[Placement, tuple[int, int]] | None = None
+    """A placement and its rounds that overlap with the non-MoE computation, from its plan."""
+
     _parts: tuple[TransferPlan, dict[Operation, tuple[TransferPlan, TransferPlan]]] | None = None
-    """A plan and its `_both_parts`, the same objects as long as the plan lasts."""
+    """Messages and their `_both_parts`, the same objects as long as the messages last."""
+
+    _counts_BDE: np.ndarray | None = None
+    """The result of `counts_BDE` for the loads that there were."""
 
     _sent: tuple[TransferPlan, int, tuple[float, float]] | None = None
     """A plan, a rank and its `_sending`."""
 
     def __post_init__(self) -> None:
-        self.transfers = self.manager.cost.transfers(self.placement)
         self._initial = Placement.identity(self.placement.num_experts, self.placement.num_ranks)
 
     @property
@@ -93,11 +100,29 @@ class LayerState:
         """The placement for a pass that no schedule has: in an iteration, weights of guests may still be under way."""
         return owners_host(self.placement).trimmed
 
+    @property
+    def transfers(self) -> TransferPlan:
+        """The messages of Trans, and of Agg in reverse."""
+        if self._transfers is None or self._transfers[0] is not self.placement:
+            self._transfers = self.placement, self.manager.cost.transfers(self.placement)
+        return self._transfers[1]
+
+    def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
+        """Send the experts of the current placement, which is new, as the rank that planned it has decided.
+
+        Args:
+            beside: rounds of Trans and of Agg that overlap with the non-MoE computation, if that rank has counted them.
+        """
+        self.manager.cost.transport.follow(self.placement, sending)
+        self._beside, self.fresh = (self.placement, beside) if beside else None, False
+
     def counts_BDE(self) -> np.ndarray:
-        """Return the load [B, D, E] of each microbatch so far."""
-        # The last one first: one wait then covers all
-        latest_first = [load().numpy() for load in reversed(self.loads)]
-        return np.stack(latest_first[::-1])
+        """Return the load [B, D, E] of each microbatch so far; it must not be changed."""
+        if self._counts_BDE is None or len(self._counts_BDE) != len(self.loads):
+            # The last one first: one wait then covers all
+            latest_first = [load().numpy() for load in reversed(self.loads)]
+            self._counts_BDE = np.stack(latest_first[::-1])
+        return self._counts_BDE
 
     def observe(self, counts_BDE: np.ndarray) -> None:
         """Report the loads [B, D, E] of the whole iteration to the manager."""
@@ -121,19 +146,23 @@ class LayerState:
     def _both_parts(self) -> dict[Operation, tuple[TransferPlan, TransferPlan]]:
         """The rounds of Trans and of Agg that overlap with the experts, and those that fit the other computation."""
         if self._parts is None or self._parts[0] is not self.transfers:
-            trans, agg = both_parts(self.manager.cost.transport, self.overlap[:2], self.transfers)
+            if self._beside is None or self._beside[0] is not self.placement:
+                beside = self.manager.cost.transport.rounds_beside(self.transfers, self.overlap[:2])
+            else:
+                beside = self._beside[1]
+            trans, agg = both_parts(self.transfers, beside)
             self._parts = self.transfers, {Operation.TRANS: trans, Operation.AGG: agg}
         return self._parts[1]
 
     def sent_bytes(self, action: Action, rank: int) -> int:
         """Return the bytes that a rank sends in a Trans, an Agg or a part of one."""
-        messages = [message for messages in self.part(action).rounds for message in messages]
+        _, source_M, target_M, _, chunks_M = self.part(action).messages_5M
         cost = self.manager.cost
         if action.operation is Operation.TRANS:
-            sent, size = [message.chunks for message in messages if message.source == rank], cost.param_bytes
+            sent_M, size = source_M == rank, cost.param_bytes
         else:
-            sent, size = [message.chunks for message in messages if message.target == rank], cost.grad_bytes
-        return round(sum(size / chunks for chunks in sent))
+            sent_M, size = target_M == rank, cost.grad_bytes
+        return round(float((size / chunks_M[sent_M]).sum()))
 
     def close(self, placement: Placement, transfers: TransferPlan) -> None:
         """Record the finished iteration, in which `placement` was in force and `transfers` were executed.
@@ -154,7 +183,7 @@ class LayerState:
             plan_seconds=self.plan_seconds,
             prediction_error=self.prediction_error,
         )
-        self.loads, self.observed = [], False
+        self.loads, self._counts_BDE, self.observed = [], None, False
         self.spans, self.waits, self.plan_seconds = [], [], 0.0
 
     def moved(self, experts: int, total_bytes: float) -> None:
@@ -193,7 +222,7 @@ class LayerState:
 
     def _sending(self, plan: TransferPlan, rank: int) -> tuple[float, float]:
         """Return the uncalibrated seconds of a rank's parts of Trans and Agg."""
-        if self._sent is None or self._sent[:2] != (plan, rank):
+        if self._sent is None or self._sent[0] is not plan or self._sent[1] != rank:
             trans_D, agg_D = self.manager.cost.transport.rank_seconds(plan)
             self._sent = plan, rank, (float(trans_D[rank]), float(agg_D[rank]))
         return self._sent[2]
@@ -266,16 +295,15 @@ class LayerState:
 
 
 def both_parts(
-    transport: SendingModel, others: tuple[float, float], plan: TransferPlan
+    plan: TransferPlan, beside: tuple[int, int]
 ) -> tuple[tuple[TransferPlan, TransferPlan], tuple[TransferPlan, TransferPlan]]:
     """Return the rounds of Trans, and those of Agg, that overlap with the experts, and those that fit the other part.
 
     Args:
-        others: forward and backward seconds of the non-MoE computation.
+        beside: number of rounds of Trans and of Agg that fit the non-MoE computation.
     """
-    trans = transport.rounds_within(plan, others[0], forward=True)
-    agg = transport.rounds_within(plan, others[1], forward=False)
-    return plan.split(len(plan.rounds) - trans), plan.split(len(plan.rounds) - agg)
+    trans, agg = (plan.split(len(plan) - rounds) for rounds in beside)
+    return trans, agg
 
 
 def _totals(spans: Sequence[tuple[Operation, Interval]]) -> Mapping[Operation, float]:

@@ -2,17 +2,20 @@
 
     one_forward_one_backward -> compute_order -> with_plan -> with_trans -> with_agg
 
-Every pass takes a schedule and returns one with more actions. `blockwise` is Pro-Prophet's Algorithm 2; `blocking`
-starts every action where its result is needed and waits for it there.
+Every pass takes a schedule and returns one with more actions in the same steps. `blockwise` is Pro-Prophet's Algorithm
+2; `blocking` starts every action where its result is needed and waits for it there.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, chunk_start
+from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
 from megatron_balance.timeline.validate import validate
 
 Overlapping = Literal["none", "blockwise"]
+
+REDUCE = (0, Operation.REDUCE, 1)
+"""A key of Places."""
 
 
 class Pass(NamedTuple):
@@ -48,31 +51,48 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Sc
     Args:
         blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
     """
-    order: list[Action] = []
-    for chunk, microbatch, forward in passes:
-        numbers = blocks[chunk]
-        if not numbers:
-            continue
-        before = [chunk_start(chunk), *numbers]
-        if forward:
-            order.append(Action(before[0], Operation.FNEC, microbatch=microbatch))
-            for number in numbers:
-                order += _layer(number, Operation.FEC, 1, microbatch)
-                order.append(Action(number, Operation.FNEC, microbatch=microbatch))
-        else:
-            order.append(Action(before[-1], Operation.BNEC, microbatch=microbatch))
-            for previous, number in reversed(list(zip(before, numbers, strict=False))):
-                order += _layer(number, Operation.BEC, 3, microbatch)
-                order.append(Action(previous, Operation.BNEC, microbatch=microbatch))
+    computations = {
+        (chunk, forward): _computations(chunk_start(chunk), numbers, forward)
+        for chunk, numbers in enumerate(blocks)
+        for forward in (True, False)
+    }
+    order = [
+        Action(*computation, microbatch)
+        for chunk, microbatch, forward in passes
+        for computation in computations[chunk, forward]
+    ]
     order += [Action(0, Operation.REDUCE), Action(0, Operation.STEP)]
     return tuple(map(Step, order))
 
 
-def _layer(number: int, experts: Operation, exchange: int, microbatch: int) -> list[Action]:
+Computation = tuple[int, Operation, int, int]
+"""The first fields of an Action."""
+
+
+def _computations(start: int, numbers: Sequence[int], forward: bool) -> list[Computation]:
+    """Return what a pass of one microbatch through a chunk with these MoE layers computes.
+
+    Args:
+        start: number of the chunk's part before the first of them.
+    """
+    if not numbers:
+        return []
+    others = Operation.FNEC if forward else Operation.BNEC
+    alone = [(number, others, 1, 1) for number in (start, *numbers)]
+    if forward:
+        layers = [_layer(number, Operation.FEC, 1) for number in numbers]
+    else:
+        alone = alone[::-1]
+        layers = [_layer(number, Operation.BEC, 3) for number in reversed(numbers)]
+    pairs = zip(layers, alone[1:], strict=True)
+    return [alone[0], *(one for layer, after in pairs for one in (*layer, after))]
+
+
+def _layer(number: int, experts: Operation, exchange: int) -> list[Computation]:
     return [
-        Action(number, Operation.A2A, exchange, 4, microbatch),
-        Action(number, experts, microbatch=microbatch),
-        Action(number, Operation.A2A, exchange + 1, 4, microbatch),
+        (number, Operation.A2A, exchange, 4),
+        (number, experts, 1, 1),
+        (number, Operation.A2A, exchange + 1, 4),
     ]
 
 
@@ -95,30 +115,32 @@ def lower(
             Agg is then waited for when the next one starts, instead of at the end.
     """
     schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
+    # The passes add no steps, so that one search for the places of computations serves all
+    first, last = places(schedule)
     if overlap == "blockwise":
         assert not exact, "weights can only travel ahead if the placement is known ahead"
-        schedule = plan_ahead(schedule, layers, late)
-        schedule = trans_blockwise(schedule, layers)
-        schedule = agg_blockwise(schedule, layers, reduce_early)
+        schedule = plan_ahead(schedule, layers, last, late)
+        schedule = trans_blockwise(schedule, layers, first)
+        schedule = agg_blockwise(schedule, layers, last, reduce_early)
     else:
-        schedule = plan_blocking(schedule, layers, exact)
-        schedule = trans_blocking(schedule, layers)
-        schedule = agg_blocking(schedule, layers)
+        schedule = plan_blocking(schedule, layers, first, exact)
+        schedule = trans_blocking(schedule, layers, first)
+        schedule = agg_blocking(schedule, layers, last)
     validate([schedule])
     return schedule
 
 
-def plan_blocking(schedule: Schedule, layers: Iterable[int], exact: bool) -> Schedule:
+def plan_blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Schedule:
     """Plan between iterations or, if `exact`, on the load just routed, before its tokens are sent."""
     steps = list(schedule)
     for number in layers:
-        where = _index(steps, Operation.A2A, number) if exact else len(steps) - 1
+        where = first[number, Operation.A2A, 1] if exact else len(steps) - 1
         plan = Action(number, Operation.PLAN, iteration=0 if exact else 1)
         _start_and_wait(steps, where, planning=(plan,))
     return tuple(steps)
 
 
-def plan_ahead(schedule: Schedule, layers: Iterable[int], late: bool) -> Schedule:
+def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Schedule:
     """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
 
     The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
@@ -130,64 +152,61 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int], late: bool) -> Schedul
     steps = list(schedule)
     for number in layers:
         plan = Action(number, Operation.PLAN, iteration=1)
-        where = _index(steps, Operation.FEC, number, last=True)
-        if late:
-            where = _index(steps, Operation.A2A, number, last=True, part=3)
+        where = last[number, Operation.A2A, 3] if late else last[number, Operation.FEC, 1]
         _start(steps, where, planning=(plan,))
         _wait(steps, len(steps) - 1, (plan,))
     return tuple(steps)
 
 
-def trans_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+def trans_blocking(schedule: Schedule, layers: Iterable[int], first: Places) -> Schedule:
     """Run TRANS(i) right before the first FEC(i)."""
     steps = list(schedule)
     for number in layers:
         trans = Action(number, Operation.TRANS)
-        _start_and_wait(steps, _index(steps, Operation.FEC, number), communication=(trans,))
+        _start_and_wait(steps, first[number, Operation.FEC, 1], communication=(trans,))
     return tuple(steps)
 
 
-def trans_blockwise(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) -> Schedule:
     """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1).
 
     Block i is the block that computes just before block i+1 does for the first time. Before the first block there is
     only FNEC, with which its whole TRANS overlaps.
     """
     steps = list(schedule)
-    for number in sorted(layers, key=lambda number: _index(schedule, Operation.A2A, number)):
-        first = _index(steps, Operation.A2A, number)
-        hiding = [_nearest(steps, range(first - 1, -1, -1), operation) for operation in (Operation.FEC, Operation.FNEC)]
+    for number in sorted(layers, key=lambda number: first[number, Operation.A2A, 1]):
+        before = range(first[number, Operation.A2A, 1] - 1, -1, -1)
+        hiding = [_nearest(steps, before, operation) for operation in (Operation.FEC, Operation.FNEC)]
         parts = _parts(number, Operation.TRANS, steps, hiding)
-        _wait(steps, _index(steps, Operation.FEC, number), parts)
+        _wait(steps, first[number, Operation.FEC, 1], parts)
     return tuple(steps)
 
 
-def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Schedule:
+def agg_blocking(schedule: Schedule, layers: Iterable[int], last: Places) -> Schedule:
     """Run AGG(i) after the backward pass."""
     steps = list(schedule)
     for number in layers:
-        _start_and_wait(steps, _reduce(steps), communication=(Action(number, Operation.AGG),))
+        _start_and_wait(steps, last[REDUCE], communication=(Action(number, Operation.AGG),))
     return tuple(steps)
 
 
-def agg_blockwise(schedule: Schedule, layers: Iterable[int], reduce_early: bool) -> Schedule:
+def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduce_early: bool) -> Schedule:
     """Overlap the two parts of AGG(i+1) with BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
 
     Block i is the block that computes next. After the first block only BNEC is left.
     """
     steps, last_parts = list(schedule), ()
-    for number in sorted(layers, key=lambda number: _index(schedule, Operation.BEC, number, last=True)):
-        last = _index(steps, Operation.BEC, number, last=True)
-        after = range(last + 1, len(steps))
+    for number in sorted(layers, key=lambda number: last[number, Operation.BEC, 1]):
+        after = range(last[number, Operation.BEC, 1] + 1, len(steps))
         hiding = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
         if reduce_early and last_parts:
             assert hiding[0] is not None
             _wait(steps, hiding[0], last_parts)
         last_parts = _parts(number, Operation.AGG, steps, hiding)
         if not reduce_early:
-            _wait(steps, _reduce(steps), last_parts)
+            _wait(steps, last[REDUCE], last_parts)
     if reduce_early:
-        _wait(steps, _reduce(steps), last_parts)
+        _wait(steps, last[REDUCE], last_parts)
     return tuple(steps)
 
 
@@ -205,22 +224,8 @@ def _parts(block: int, operation: Operation, steps: list[Step], hiding: list[int
     return parts
 
 
-def _index(steps: Sequence[Step], operation: Operation, block: int, last: bool = False, part: int = 1) -> int:
-    """Return the first or the last step that begins a part of a block's operation; for exchanges, the dispatch."""
-    wanted = [
-        number
-        for number, (computation, *_) in enumerate(steps)
-        if (computation.operation, computation.block, computation.part) == (operation, block, part)
-    ]
-    return wanted[-1 if last else 0]
-
-
 def _nearest(steps: Sequence[Step], numbers: Iterable[int], operation: Operation) -> int | None:
     return next((number for number in numbers if steps[number].computation.operation is operation), None)
-
-
-def _reduce(steps: Sequence[Step]) -> int:
-    return _index(steps, Operation.REDUCE, 0)
 
 
 def _start(

@@ -1,5 +1,6 @@
 """A thread that makes plans while training continues, and a limit to how long a rank waits for its policy."""
 
+import functools
 import math
 import queue
 import threading
@@ -10,33 +11,52 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.observe.profiling import record_function
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Decision, Question
 
 
 class Plan(NamedTuple):
-    """The result of planning, and when it was made."""
+    """The result of planning, and when it was made.
+
+    It is small, because ranks send it to each other. The messages of Trans and Agg, and the placement's tables, follow
+    from it.
+    """
 
     decision: Decision
-    transfers: TransferPlan | None
-    """Transfers of experts for the decision's placement; None if that is the current placement, or if there is none."""
+    sending: Sending | None
+    """How the experts of the decision's placement reach their guests; None if that is the current placement, or if
+    there is none."""
 
     start: float
     end: float
 
+    beside: tuple[int, int] | None = None
+    """`rounds_beside` of the question's seconds."""
+
 
 def plan_for(question: Question) -> Plan:
-    """Return the policy's answer and its transfers. Any thread may call this, because it reads only the question."""
+    """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question."""
     with record_function("Plan"):
         start = time.perf_counter()
         decision = question.answer()
-        placement, transfers = decision.placement, None
+        placement, transport, sending, beside = decision.placement, question.transport, None, None
         if placement is not None and placement != question.placement:
-            transfers = question.transport.plan(placement)
-            # What the layer needs of it between the load and the exchange
-            placement.trimmed.tables.complete()
-        return Plan(decision, transfers, start, time.perf_counter())
+            sending = transport.best(placement)
+            prepare(placement, transport)
+            if question.beside is not None:
+                beside = transport.rounds_beside(transport.plan(placement), question.beside)
+        return Plan(decision, sending, start, time.perf_counter(), beside)
+
+
+def prepare(placement: Placement, transport: SendingModel) -> None:
+    """Compute what a layer needs of a placement between its load and its exchange, and the messages of its Trans.
+
+    Placement and transport keep the results. Any thread may call this.
+    """
+    placement.trimmed.tables.complete()
+    transport.plan(placement)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +68,9 @@ class Asked:
 
 
 class Planner:
-    """A thread that makes plans; a daemon, so that a policy that never returns does not keep the process alive.
+    """A thread that makes plans, and prepares those of other ranks.
+
+    It is a daemon, so that a policy that never returns does not keep the process alive.
 
     Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
     load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
@@ -66,7 +88,7 @@ class Planner:
         """
         self.patience, self.name, self.given_up = patience, name, False
         self._stop, self._kept = stop, list[Asked]()
-        self._tasks: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._tasks,), name="Plan", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
@@ -79,8 +101,12 @@ class Planner:
     def begin(self) -> None:
         """Begin to answer the questions that were asked; `deadline` does that, too."""
         for asked in self._kept:
-            self._tasks.put(asked)
+            self._tasks.put(functools.partial(_answer, asked))
         self._kept.clear()
+
+    def prepare(self, placement: Placement, transport: SendingModel) -> None:
+        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this."""
+        self._tasks.put(functools.partial(prepare, placement, transport))
 
     def deadline(self) -> float:
         """Return the deadline for `result` of all plans that are needed at this moment."""
@@ -105,12 +131,16 @@ class Planner:
         self._stop()
 
 
-def _serve(tasks: "queue.SimpleQueue[Asked | None]") -> None:
-    while (asked := tasks.get()) is not None:
-        assert asked.plan is not None
-        try:
-            asked.plan.set_result(plan_for(asked.question))
-        except BaseException as error:  # raised where the plan is waited for
-            asked.plan.set_exception(error)
+def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
         # Without this reference, the thread ends with its planner
-        del asked
+        del task
+
+
+def _answer(asked: Asked) -> None:
+    assert asked.plan is not None
+    try:
+        asked.plan.set_result(plan_for(asked.question))
+    except BaseException as error:  # raised where the plan is waited for
+        asked.plan.set_exception(error)

@@ -241,7 +241,7 @@ class Balancer:
             return self._side_stream.start(work, state.slots.ready)
 
     def _start_agg(self, state: LayerState, plan: TransferPlan) -> AsyncWork | None:
-        if not plan.rounds:
+        if not len(plan):
             return None
         with record_function("Agg"):
             return self._side_stream.start(functools.partial(self.transfer.agg, plan, state.placement, state.slots))
@@ -291,7 +291,7 @@ class Balancer:
         if work is not None:
             began, ended = work.wait()
             end = clock.mark()
-            if state.part(action).rounds:
+            if len(state.part(action)):
                 self._record_wait(action, start, end)
                 state.spans.append((action.operation, (began, ended)))
                 sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
@@ -316,8 +316,7 @@ class Balancer:
                 self._record_wait(action, before, start)
                 self._record("planning", action, plan.start, plan.end)
         outcomes = self.agreement.reach(plans, {action.block: asked.question for action, asked in due.items()})
-        end = clock.mark()
-        self._record_wait(next(iter(due)), start, end)
+        self._record_wait(next(iter(due)), start, end := clock.mark())
         for number, outcome in outcomes.items():
             self._conclude(number, self.layers[number], outcome)
         return end
@@ -341,9 +340,10 @@ class Balancer:
         """Put a plan's placement in force."""
         before = state.placement
         state.manager.adopt(plan.decision)
-        if plan.transfers is None:
+        if plan.sending is None:
             return
-        state.transfers, state.fresh = plan.transfers, False
+        state.follow(plan.sending, plan.beside)
+        self._planner.prepare(state.placement, state.manager.cost.transport)
         if self.explain and self.group.rank() == 0:
             print(state.explanation(number, before, plan.decision.expected_BDE, self.microbatches()), flush=True)
 
@@ -396,4 +396,4 @@ class Balancer:
         for number, state in self.layers.items():
             state.manager.restore(states["layers"][str(number)])
             state.slots.own(state.placement.experts_of(self.group.rank()))
-            state.transfers, state.fresh = state.manager.cost.transfers(state.placement), False
+            state.fresh = False

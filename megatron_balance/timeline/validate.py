@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megatron_balance.timeline.actions import Action, Operation, Schedule, grid
+from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, grid, places
 
 
 class InvalidSchedule(ValueError):
@@ -11,6 +11,9 @@ class InvalidSchedule(ValueError):
 
 Problem = tuple[int, str]
 """A step, and what is wrong there."""
+
+Numbers = dict[Action, int]
+"""The step at which each action starts, or is waited for."""
 
 
 def validate(schedules: Sequence[Schedule]) -> None:
@@ -24,25 +27,27 @@ def validate(schedules: Sequence[Schedule]) -> None:
         InvalidSchedule: a schedule is wrong; the message names the first rank and step.
     """
     for rank, schedule in enumerate(schedules):
-        problems = [*_waits(schedule), *_trans(schedule), *_agg(schedule), *_plan(schedule)]
-        problems += _order(schedules[0], schedule)
+        problems = [*_problems(schedule), *_order(schedules[0], schedule)]
         if problems:
             raise InvalidSchedule(f"schedule of rank {rank}:\n{grid(schedule, sorted(problems)[:1])}")
 
 
-def _starts(schedule: Schedule) -> dict[Action, int]:
-    return {action: number for number, step in enumerate(schedule) for action in step.planning + step.communication}
+def _problems(schedule: Schedule) -> Iterator[Problem]:
+    # Few steps of a long schedule start an action or wait for one
+    acting = [(number, step) for number, step in enumerate(schedule) if step[1] or step[2] or step[3]]
+    starts = {action: number for number, step in acting for action in step.planning + step.communication}
+    ends = {action: number for number, step in acting for action in step.waits}
+    first, last = places(schedule)
+    yield from _waits(acting, starts)
+    yield from _trans(ends, first)
+    yield from _agg(starts, ends, last)
+    yield from _plan(starts, ends, last)
 
 
-def _ends(schedule: Schedule) -> dict[Action, int]:
-    """Return the step at which each action is waited for."""
-    return {action: number for number, step in enumerate(schedule) for action in step.waits}
-
-
-def _waits(schedule: Schedule) -> Iterator[Problem]:
+def _waits(acting: Sequence[tuple[int, Step]], starts: Numbers) -> Iterator[Problem]:
     started: set[Action] = set()
     waited: set[Action] = set()
-    for number, step in enumerate(schedule):
+    for number, step in acting:
         for action in step.planning + step.communication:
             if action in started:
                 yield number, f"{action} is started again"
@@ -53,31 +58,27 @@ def _waits(schedule: Schedule) -> Iterator[Problem]:
             if action in waited:
                 yield number, f"{action} is waited for again"
             waited.add(action)
-    for action, number in _starts(schedule).items():
+    for action, number in starts.items():
         if action not in waited:
             yield number, f"{action} is never waited for"
 
 
-def _trans(schedule: Schedule) -> Iterator[Problem]:
+def _trans(ends: Numbers, first: Places) -> Iterator[Problem]:
     """Check that every layer's experts have their weights when they compute for the first time."""
-    ends, seen = _ends(schedule), set()
-    for number, step in enumerate(schedule):
-        block, operation = step.computation.block, step.computation.operation
-        if operation is not Operation.FEC or block in seen:
+    for (block, operation, _), number in first.items():
+        if operation is not Operation.FEC:
             continue
-        seen.add(block)
         waited = [action for action, end in ends.items() if _is(action, block, Operation.TRANS) and end <= number]
         if not _complete(waited):
             yield number, f"L{block} computes before its TRANS has arrived"
 
 
-def _agg(schedule: Schedule) -> Iterator[Problem]:
+def _agg(starts: Numbers, ends: Numbers, last: Places) -> Iterator[Problem]:
     """Check that every layer's gradients leave when they are complete, and arrive before they are reduced."""
-    starts, ends = _starts(schedule), _ends(schedule)
-    last = {step.computation: number for number, step in enumerate(schedule)}
-    reduce = last[Action(0, Operation.REDUCE)]
-    for block in sorted({action.block for action in last if action.operation is Operation.BEC}):
-        complete = max(number for action, number in last.items() if _is(action, block, Operation.BEC))
+    reduce = last[0, Operation.REDUCE, 1]
+    for (block, operation, _), complete in sorted(last.items()):
+        if operation is not Operation.BEC:
+            continue
         for action, number in starts.items():
             if _is(action, block, Operation.AGG) and number <= complete:
                 yield number, f"{action} starts before its gradients are complete, at step {complete}"
@@ -86,26 +87,23 @@ def _agg(schedule: Schedule) -> Iterator[Problem]:
             yield reduce, f"gradients of L{block} are reduced before its AGG has arrived"
 
 
-def _plan(schedule: Schedule) -> Iterator[Problem]:
+def _plan(starts: Numbers, ends: Numbers, last: Places) -> Iterator[Problem]:
     """Check that plans for the next iteration use the load of this one, and plans for this one precede its TRANS."""
-    starts, ends = _starts(schedule), _ends(schedule)
     for action, number in starts.items():
         if action.operation is not Operation.PLAN:
             continue
-        routed = [
-            index
-            for index, step in enumerate(schedule)
-            if _is(step.computation, action.block, Operation.A2A) and step.computation.part == 1
-        ]
-        if action.iteration and routed and number < routed[-1]:
-            yield number, f"{action} starts before the load is known, at step {routed[-1]}"
+        routed = last.get((action.block, Operation.A2A, 1), number)
+        if action.iteration and number < routed:
+            yield number, f"{action} starts before the load is known, at step {routed}"
         trans = [start for other, start in starts.items() if _is(other, action.block, Operation.TRANS)]
-        if not action.iteration and ends.get(action, number) > min(trans, default=len(schedule)):
+        if not action.iteration and trans and ends.get(action, number) > min(trans):
             yield min(trans), f"weights travel before {action} is made"
 
 
 def _order(reference: Schedule, schedule: Schedule) -> Iterator[Problem]:
     """Check that all ranks exchange and transfer in one order."""
+    if schedule is reference:
+        return
     both = [_collectives(one) for one in (reference, schedule)]
     for (_, expected), (number, found) in zip(*both, strict=False):
         if expected != found:

@@ -50,7 +50,6 @@ def forget_placements(run: Run) -> None:
         manager = state.manager
         fresh = Manager(manager.policy, manager.cost, manager.predictor, owners_host(manager.placement))
         state.manager.restore(fresh.state())
-        state.transfers = fresh.cost.transfers(state.placement)
 
 
 def train_and_save(

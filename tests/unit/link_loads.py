@@ -3,8 +3,7 @@
 import math
 from collections import defaultdict
 
-from megatron_balance.placement.transfers import Route
-from megatron_balance.placement.transfers import _ends as ends
+from tests.unit.slow_routes import Route, ends
 
 
 class LinkLoads:

@@ -15,17 +15,19 @@ from megatron_balance.planning.manager import Decision, Manager, PolicyFailure, 
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.timeline import agreement
-from megatron_balance.timeline.agreement import LEAST_BYTES, Compared, Outcome, Shared
+from megatron_balance.timeline.agreement import LEAST_BYTES, Compared, Outcome, Shared, packed
 from megatron_balance.timeline.planner import Plan, plan_for
 from tests.unit.balancers import COST, EXPERTS, LAYERS, OWNERS, RANKS, loads
 
 
 @dataclass
 class Job:
-    """Stand-in for torch.distributed: the threads of a job gather tensors."""
+    """Stand-in for torch.distributed: the threads of a job exchange tensors."""
 
     size: int
-    gathers: int = 0
+    exchanges: int = 0
+    num_bytes: int = 0
+    """Size of the tensors that are added up."""
     content: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,8 +36,17 @@ class Job:
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor, group: "Member") -> None:
         self.content[group.rank()] = own
         if self.barrier.wait() == 0:
-            self.gathers += 1
+            self.exchanges += 1
+            self.num_bytes += output.nbytes
         output.copy_(torch.cat([self.content[rank] for rank in range(self.size)]))
+        self.barrier.wait()
+
+    def all_reduce(self, total: torch.Tensor, group: "Member") -> None:
+        self.content[group.rank()] = total.clone()
+        if self.barrier.wait() == 0:
+            self.exchanges += 1
+            self.num_bytes += total.nbytes
+        total.copy_(torch.stack([self.content[rank] for rank in range(self.size)]).sum(0))
         self.barrier.wait()
 
     def each(self, task: Callable[["Member"], Any]) -> list[Any]:
@@ -77,7 +88,7 @@ def content(outcomes: Mapping[int, Outcome]) -> dict[int, tuple]:
     for number, (plan, agreed, final, problem) in outcomes.items():
         decision = plan.decision
         decided = decision.placement, decision.settlement, decision.wanted, decision.expected_BDE.tolist()
-        found[number] = (agreed, final, plan.transfers, *decided, problem)
+        found[number] = (agreed, final, plan.sending, plan.beside, *decided, problem)
     return found
 
 
@@ -124,11 +135,11 @@ def test_a_failure_is_known_to_all_and_told_by_the_rank_that_planned(job: Job, f
     for rank, outcomes in enumerate(job.each(task)):
         assert [number for number, outcome in outcomes.items() if not outcome.agreed] == [fails]
         assert outcomes[fails][1:] == (False, final, "lost its way" if rank == 1 else None)
-    assert job.gathers == 1
+    assert job.exchanges == 1
 
 
 def test_room_grows_on_all_ranks_alike_and_stays(job: Job) -> None:
-    """One rank's long plans cost one more all-gather, once."""
+    """One rank's long plans cost one more exchange, once."""
     asked = questions(load_policy("top2"))
     long = "x" * (5 * LEAST_BYTES)
 
@@ -143,9 +154,22 @@ def test_room_grows_on_all_ranks_alike_and_stays(job: Job) -> None:
             assert [len(outcome.plan.decision.problem) for outcome in outcomes.values()] == [5, 5, len(long), 5]
             assert all(outcome.plan.end - outcome.plan.start == 0.5 for outcome in outcomes.values())
             rooms.append(agreement._room)
-        return job.gathers, rooms
+        return job.exchanges, rooms
 
     assert job.each(task) == [(4, [8 * LEAST_BYTES] * 3)] * RANKS
+
+
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_bytes_do_not_grow_with_the_ranks_that_plan_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    job, asked = Job(ranks), questions(load_policy("quota"))
+    monkeypatch.setattr(agreement, "dist", job)
+
+    def task(group: Any) -> None:
+        shared = Shared(group, LAYERS)
+        shared.reach({n: plan_for(asked[n]) for n in LAYERS if shared.plans(n)}, asked)
+
+    job.each(task)
+    assert job.exchanges == 1 and job.num_bytes <= len(LAYERS) * (8 + LEAST_BYTES)
 
 
 def test_some_layers_at_a_moment(job: Job) -> None:
@@ -165,6 +189,4 @@ def test_some_layers_at_a_moment(job: Job) -> None:
 def test_loads_are_not_sent() -> None:
     plan = plan_for(questions(load_policy("top2"))[LAYERS[0]])
     assert plan.decision.expected_BDE.shape == (5, RANKS, EXPERTS)
-    assert (
-        len(pickle.dumps(agreement._without_loads(plan))) < len(pickle.dumps(plan)) - plan.decision.expected_BDE.nbytes
-    )
+    assert len(packed({2: plan})) < len(pickle.dumps({2: plan})) - plan.decision.expected_BDE.nbytes

@@ -53,6 +53,17 @@ def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backw
         assert state.part(Action(1, operation)) == state.transfers
 
 
+@given(placements(), st.floats(0, 0.01), st.floats(0, 0.01))
+def test_parts_are_those_that_the_planning_rank_has_counted(
+    placement: Placement, forward: float, backward: float
+) -> None:
+    alone, told = (layer(placement, Overlap(forward, backward)) for _ in range(2))
+    transport = alone.manager.cost.transport
+    told.follow(transport.best(placement), transport.rounds_beside(alone.transfers, (forward, backward)))
+    for operation in (Operation.TRANS, Operation.AGG):
+        assert parts(told, operation) == parts(alone, operation)
+
+
 @given(placements())
 def test_bytes_of_all_ranks_and_parts_are_those_of_the_experts(placement: Placement) -> None:
     state = layer(placement, Overlap(1e-3, 1e-3))

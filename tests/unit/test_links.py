@@ -5,20 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.links import link_lines
+from megatron_balance.placement.links import find_links, link_lines
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import routes
 from tests.unit.link_loads import LinkLoads
-from tests.unit.placements import placements
-
-CROWDED = st.builds(
-    lambda ranks, owners: Placement.identity(2 * ranks, ranks, len(owners)).with_hosts(
-        (owner % (2 * ranks), rank) for owner in owners for rank in range(ranks) if rank != owner % (2 * ranks) // 2
-    ),
-    st.integers(2, 20),
-    st.sets(st.integers(0, 3), min_size=1, max_size=3),
-)
-"""A few experts on all ranks."""
+from tests.unit.placements import CROWDED, placements
+from tests.unit.slow_routes import routes
 
 
 @given(
@@ -41,16 +32,9 @@ def test_lines_are_those_of_single_routes(
         for link in route:
             received[link.target] += link.time
     owner_M, expert_M, rank_M = placement.tables.guests_3M[:, data.draw(st.permutations(range(placement.added_hosts)))]
-    lines, most = link_lines(
-        owner_M,
-        expert_M,
-        rank_M,
-        num_ranks=placement.num_ranks,
-        node_size=node_size,
-        adapters=adapters,
-        fanout=fanout,
-        far=far,
-    )
+    ranks = placement.num_ranks
+    links = find_links(owner_M, expert_M, rank_M, num_ranks=ranks, node_size=node_size, fanout=fanout, far=far)
+    lines, most = link_lines(links, ranks, node_size, adapters)
     assert most == pytest.approx(received.max())
     # Pairs that differ by rounding are one; of those with the same first number, the largest counts
     merged = [dict(sorted((round(busy, 9), extra) for busy, extra in pairs)) for pairs in (lines.tolist(), loads.lines)]

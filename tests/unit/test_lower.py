@@ -1,16 +1,19 @@
 """Schedules from compute orders: the expected schedules are in tests/golden, and all schedules are valid."""
 
+import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_balance.timeline import lower
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, grid, parse
+from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, grid, parse, places
 from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward, wait_at_once
 from megatron_balance.timeline.validate import InvalidSchedule, validate
 
@@ -65,6 +68,31 @@ def test_golden(name: str) -> None:
     assert parse(expected) == EXPECTED[name]
 
 
+def instructions(stage: Stage, overlap: Overlapping) -> int:
+    """Return how many of Python's instructions `lower` executes."""
+    number = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Callable:
+        nonlocal number
+        frame.f_trace_opcodes = True
+        number += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        stage.lowered(overlap)
+    finally:
+        sys.settrace(before)
+    return number
+
+
+@pytest.mark.parametrize("overlap", ["none", "blockwise"])
+def test_twice_the_layers_take_twice_as_long(overlap: Overlapping) -> None:
+    few, many = (instructions(Stage([[*range(1, 1 + layers)]], 12), overlap) for layers in (8, 16))
+    assert many < 2.5 * few
+
+
 def test_nothing_else_is_golden() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(EXPECTED)
 
@@ -80,6 +108,16 @@ def stages(draw: st.DrawFn) -> Stage:
     count = draw(st.integers(1, 6)) if chunks == 1 else 2 * draw(st.integers(1, 3))
     stage = draw(st.integers(0, 1))
     return Stage(blocks, count, stage, 2)
+
+
+@settings(max_examples=30)
+@given(stages())
+def test_places_are_those_that_a_scan_finds(stage: Stage) -> None:
+    schedule = stage.lowered()
+    first, last = places(schedule)
+    for block, operation, part in {step.computation[:3] for step in schedule} | {*first, *last}:
+        found = [number for number, step in enumerate(schedule) if step.computation[:3] == (block, operation, part)]
+        assert (first[block, operation, part], last[block, operation, part]) == (found[0], found[-1])
 
 
 @given(stages(), st.booleans(), st.booleans(), st.booleans())

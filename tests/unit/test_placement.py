@@ -1,6 +1,7 @@
 """Placement: its invariants, its printed form and the slots that guests get."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -18,6 +19,32 @@ BY_HAND = Placement(
     hosts=((0,), (0, 0, 1), (1,), (0,)),
     primary=(0, 1, 1, 0),
 )
+
+
+@given(placements())
+def test_tables_are_those_of_one_host_after_another(placement: Placement) -> None:
+    rows, experts_P = [], [-1] * placement.num_physical
+    for expert, ranks in enumerate(placement.hosts):
+        quotas = placement.quotas[expert] if placement.quotas else ()
+        for index, rank in enumerate(sorted({*ranks})):
+            share = quotas[index] if quotas else ranks.count(rank)
+            rows.append((expert, rank, share, placement.physical(rank, expert)))
+            experts_P[rows[-1][-1]] = expert
+    tables = placement.tables
+    found = tables.expert_N, tables.host_N, tables.share_N, tables.physical_N
+    assert [*zip(*(array.tolist() for array in found), strict=True)] == rows
+    assert tables.expert_P.tolist() == experts_P
+    assert tables.first_E.tolist() == [sum(row[0] < expert for row in rows) for expert in range(len(tables.hosts) + 1)]
+    assert {(*cell,): int(tables.shares_ED[cell]) for cell in zip(*tables.shares_ED.nonzero(), strict=True)} == {
+        row[:2]: row[2] for row in rows
+    }
+
+
+@given(placements())
+def test_a_pickle_has_nothing_that_follows_from_the_fields(placement: Placement) -> None:
+    before = pickle.dumps(placement)
+    placement.trimmed.tables.complete()
+    assert pickle.loads(before) == placement and len(pickle.dumps(placement)) == len(before)
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 3))

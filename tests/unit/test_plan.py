@@ -115,6 +115,38 @@ def test_equals_the_reference(case: tuple[torch.Tensor, Placement, str, int | No
     check_against_reference(case)
 
 
+def among_sources(counts: list[list[int]], planned: list[int], physicals: tuple[int, ...], expert: int) -> list[dict]:
+    """Give a host's tokens for an expert, source by source, to the expert's physical experts, one after another."""
+    left, sent = {physical: planned[physical] for physical in physicals}, []
+    for row in counts:
+        tokens, sent_by_one = row[expert], {}
+        for physical in physicals:
+            sent_by_one[physical] = min(tokens, left[physical])
+            left[physical] -= sent_by_one[physical]
+            tokens -= sent_by_one[physical]
+        sent.append(sent_by_one)
+    return sent
+
+
+@settings(max_examples=50)
+@given(cases(), st.integers(2, 3), st.data())
+def test_a_hosts_tokens_are_divided_among_its_sources(case: tuple, each: int, data: st.DataObject) -> None:
+    first_DE, placement, *options = case
+    more = [data.draw(loads(placement)) for _ in range(each - 1)]
+    counts_DE = torch.stack([first_DE, *more], 1).flatten(0, 1)
+    plan = make_dispatch_plan(counts_DE, placement, *options)
+    of_hosts = reference(sum([first_DE, *more]).tolist(), placement, *options)
+    expected = torch.zeros_like(plan.tokens_DP)
+    for host, planned in enumerate(of_hosts):
+        sources = range(host * each, (host + 1) * each)
+        for expert, physicals in enumerate(placement.physicals):
+            found = among_sources(counts_DE[sources].tolist(), planned, physicals, expert)
+            for source, sent in zip(sources, found, strict=True):
+                for physical, tokens in sent.items():
+                    expected[source, physical] = tokens
+    assert torch.equal(plan.tokens_DP, expected)
+
+
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(cases())

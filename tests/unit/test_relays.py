@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.transfers import EMPTY_PLAN
 from tests.unit.placements import placements, random_placement
 
 many = st.builds(random_placement, st.just(18), st.sampled_from([6, 9]), st.just(3), st.integers(0, 2**32 - 1))
@@ -89,4 +89,4 @@ def test_sixteen_guests_in_two_batches() -> None:
     found = hops(placement, 8, "exchanged")
     assert np.bincount(found.stage_M).tolist() == [16, 16 * 15]
     assert np.bincount(found.source_M, 1 / found.parts_M).tolist() == pytest.approx([1] + [15 / 16] * 16)
-    assert plan_hops(hops(Placement.identity(4, 2, 1), 2, "direct"), 3) == TransferPlan(())
+    assert plan_hops(hops(Placement.identity(4, 2, 1), 2, "direct"), 3) == EMPTY_PLAN

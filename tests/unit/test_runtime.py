@@ -57,7 +57,8 @@ def expected_journal(world: World) -> list[tuple]:
             return [(*kind, "PLAN", action.block)]
         state = copy.copy(world.balancer.layers[action.block])
         assert state.last is not None
-        state.transfers = COST.transfers(state.last.placement)
+        state.manager = copy.copy(state.manager)
+        state.manager.placement = state.last.placement
         rounds = state.part(action).rounds
         return [(*kind, str(action.operation), action.block, rounds)] if rounds else []
 
@@ -325,7 +326,7 @@ def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -
     world.balancer.host(layer, counts_DE.clone, training=False)
     assert placement != state.placement
     decision = Decision(loads(7)[layer][0][None], placement)
-    world.balancer._adopt(layer, state, Plan(decision, COST.transfers(placement), 0.0, 0.0))
+    world.balancer._adopt(layer, state, Plan(decision, COST.sending(placement), 0.0, 0.0))
     world.journal.clear()
     assert world.balancer.host(layer, counts_DE.clone, training=False) == placement.trimmed
     assert ("TRANS", layer, COST.transfers(placement), placement) in world.journal

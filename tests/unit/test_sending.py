@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import pickle
 from collections import Counter
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +17,11 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.cost.sending import FANOUTS, UNAVOIDABLE, WORTHWHILE, SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers, routes
+from megatron_balance.placement.transfers import EMPTY_PLAN, Message, TransferPlan, plan_transfers
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit, Throughput, from_links
 from tests.unit.link_loads import LinkLoads
 from tests.unit.placements import placements, random_placement
+from tests.unit.slow_routes import routes
 
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 
@@ -142,7 +145,7 @@ def test_hops_between_nodes_take_longer_and_share_adapters(adapters: int, additi
 
 def test_messages_of_different_rounds_share_adapters() -> None:
     model = dataclasses.replace(FOUR, profile=profile(6, 3, line(0.0, 1.0), line(0.0, 3.0), adapters=1))
-    plan = TransferPlan(((Message(0, 0, 3, 0), Message(1, 1, 2, 0)), (Message(1, 2, 4, 0),)))
+    plan = TransferPlan.of(((Message(0, 0, 3, 0), Message(1, 1, 2, 0)), (Message(1, 2, 4, 0),)))
     # From second 10 on, rank 2 sends to the node to which rank 0 sends for 30 s
     assert model.progress(plan)[0].tolist() == [30, 60]
     alone = dataclasses.replace(FOUR, profile=profile(6, 3, line(0.0, 1.0), line(0.0, 3.0), adapters=3))
@@ -154,17 +157,17 @@ def test_fewer_messages_than_ranks_may_be_faster(one_way: float, seconds: float)
     links = profile(2, 2, line(0.0, 1.0), line(0.0, 1.0), 2)
     faster = {group: fit._replace(beta=one_way * fit.beta) for group, fit in links.links["p2p"].items()}
     model = dataclasses.replace(FOUR, profile=dataclasses.replace(links, links={**links.links, "one_way": faster}))
-    plan = TransferPlan(((Message(0, 0, 1, 0),), (Message(1, 0, 1, 0), Message(2, 1, 0, 0))))
+    plan = TransferPlan.of(((Message(0, 0, 1, 0),), (Message(1, 0, 1, 0), Message(2, 1, 0, 0))))
     assert model.progress(plan)[0][-1] == seconds
 
 
 def test_messages_of_one_batch_share_their_rank() -> None:
     model = dataclasses.replace(FOUR, profile=profile(4, 2, line(4.0, 1.0), line(8.0, 3.0)))
     # Rank 0 sends two messages within its node and one to the other
-    plan = TransferPlan(((Message(0, 0, 1, 0), Message(1, 0, 1, 0), Message(0, 0, 2, 0)),))
+    plan = TransferPlan.of(((Message(0, 0, 1, 0), Message(1, 0, 1, 0), Message(0, 0, 2, 0)),))
     launch = 0.9 * 8 + 2 * 0.05 * 4 + 0.05 * 8
     assert model.progress(plan)[0].tolist() == pytest.approx([max(launch, 8) + 30])
-    near = TransferPlan((plan.rounds[0][:2],))
+    near = TransferPlan.of((plan.rounds[0][:2],))
     assert model.progress(near)[0].tolist() == pytest.approx([max(0.9 * 4 + 2 * 0.05 * 4, 4) + 20])
 
 
@@ -290,7 +293,7 @@ def test_no_choice_is_slower_than_any_other(
     model = SendingModel(links, 100, 300, in_parts)
     found, plan = model.best(placement), model.plan(placement)
     if not placement.added_hosts:
-        assert found.trans == found.agg == 0 and plan == TransferPlan(())
+        assert found.trans == found.agg == 0 and plan == EMPTY_PLAN
         return
     trans, agg = (ends[-1] for ends in model.progress(plan))
     for route, chunks in itertools.product(ROUTES, (1, 2, 4, 16)):
@@ -312,9 +315,22 @@ def test_no_choice_is_slower_than_any_other(
             assert found.trans <= model.trans_seconds(least, chunks) * close * (1 + 1e-9)
 
 
+@given(placements(), st.integers(1, 4), st.sampled_from([0.1, 100.0]), st.booleans())
+def test_who_follows_another_rank_sends_the_same_messages(
+    placement: Placement, node_size: int, latencies: float, in_parts: bool
+) -> None:
+    links = profile(placement.num_ranks, node_size, line(1.0, latencies / 100), line(2.0, latencies / 20))
+    leader, follower = (SendingModel(links, 100, 300, in_parts) for _ in range(2))
+    copied = pickle.loads(pickle.dumps(placement))
+    follower.follow(copied, leader.best(placement))
+    with mock.patch.object(SendingModel, "_choose", side_effect=AssertionError("it searches again")):
+        assert follower.plan(copied) == leader.plan(placement)
+        assert follower.best(copied) == leader.best(placement)
+
+
 def barriers(model: SendingModel, plan: TransferPlan) -> float:
     """Return the seconds of Trans if all ranks begin and end every round together."""
-    return sum(float(model.progress(TransferPlan((messages,)))[0][-1]) for messages in plan.rounds)
+    return sum(float(model.progress(TransferPlan.of((messages,)))[0][-1]) for messages in plan.rounds)
 
 
 @settings(max_examples=60, deadline=None)

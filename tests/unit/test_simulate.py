@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.exchange import ExchangeModel, stages
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.transfers import EMPTY_PLAN
 from megatron_balance.simulate.engine import NOTHING, Compute, DeadlockError, Engine, Receive, Send, Start, Wait, Work
 from megatron_balance.simulate.network import Fabric, one_after_another, ring
 from megatron_balance.simulate.programs import program
@@ -268,7 +268,7 @@ def test_trans_and_agg_alone_take_what_the_cost_model_says(beta_near: float, num
     plan = model.plan(placement)
     for backward, ends in enumerate(model.progress(plan)):
         assert found.sending(model, plan, backward=bool(backward)).alone == pytest.approx(float(ends[-1]))
-    assert found.sending(model, TransferPlan(()), backward=False) is NOTHING
+    assert found.sending(model, EMPTY_PLAN, backward=False) is NOTHING
 
 
 def test_rings_cross_each_node_once() -> None:

@@ -8,15 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.transfers import (
-    Message,
-    Route,
-    TransferPlan,
-    plan_transfers,
-    routes,
-)
+from megatron_balance.placement.transfers import EMPTY_PLAN, Message, TransferPlan, plan_transfers
 from tests.unit.link_loads import LinkLoads
-from tests.unit.placements import placements
+from tests.unit.placements import CROWDED, placements
+from tests.unit.slow_routes import Route, routes, slow_plan
 
 node_sizes, chunk_numbers, fanouts = st.integers(1, 6), st.integers(1, 9), st.integers(1, 4)
 
@@ -154,9 +149,32 @@ def test_the_most_urgent_piece_goes_first() -> None:
     assert len(plan.rounds) == 3
 
 
+@settings(max_examples=300)
+@given(
+    placements() | CROWDED,
+    node_sizes,
+    chunk_numbers,
+    st.sampled_from([1, 2, 3, 16]),
+    st.sampled_from([0.5, 1.0, 1.3, 8.0]),
+)
+def test_plans_are_those_of_one_link_after_another(
+    placement: Placement, node_size: int, chunks: int, fanout: int, far: float
+) -> None:
+    plan = plan_transfers(placement, node_size, chunks, fanout, far)
+    expected = slow_plan(placement, node_size, chunks, fanout, far)
+    assert plan == expected and plan.rounds == expected.rounds
+
+
+@given(placements(), chunk_numbers)
+def test_rounds_are_the_messages(placement: Placement, chunks: int) -> None:
+    plan = plan_transfers(placement, 2, chunks)
+    assert TransferPlan.of(plan.rounds) == plan
+    assert plan.round_M.tolist() == [number for number, messages in enumerate(plan.rounds) for _ in messages]
+
+
 def test_no_guests_no_rounds() -> None:
     for placement in (Placement.identity(4, 2, 2), Placement.identity(4, 2), Placement.identity(4, 1, 3)):
-        assert plan_transfers(placement, 2, 4) == TransferPlan(())
+        assert plan_transfers(placement, 2, 4) == EMPTY_PLAN
 
 
 def test_a_lent_expert_is_sent_by_its_owner() -> None:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.transfers import routes
 from megatron_balance.planning.policies.flexmoe import _migrate
 from megatron_balance.planning.vexperts import Expand, Migrate, Modification, Shrink, VExperts, gaining, modify
 from tests.unit.flexmoe_cases import cost_model, layers
 from tests.unit.placements import UNSHRUNK
+from tests.unit.slow_routes import routes
 
 
 def random_modification(start: Placement, generator: np.random.Generator) -> Modification:

@@ -83,7 +83,7 @@ class Case:
 
 def direct(guests: Sequence[int]) -> TransferPlan:
     """Return the plan in which the owner, rank 0, sends the whole expert to one guest after the other."""
-    return TransferPlan(tuple((Message(EXPERT, 0, guest, 0),) for guest in guests))
+    return TransferPlan.of((Message(EXPERT, 0, guest, 0),) for guest in guests)
 
 
 class Kept:

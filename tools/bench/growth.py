@@ -1,0 +1,215 @@
+"""Measures what grows with ranks, layers and microbatches: bytes, and the CPU time of one rank's host.
+
+    OMP_NUM_THREADS=1 python tools/bench/growth.py [--ranks 64 256 1024] [--part plans split schedule] [--repeats 7]
+
+No job of these sizes is started: every function gets the arguments that a rank would give it. A time is CPU time of
+this process, the median of the repetitions.
+
+    plans     A rank receives the plan of a layer that another rank has planned. `plan` is that plan's bytes, and
+              `exchanged` its bytes in the tensor that all ranks add up. `receive` reads the plan, `adopt` puts it in
+              force and divides its messages, `observe` and `close` record the loads: all on the main thread. `prepare`
+              makes tables and messages in the planning thread.
+    split     A rank plans where tokens go, with guests in all slots: `cut` finds its own part, `whole` that of all
+              ranks, and `shards` the plan of experts with two shards.
+    schedule  A stage's schedule, with blockwise overlap.
+"""
+
+import argparse
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_balance.cost.model import Overlap
+from megatron_balance.flow.cut import cut, prepare_cuts
+from megatron_balance.flow.plan import make_dispatch_plan, prepare_plans
+from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies import load_policy, split_of
+from megatron_balance.planning.predictor import Predictor
+from megatron_balance.timeline.actions import Action, Operation
+from megatron_balance.timeline.agreement import packed, room
+from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.lower import lower, one_forward_one_backward
+from megatron_balance.timeline.planner import Plan, plan_for, prepare
+from megatron_balance.workloads.synthetic import load_matrix
+from planner import NODE, TOPK, cost_model
+
+MICROBATCHES, GUEST_SLOTS, LEAST_EXPERTS, TOKENS = 4, 2, 256, 1024
+OVERLAP = Overlap(2e-3, 4e-3)
+POLICIES = ("quota", "pro_prophet")
+SCHEDULES = ((8, 64), (48, 64), (48, 256))
+"""(MoE layers of a stage, microbatches)."""
+
+PARTS = ("plans", "split", "schedule")
+CPU = torch.device("cpu")
+
+
+def median_ms(task: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Return the milliseconds of CPU time of a task; `before` is called before each repetition, and takes no time."""
+    seconds = []
+    for _ in range(repeats):
+        before()
+        start = time.process_time()
+        task()
+        seconds.append(time.process_time() - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def load(ranks: int, experts: int, step: int) -> np.ndarray:
+    return load_matrix(
+        "hot_experts",
+        num_ranks=ranks,
+        num_experts=experts,
+        topk=TOPK,
+        tokens_per_rank=TOKENS,
+        seed=1,
+        step=step,
+    )
+
+
+class Received:
+    """A layer on a rank that another rank has sent a plan."""
+
+    def __init__(self, name: str, ranks: int, experts: int) -> None:
+        owners, policy = Placement.identity(experts, ranks, GUEST_SLOTS), load_policy(name)
+        cost = replace(cost_model(ranks, split_of(policy)), overlap=OVERLAP)
+        cost.prepare()
+        self.owners, self.counts_BDE = owners, np.stack([load(ranks, experts, step) for step in range(MICROBATCHES)])
+        self.state = LayerState(Manager(policy, cost, Predictor("last"), owners), None, OVERLAP)  # pyright: ignore[reportArgumentType]
+        self.route()
+        self.state.observe(self.counts_BDE)
+        assert self.manager.expected_BDE is not None
+        question = self.manager.question(self.manager.expected_BDE, MICROBATCHES)
+        self.content = packed({0: plan_for(question)})
+        # As on a rank that has not planned: nothing is known of the placement
+        self.manager.cost = replace(cost)
+
+    @property
+    def manager(self) -> Manager:
+        return self.state.manager
+
+    def route(self) -> None:
+        """Let the microbatches of an iteration pass."""
+        self.state.loads = [lambda counts=counts: torch.from_numpy(counts) for counts in self.counts_BDE]
+        self.state.counts_BDE()
+
+    def forget(self) -> None:
+        """Go back to the iteration before the plan."""
+        self.manager.placement = self.owners
+        self.plan: Plan = pickle.loads(self.content)[0]
+
+    def adopt(self) -> None:
+        assert self.plan.sending is not None
+        self.manager.adopt(self.plan.decision)
+        self.state.follow(self.plan.sending, self.plan.beside)
+
+    def prepare(self) -> None:
+        prepare(self.state.placement, self.manager.cost.transport)
+
+    def divide(self) -> None:
+        for operation in (Operation.TRANS, Operation.AGG):
+            for part in (1, 2):
+                self.state.part(Action(1, operation, part, 2))
+
+    def close(self) -> None:
+        self.state.close(self.state.placement, self.state.transfers)
+
+    def columns(self, repeats: int) -> list[float]:
+        """Return the milliseconds of receiving, adopting, observing, closing, and preparing."""
+
+        def adopted() -> None:
+            self.forget()
+            self.adopt()
+
+        def prepared() -> None:
+            adopted()
+            self.prepare()
+
+        receive = median_ms(lambda: pickle.loads(self.content), repeats)
+        adopt = median_ms(self.adopt, repeats, self.forget) + median_ms(self.divide, repeats, prepared)
+        observe = median_ms(lambda: self.state.observe(self.counts_BDE), repeats)
+        self.close()
+        close = median_ms(self.close, repeats, self.route)
+        return [receive, adopt, observe, close, median_ms(self.prepare, repeats, adopted)]
+
+
+def plans(sizes: list[int], repeats: int) -> Iterator[str]:
+    times = "".join(f"{name:>9s}" for name in ("receive", "adopt", "observe", "close", "prepare"))
+    yield f"{'ranks':>6s} {'policy':12s} {'plan':>8s} {'exchanged':>10s} {times}, ms"
+    for ranks in sizes:
+        for name in POLICIES:
+            received = Received(name, ranks, max(ranks, LEAST_EXPERTS))
+            size, row = len(received.content), "".join(f"{ms:9.2f}" for ms in received.columns(repeats))
+            yield f"{ranks:6d} {name:12s} {size:8d} {room(size):10d} {row}"
+
+
+def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
+    """Return a placement with a guest in every slot, and quotas; popularities of experts are Zipf's."""
+    generator, owners = np.random.default_rng(seed), Placement.identity(experts, ranks, GUEST_SLOTS)
+    hosts, order_E = [[owner] for owner in owners.owners], generator.permutation(experts)
+    weights_E = 1 / np.arange(1, experts + 1)
+    for rank in range(ranks):
+        wanted = generator.choice(order_E, size=4 * GUEST_SLOTS, replace=False, p=weights_E / weights_E.sum())
+        for expert in [expert for expert in wanted if owners.owner(expert) != rank][:GUEST_SLOTS]:
+            hosts[expert].append(rank)
+    return owners.rehost(hosts, quotas=[[*generator.integers(1, 1000, len(row)).tolist()] for row in hosts])
+
+
+def split(sizes: list[int], repeats: int) -> Iterator[str]:
+    prepare_plans()
+    prepare_cuts()
+    yield f"{'ranks':>6s} {'experts':>8s} {'cut':>8s} {'whole':>8s} {'shards':>8s}, ms"
+    for ranks in sizes:
+        experts = max(ranks, LEAST_EXPERTS)
+        placement, counts_DE = crowded(ranks, experts), torch.from_numpy(load(ranks, experts, 0))
+        plan = make_dispatch_plan(counts_DE, placement, "proportional", NODE)
+        both_DE = torch.stack([counts_DE // 2, counts_DE - counts_DE // 2], 1).flatten(0, 1)
+        times = [
+            median_ms(lambda plan=plan, whole=whole: cut(plan, 1, TOKENS * TOPK, CPU, whole), repeats)
+            for whole in (False, True)
+        ]
+        times.append(
+            median_ms(
+                lambda: make_dispatch_plan(both_DE, placement, "proportional", NODE).tokens_DP,  # noqa: B023
+                repeats,
+            )
+        )
+        yield f"{ranks:6d} {experts:8d} " + " ".join(f"{ms:8.3f}" for ms in times)
+
+
+def schedule(shapes: tuple[tuple[int, int], ...], repeats: int) -> Iterator[str]:
+    yield f"{'layers':>6s} {'microbatches':>13s} {'steps':>8s} {'lower':>8s}, ms"
+    for layers, microbatches in shapes:
+        passes = one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, 0)
+        blocks = [[*range(1, layers + 1)]]
+        steps = len(lower(passes, blocks, "blockwise"))
+        ms = median_ms(lambda passes=passes, blocks=blocks: lower(passes, blocks, "blockwise"), repeats)
+        yield f"{layers:6d} {microbatches:13d} {steps:8d} {ms:8.1f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the group")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    tables = {
+        "plans": lambda: plans(args.ranks, args.repeats),
+        "split": lambda: split(args.ranks, args.repeats),
+        "schedule": lambda: schedule(SCHEDULES, args.repeats),
+    }
+    for part in args.part:
+        for line in tables[part]():
+            print(line, flush=True)
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
