@@ -276,6 +276,7 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
             "parallel": wiring.dispatch,
             "balance": wiring.config.balance,
             "exchange": wiring.exchange,
+            "reader": wiring.reader,
             "chunks": wiring.chunks,
         },
     )

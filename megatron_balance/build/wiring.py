@@ -20,6 +20,7 @@ from megatron_balance.comm.compressed import TokenExchange, token_exchange
 from megatron_balance.comm.registry import load_all_to_all
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel
+from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, find_degrees
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.flow.chunks.times import TaskModel
@@ -46,6 +47,9 @@ class Wiring:
     exchange: TokenExchange
     """The all-to-alls that all layers share."""
 
+    reader: HostReader
+    """Brings the loads of all layers to the host."""
+
     chunks: ChunkChoice | None
     """Splits the tokens of all layers into chunks; None: they stay together."""
 
@@ -68,6 +72,7 @@ def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Pr
         profiles=profiles,
         dispatch=dispatch,
         exchange=exchange,
+        reader=HostReader(),
         chunks=_chunk_choice(profiles, dispatch, exchange, progress),
         progress=progress,
     )

@@ -5,6 +5,7 @@ Memory that is not pinned makes the host wait until a copy is done.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,48 +25,74 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A tensor that comes to the host; a call waits for it."""
+
+    wait: Callable[[], torch.Tensor]
+    arrived: Callable[[], bool] = lambda: True
+    """Returns whether a call would find the tensor in host memory; waits for nothing."""
+
+    def __call__(self) -> torch.Tensor:
+        return self.wait()
+
+    def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Reading":
+        """Return the reading of what `change`, called once, makes of the tensor."""
+        return Reading(functools.cache(lambda: change(self.wait())), self.arrived)
+
+
 class _Copy:
-    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor], done: torch.cuda.Event) -> None:
-        # Kept, so that the result's memory is not used again before the copy
-        self.reader, self.result, self.done = reader, result, done
+    """A copy to host memory: the `number`-th of a reader, all of which arrive in order."""
+
+    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
+        self.reader = reader
+        self.number = reader.started
+        # Kept until the host has waited, so that the result's memory is not used again before the copy
+        self.result: Callable[[], torch.Tensor] | None = result
         # The host memory is pinned
         self.copy = result().to("cpu", non_blocking=True)
-        reader.started += 1
-        self.number = reader.started
+        self.done = torch.cuda.Event()
+
+    def arrived(self) -> bool:
+        if self.number > self.reader.arrived and self.done.query():
+            self.reader.arrived = self.number
+        return self.number <= self.reader.arrived
 
     def wait(self) -> torch.Tensor:
-        reader = self.reader
-        if self.number > reader.arrived:
+        if self.number > self.reader.arrived:
             self.done.synchronize()
-            reader.arrived = reader.started
+            self.reader.arrived = self.number
+        self.result = None
         return self.copy
 
 
 class HostReader:
-    """Brings small results of a device to the host while the device does what is queued after them."""
+    """Brings small results of a device to the host while the device does what is queued after them.
+
+    A process needs one: torch has few streams, and those of further readers would be Trans' or NCCL's.
+    """
 
     def __init__(self) -> None:
-        self._device = (torch.cuda.Stream(), torch.cuda.Event()) if torch.cuda.is_available() else None
-        """The stream of the copies, which arrive in order, and the event that is recorded after each."""
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.started = self.arrived = 0
-        """Number of copies that have started, and of those that the host has waited for."""
+        """Number of copies that have started, and of those that are known to have arrived."""
 
-    def read(self, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start copying a result to the host; return the function that waits for the copies that have started by then.
+    def read(self, result: Callable[[], torch.Tensor]) -> Reading:
+        """Start copying a result to the host.
 
         Args:
             result: returns the tensor. On CUDA, it is called on a stream of its own, and lets this stream wait for the
                 collective that makes the tensor. Where there is no CUDA, it is called once, when the result is needed.
         """
-        if self._device is None:
-            return functools.cache(result)
-        stream, done = self._device
+        if self._stream is None:
+            return Reading(functools.cache(result))
         # As torch.cuda.stream does, but in less time, for which the device may have nothing to do
         before = torch.cuda.current_stream()
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(self._stream)
         try:
-            copy = _Copy(self, result, done)
-            done.record(stream)
+            self.started += 1
+            copy = _Copy(self, result)
+            copy.done.record(self._stream)
         finally:
             torch.cuda.set_stream(before)
-        return copy.wait
+        return Reading(copy.wait, copy.arrived)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.config.run_config import BalanceConfig
-from megatron_balance.device.host_memory import HostReader
+from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
@@ -43,18 +43,15 @@ from megatron_balance.job.collectives import ALL_GATHER
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 
-Load = Callable[[], torch.Tensor]
-"""Returns the load matrix [D, E] of one forward pass, on the host; waits until it is there."""
-
-Host = Callable[[Load, bool], Placement]
-"""(load of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their experts when
-they compute."""
+Host = Callable[[Reading, bool], Placement]
+"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their
+experts when they compute."""
 
 
 class Decided(NamedTuple):
     """What a forward pass decided, for the pass that repeats it."""
 
-    load: Load
+    load: Reading
     placement: Placement
     handle: Handle
 
@@ -75,11 +72,12 @@ class BalancedMoELayer(MoELayer):
         parallel: ParallelDispatch,
         balance: BalanceConfig,
         exchange: TokenExchange,
+        reader: HostReader,
         chunks: ChunkChoice | None = None,
         is_mtp_layer: bool = False,
         **_: object,
     ) -> None:
-        """`parallel`, `balance`, `exchange` and `chunks` come from the spec.
+        """`parallel`, `balance`, `exchange`, `reader` and `chunks` come from the spec.
 
         megatron-core 0.19 also passes `is_mtp_layer`, and `pg_collection` and other arguments that are not used here.
         """
@@ -105,7 +103,7 @@ class BalancedMoELayer(MoELayer):
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
 
-        self._reader = HostReader()
+        self._reader = reader
         self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
         self._gather_options.asyncOp = True
 
@@ -203,12 +201,12 @@ class BalancedMoELayer(MoELayer):
 
     def _decide_by_plan(
         self, tokens_TH: torch.Tensor, chosen: Choices, dispatcher: Dispatcher
-    ) -> tuple[Load, Callable[[], Handle]]:
+    ) -> tuple[Reading, Callable[[], Handle]]:
         counts = self._reader.read(self._gather_counts(chosen.map_TE))
         decide = dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
         load = counts
         if self.parallel.sources.size() > self.ep_group.size():
-            load = functools.cache(lambda: by_host(counts(), self.ep_group.size()))
+            load = counts.then(lambda counts_DE: by_host(counts_DE, self.ep_group.size()))
 
         def decided() -> Handle:
             # Here, so that waiting for other ranks counts as what comes before the exchange
@@ -218,11 +216,11 @@ class BalancedMoELayer(MoELayer):
 
         return load, decided
 
-    def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Load, Callable[[], Handle]]:
-        gathered, load = _unwanted, _unwanted
+    def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Reading, Callable[[], Handle]]:
+        gathered, load = _unwanted, Reading(_unwanted)
         if self.host is not None:
             gathered = self._gather_counts(chosen.map_TE, late=True)
-            load = functools.cache(self._reader.read(gathered))
+            load = self._reader.read(gathered)
 
         def decided() -> Handle:
             self.placement = self._placed(load)
@@ -230,7 +228,7 @@ class BalancedMoELayer(MoELayer):
 
         return load, decided
 
-    def _placed(self, load: Load) -> Placement:
+    def _placed(self, load: Reading) -> Placement:
         return self.placement if self.host is None else self.host(load, self.training)
 
     def _again(self, first: Decided) -> Handle:

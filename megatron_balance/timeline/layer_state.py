@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
@@ -16,6 +15,7 @@ from megatron_balance.cost.loads import COMPUTED, condensed
 from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.cost.sending import Sending
 from megatron_balance.device import clock
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
 from megatron_balance.placement.placement import Placement
@@ -34,9 +34,6 @@ MOST_CHARACTERS = 300
 
 Interval = tuple[clock.Mark, clock.Mark]
 
-Load = Callable[[], torch.Tensor]
-"""Returns the load [D, E] of one forward pass, on the host; waits until it is there."""
-
 
 @dataclass(eq=False)
 class LayerState:
@@ -51,8 +48,10 @@ class LayerState:
 
     fresh: bool = False
     """Whether the guest slots hold the current weights."""
-    loads: list[Load] = field(default_factory=list)
-    """Of each microbatch so far."""
+    loads: list[np.ndarray] = field(default_factory=list)
+    """[D, E] int32 of each of the first microbatches, in memory that is not pinned."""
+    coming: list[Reading] = field(default_factory=list)
+    """Loads [D, E] of the microbatches after them."""
     observed: bool = False
     """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
@@ -116,12 +115,19 @@ class LayerState:
         self.manager.cost.transport.follow(self.placement, sending)
         self._beside, self.fresh = (self.placement, beside) if beside else None, False
 
+    def keep_loads(self) -> None:
+        """Copy the loads that have arrived, so that their memory on the device and their pinned memory become free."""
+        while self.coming and self.coming[0].arrived():
+            self.loads.append(self.coming.pop(0)().numpy().astype(np.int32))
+
     def counts_BDE(self) -> np.ndarray:
         """Return the load [B, D, E] of each microbatch so far; it must not be changed."""
+        if self.coming:
+            # They arrive in order
+            self.coming[-1]()
+            self.keep_loads()
         if self._counts_BDE is None or len(self._counts_BDE) != len(self.loads):
-            # The last one first: one wait then covers all
-            latest_first = [load().numpy() for load in reversed(self.loads)]
-            self._counts_BDE = np.stack(latest_first[::-1])
+            self._counts_BDE = _stacked(self.loads)
         return self._counts_BDE
 
     def observe(self, counts_BDE: np.ndarray) -> None:
@@ -177,7 +183,7 @@ class LayerState:
         self.last = Iteration(
             placement=placement,
             transfers=transfers,
-            counts_BDE=self.counts_BDE(),
+            loads=self.loads,
             spans=self.spans,
             waits=self.waits,
             plan_seconds=self.plan_seconds,
@@ -256,12 +262,13 @@ class LayerState:
 
     def _report(self, last: "Iteration", unreported: Mapping[str, float], rank: int, factors: Factors) -> LayerReport:
         sums = _added(unreported, self._sporadic(last))
-        cost = self.manager.cost_of(len(last.counts_BDE), factors)
-        counts_BDE = condensed(last.counts_BDE, owners(self._initial))
+        cost = self.manager.cost_of(len(last.loads), factors)
+        all_BDE = last.counts_BDE
+        counts_BDE = condensed(all_BDE, owners(self._initial))
         before_FBD, after_FBD = (cost.loads(counts_BDE, placement) for placement in (self._initial, last.placement))
         after_BD = after_FBD[COMPUTED]
         before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
-        least, most, deviation = spread(last.counts_BDE.sum((0, 1)))
+        least, most, deviation = spread(all_BDE.sum((0, 1)))
         # The plan has chosen these routes, without calibration
         sending = self.manager.cost.sending(last.placement)
         time = cost.time_of(*cost.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
@@ -306,6 +313,10 @@ def both_parts(
     return trans, agg
 
 
+def _stacked(loads: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack(loads, dtype=np.int64)
+
+
 def _totals(spans: Sequence[tuple[Operation, Interval]]) -> Mapping[Operation, float]:
     """Return the seconds of each operation; 0 for one without spans."""
     totals: defaultdict[Operation, float] = defaultdict(float)
@@ -325,11 +336,16 @@ class Iteration:
     placement: Placement
     transfers: TransferPlan
     """The messages of Trans, and of Agg in reverse."""
-    counts_BDE: np.ndarray
-    """[B, D, E] load of each microbatch."""
+    loads: Sequence[np.ndarray]
+    """[D, E] int32 of each microbatch."""
     spans: list[tuple[Operation, Interval]]
     waits: list[tuple[Operation, Interval]]
     plan_seconds: float
     prediction_error: float
     experts_moved: int = 0
     transfer_bytes: float = 0.0
+
+    @property
+    def counts_BDE(self) -> np.ndarray:
+        """[B, D, E] load of each microbatch, in new memory."""
+        return _stacked(self.loads)

@@ -1,5 +1,6 @@
 """A thread that makes plans while training continues, and a limit to how long a rank waits for its policy."""
 
+import contextlib
 import functools
 import math
 import queue
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_balance.cost.sending import Sending, SendingModel
+from megatron_balance.messages import described
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Decision, Question
@@ -37,17 +39,32 @@ class Plan(NamedTuple):
 
 
 def plan_for(question: Question) -> Plan:
-    """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question."""
+    """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question.
+
+    Whatever fails is the decision's problem, which the agreement tells all ranks: an error on one rank would let the
+    others wait for its plan.
+    """
     with record_function("Plan"):
         start = time.perf_counter()
-        decision = question.answer()
-        placement, transport, sending, beside = decision.placement, question.transport, None, None
-        if placement is not None and placement != question.placement:
-            sending = transport.best(placement)
-            prepare(placement, transport)
-            if question.beside is not None:
-                beside = transport.rounds_beside(transport.plan(placement), question.beside)
+        try:
+            decision = question.answer()
+            sending, beside = _sent(decision.placement, question)
+        except Exception as error:
+            decision = Decision(question.expected_BDE, None, problem=f"made a plan that failed: {described(error)}")
+            sending = beside = None
         return Plan(decision, sending, start, time.perf_counter(), beside)
+
+
+def _sent(placement: Placement | None, question: Question) -> tuple[Sending | None, tuple[int, int] | None]:
+    """Return `sending` and `beside` of the plan with this placement, which it prepares."""
+    if placement is None or placement == question.placement:
+        return None, None
+    transport = question.transport
+    sending = transport.best(placement)
+    prepare(placement, transport)
+    if question.beside is None:
+        return sending, None
+    return sending, transport.rounds_beside(transport.plan(placement), question.beside)
 
 
 def prepare(placement: Placement, transport: SendingModel) -> None:
@@ -133,7 +150,9 @@ class Planner:
 
 def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
-        task()
+        # A preparation that fails does so again where its result is needed, and must not end the thread
+        with contextlib.suppress(Exception):
+            task()
         # Without this reference, the thread ends with its planner
         del task
 

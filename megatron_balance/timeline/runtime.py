@@ -33,6 +33,7 @@ from megatron_balance.comm.ownership_transfer import OwnershipTransfer
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.cost.calibration import UNCALIBRATED, Calibration, Factors
 from megatron_balance.device import clock
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport, component_seconds
 from megatron_balance.observe.calibration_log import Record
@@ -43,7 +44,7 @@ from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
-from megatron_balance.timeline.layer_state import LayerState, Load
+from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 
@@ -133,7 +134,7 @@ class Balancer:
         if computation is not None:
             self._begin(computation)
 
-    def host(self, number: int, load: Load, training: bool) -> Placement:
+    def host(self, number: int, load: Reading, training: bool) -> Placement:
         """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
 
         `load` returns the load [D, E] of the pass; it is called when it is needed, at the end of the iteration.
@@ -143,7 +144,7 @@ class Balancer:
             return state.owners_alone
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
-            state.loads.append(load)
+            state.coming.append(load)
             self._begin(computation)
         elif not self._steps and not state.fresh:
             # An evaluation, or the search for a fault
@@ -221,6 +222,8 @@ class Balancer:
             self._start(action)
         if not computation.is_forward:
             self._planner.begin()
+        if computation.operation is Operation.BEC:
+            self.layers[computation.block].keep_loads()
         if started:
             now = self._wait([action for action in step.waits if action in started], clock.mark())
         self._now = computation, now

@@ -195,6 +195,7 @@ class _Listener:
     def to(self, name: str) -> Callable[..., None]:
         def listen(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             self.finished += 1
+            args, output = _defined(module, args, output)
             if not self.found and not is_finite(output) and is_finite((args, kwargs)):
                 order = (self.microbatch, *self.chunk.place, self.finished)
                 label = _label_of_output(self.chunk, name, args, output) or "the loss function"
@@ -202,6 +203,15 @@ class _Listener:
                 self.found.append(Finding(order, text))
 
         return listen
+
+
+def _defined(module: torch.nn.Module, args: tuple, output: Any) -> tuple[tuple, Any]:
+    """Return the positional inputs and the output of a module without rows that hold anything: those of no expert."""
+    if not isinstance(module, GroupedExperts):
+        return args, output
+    rows_RH, tokens_per_slot, probs_R, *others = args
+    used = int(tokens_per_slot.sum())
+    return (rows_RH[:used], tokens_per_slot, probs_R[:used], *others), output[:used]
 
 
 def _label(chunk: Chunk, name: str, tensor: torch.Tensor) -> str:

@@ -17,6 +17,7 @@ from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import BalanceConfig
+from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.chunking import Chunking
 from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, Order, check
 from megatron_balance.flow.experts import GroupedExperts
@@ -62,7 +63,9 @@ def build_layer(
     wire = all_to_all or FlatAllToAll(groups.ep)
     exchange = TokenExchange(wire, wire, wire)
     path = path or ParallelDispatch(SCHEDULES["megatron"], groups, sequence_parallel=True)
-    layer = BalancedMoELayer(config, submodules, 1, parallel=path, balance=BalanceConfig(), exchange=exchange)
+    layer = BalancedMoELayer(
+        config, submodules, 1, parallel=path, balance=BalanceConfig(), exchange=exchange, reader=HostReader()
+    )
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for parameter in layer.experts.parameters():

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.device.side_stream import AsyncWork
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
@@ -182,7 +183,7 @@ class World:
             layer, operation, part, parts, microbatch, _ = step.computation
             if (operation, part) == (Operation.A2A, 1):
                 counts_DE = torch.from_numpy(load[layer][microbatch])
-                used[layer].append(balancer.host(layer, counts_DE.clone, training=True))
+                used[layer].append(balancer.host(layer, Reading(counts_DE.clone), training=True))
             elif operation is Operation.REDUCE:
                 balancer.aggregate()
             elif operation is Operation.STEP:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Action, Operation
 from tests.unit.balancers import BLOCKS, EXPERTS, LAYERS, MICROBATCHES, RANKS, World, build, passes
@@ -54,7 +55,7 @@ class Layer(torch.nn.Module):
     def _mixture(self, tokens):
         # The load differs in every pass
         counts_DE = torch.full((RANKS, EXPERTS), int(tokens.detach().abs().sum() * 1000))
-        self.host(counts_DE.clone, self.training)
+        self.host(Reading(counts_DE.clone), self.training)
         return Experts.apply(tokens, self.experts.weight[0], self.begin, torch.is_grad_enabled())
 
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
+from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.fault_search import (
     Chunk,
     Finding,
@@ -177,6 +178,37 @@ def test_first_bad_output_is_found_in_its_microbatch() -> None:
     assert finding == Finding((2, 0, 1, 3), "decoder.layers.5 turns finite inputs into Inf (microbatch 2)")
     chunk.model(torch.full((2,), NAN))
     assert found == [finding]
+
+
+class Experts(GroupedExperts):
+    """Two experts, the second one with a bad weight, which leave rows behind theirs as they are."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+    def forward(
+        self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor, gradients: None = None
+    ) -> torch.Tensor:
+        output_RH = torch.full_like(rows_RH, NAN)
+        first, used = int(tokens_per_slot[0]), int(tokens_per_slot.sum())
+        output_RH[:first] = rows_RH[:first]
+        output_RH[first:used] = rows_RH[first:used] * INF
+        return output_RH
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((3, 0), []), ((3, 2), ["decoder.layers.3.experts, expert 1"])])
+def test_rows_of_no_expert_accuse_nobody(sizes: tuple[int, int], expected: list[str]) -> None:
+    """`--moe-flex-rows bound` has more rows than tokens."""
+    stack = Stack(1.0)
+    (layer,) = stack.decoder.layers
+    layer.experts = experts = Experts()
+    layer.local_expert_indices = [0, 1]
+    experts.home_experts = (0, 1)
+    rows_RH = torch.ones(8, 2)
+    rows_RH[sum(sizes) :] = NAN
+    with first_bad_output([Chunk((0, 0), stack)]) as found:
+        experts(rows_RH, torch.tensor(sizes), torch.ones(8))
+    assert [finding.text.split(" turns")[0] for finding in found] == expected
 
 
 def test_every_output_finite() -> None:

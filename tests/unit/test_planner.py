@@ -9,6 +9,7 @@ import torch
 
 from megatron_balance.planning.manager import GIVEN_UP, Manager
 from megatron_balance.planning.predictor import Predictor
+from megatron_balance.timeline import planner as planner_module
 from megatron_balance.timeline.planner import Planner
 from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, grouped, hottest, loads, total
 
@@ -74,6 +75,23 @@ def test_the_log_is_not_flooded_by_a_policy(monkeypatch, caplog) -> None:
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 10 * len(LAYERS)
     assert all(line.isprintable() and len(line) < 400 for line in lines)
+
+
+@pytest.mark.parametrize("part", ["_sent", "prepare"])
+def test_an_error_after_the_policy_is_told_to_all_ranks(monkeypatch, caplog, part: str) -> None:
+    """An exception on one rank would let the others wait for its plan."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("no route")
+
+    monkeypatch.setattr(planner_module, part, fail)
+    world = build(monkeypatch, policy=Hottest)
+    world.group.rank_ = 0
+    before = [state.placement for state in world.balancer.layers.values()]
+    world.iterate(1, loads(1))
+    assert [state.placement for state in world.balancer.layers.values()] == before
+    said = "the policy made a plan that failed: ArithmeticError: no route; its last placement stays (not said again)"
+    assert [record.getMessage() for record in caplog.records] == [f"layer {layer}: {said}" for layer in LAYERS]
 
 
 def test_no_plan_is_made_in_a_forward_pass(monkeypatch) -> None:

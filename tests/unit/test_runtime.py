@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import INVALID, Decision
@@ -302,7 +303,7 @@ def test_guests_get_their_weights_anew_for_an_evaluation_after_a_step(monkeypatc
         world.journal.clear()
         for _ in range(2):
             for layer, state in world.balancer.layers.items():
-                assert world.balancer.host(layer, counts_DE.clone, training=False) == state.placement.trimmed
+                assert world.balancer.host(layer, Reading(counts_DE.clone), training=False) == state.placement.trimmed
         # Sent once for all passes, and as a whole
         sent = [entry for entry in world.journal if entry[0] != "waited"]
         assert sent == [
@@ -323,12 +324,12 @@ def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -
     world.iterate(1, loads(1))
     layer, counts_DE = LAYERS[0], torch.ones(RANKS, EXPERTS, dtype=torch.int64)
     state, placement = world.balancer.layers[layer], hottest(loads(7)[layer][0])
-    world.balancer.host(layer, counts_DE.clone, training=False)
+    world.balancer.host(layer, Reading(counts_DE.clone), training=False)
     assert placement != state.placement
     decision = Decision(loads(7)[layer][0][None], placement)
     world.balancer._adopt(layer, state, Plan(decision, COST.sending(placement), 0.0, 0.0))
     world.journal.clear()
-    assert world.balancer.host(layer, counts_DE.clone, training=False) == placement.trimmed
+    assert world.balancer.host(layer, Reading(counts_DE.clone), training=False) == placement.trimmed
     assert ("TRANS", layer, COST.transfers(placement), placement) in world.journal
 
 
@@ -375,7 +376,7 @@ def test_a_restored_balancer_goes_on_as_if_nothing_had_been(monkeypatch, predict
         both = []
         for world in (one, fresh):
             world.journal.clear()
-            world.balancer.host(LAYERS[-1], counts_DE.clone, training=False)
+            world.balancer.host(LAYERS[-1], Reading(counts_DE.clone), training=False)
             used = world.iterate(iteration, loads(iteration))
             both.append((used, [comparable(entry) for entry in world.journal], world.balancer.state()))
         assert both[0] == both[1]
