@@ -14,7 +14,6 @@ from megatron_balance.cli.machine_checks import (
     backends,
     connections,
     context_parallelism,
-    expert_biases,
     fusions,
 )
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
@@ -138,8 +137,6 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     ffn = _ffn_hidden_size(values)
     moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
-    dispatcher = token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices)
-    expert_biases(values, impl)
     return Layout(
         backend=backend,
         transformer_impl=impl,
@@ -147,7 +144,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         max_position_embeddings=_positions(values),
         ffn_hidden_size=ffn,
         moe_ffn_hidden_size=moe_ffn,
-        moe_token_dispatcher_type=dispatcher,
+        moe_token_dispatcher_type=token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices),
         moe_shared_expert_overlap=values["moe_shared_expert_overlap"] and values["moe_layer_impl"] == "megatron",
         sequence_parallel=values["sequence_parallel"],
         expert_tensor_parallel_size=expert_tp,

@@ -158,24 +158,3 @@ def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: lis
         "moe_permute_fusion": real and values["moe_permute_fusion"],
         **{name: real and values[name] and machine.fuses(name) for name in KERNELS},
     }
-
-
-def expert_biases(values: Mapping[str, Any], impl: str) -> None:
-    """Check that megatron-core can compute the biases of experts and of shared experts.
-
-    Raises:
-        ValueError: it cannot; the error names the flag, the value and the remedy.
-    """
-    if not values["num_moe_experts"] or not values["add_bias_linear"]:
-        return
-    if (size := values["moe_shared_expert_intermediate_size"]) is not None:
-        raise ValueError(
-            f"--moe-shared-expert-intermediate-size {size}: shared experts have no biases; also give "
-            "--disable-bias-linear"
-        )
-    alone = values["expert_model_parallel_size"] == 1 and impl == "local"
-    if values["moe_layer_impl"] == "megatron" and alone:
-        raise ValueError(
-            "--moe-layer-impl megatron: with --transformer-impl local and --expert-model-parallel-size 1, "
-            "megatron-core cannot add the experts' biases; also give --disable-bias-linear"
-        )

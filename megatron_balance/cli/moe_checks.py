@@ -65,6 +65,12 @@ def check_moe(
         raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
     if values["moe_token_dispatcher_type"] == "flex" and not cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
+    shared = values["moe_shared_expert_intermediate_size"]
+    if shared is not None and values["add_bias_linear"]:
+        raise ValueError(
+            f"--moe-shared-expert-intermediate-size {shared}: megatron-core's shared experts have no biases; also give "
+            "--disable-bias-linear"
+        )
     if values["moe_layer_impl"] == "balanced":
         _balanced_layer(values, given, notices)
     elif values["moe_expert_gemm"] != "default":

@@ -101,9 +101,6 @@ def world_size(layout: Layout) -> int:
 
 def is_possible(layout: Layout) -> bool:
     """Return whether the command line accepts the layout, on at most eight ranks, and promises equal gradients."""
-    # megatron-core has no shared experts with biases
-    if layout["biases"] == "biases" and layout["shared"] != "no shared experts":
-        return False
     # Each context-parallel rank has the mean over those of its own tokens whose next token is in the sequence
     if (layout["predictions"], layout["context"]) == ("predictions", "CP2"):
         return False

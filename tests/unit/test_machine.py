@@ -213,9 +213,7 @@ def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch)
 def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core ends the block in apex's layer norm, which refuses any other normalization."""
     monkeypatch.setattr(gpt_layer_specs, "LNImpl", FusedLayerNorm)
-    config = parse_args(
-        argv(f"--normalization {normalization} --moe-layer-impl megatron --disable-bias-linear"), CPU
-    ).config
+    config = parse_args(argv(f"--normalization {normalization} --moe-layer-impl megatron"), CPU).config
     groups = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
     block = build_block_spec(SimpleNamespace(config=config, groups=groups))
     assert block.layer_norm is norm

@@ -37,7 +37,6 @@ BAD = [
         "--moe-shared-expert-intermediate-size 32",
         *("--moe-shared-expert-intermediate-size 32", "also give --disable-bias-linear"),
     ),
-    ("--moe-layer-impl megatron", "--moe-layer-impl megatron", "also give --disable-bias-linear"),
     ("--moe-flex-rows bound", "--moe-flex-rows bound", "needs --moe-token-dispatcher-type flex", "use counted"),
     (
         "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -83,7 +82,7 @@ BAD = [
     ),
     (
         "--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel",
-        *("--moe-layer-impl megatron", "also give --disable-bias-linear"),
+        *("megatron-core refuses", "Bias", "ETP==1"),
     ),
     ("--moe-router-fusion", "--moe-router-fusion", "needs Transformer Engine", "leave it out"),
     (
