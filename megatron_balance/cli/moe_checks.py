@@ -50,12 +50,7 @@ def check_moe(
     """
     experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
     if experts is None:
-        if parallel > 1:
-            raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
-        if values["balance_policy"] != "none":
-            raise ValueError(f"--balance-policy {values['balance_policy']}: needs --num-experts")
-        idle = sorted(flag_of(name) for name in given if name.startswith("moe_"))
-        notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
+        _no_experts(values, given, notices)
         return values["moe_ffn_hidden_size"]
     if experts < 1 or experts % parallel:
         raise ValueError(f"--num-experts {experts}: must be a multiple of --expert-model-parallel-size {parallel}")
@@ -88,6 +83,16 @@ def check_moe(
         notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         return ffn_hidden_size
     return values["moe_ffn_hidden_size"]
+
+
+def _no_experts(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
+    """Check that no flag needs experts, and note those that have no effect without them."""
+    if (parallel := values["expert_model_parallel_size"]) > 1:
+        raise ValueError(f"--expert-model-parallel-size {parallel}: needs --num-experts")
+    if values["balance_policy"] != "none":
+        raise ValueError(f"--balance-policy {values['balance_policy']}: needs --num-experts")
+    idle = sorted(flag_of(name) for name in given if name.startswith("moe_"))
+    notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
 
 
 def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:

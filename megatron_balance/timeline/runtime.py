@@ -79,8 +79,7 @@ class Balancer:
             schedule: number of microbatches -> the schedule of an iteration.
             microbatches: returns the number of microbatches of the current iteration.
             guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
-            ownership: executes Transfer. With it, all replicas of the expert-parallel group have one placement, planned
-                for their mean load; None: owners stay.
+            ownership: executes Transfer; replicas then have one placement, for their mean load. None: owners stay.
             explain: print the expected effect of each plan.
             shards: the ranks of all shards of these experts, which have one placement; None: `group`.
             planner: makes the plans; None: a thread without a time limit.
@@ -135,9 +134,9 @@ class Balancer:
             self._begin(computation)
 
     def host(self, number: int, load: Reading, training: bool) -> Placement:
-        """Return the placement of a layer for this forward pass, whose hosts have the weights when experts compute.
+        """Return the placement of a layer for a forward pass with this load [D, E].
 
-        `load` returns the load [D, E] of the pass; it is called when it is needed, at the end of the iteration.
+        Its hosts have the weights when experts compute. Nothing waits for the load before it is needed.
         """
         state = self.layers[number]
         if self.aside and self._steps:
@@ -377,10 +376,7 @@ class Balancer:
         return self.finished()()
 
     def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
-        """Calibrate later iterations by a finished one; all ranks of the job give the same reports, of all layers.
-
-        `used` are the factors of that iteration.
-        """
+        """Calibrate later iterations by one with factors `used`; all ranks give the same reports, of all layers."""
         self.calibration = self.calibration.observe(*component_seconds(reports), used)
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:

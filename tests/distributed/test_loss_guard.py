@@ -274,14 +274,14 @@ SEARCHED = {
 
 
 def curve_after_a_bad_iteration(flags: str) -> Curve:
-    """Return losses and gradient norms of iterations 4 to 6, after one in which the guard searched for a fault."""
+    """Return losses and gradient norms of iterations 4 to 7, after one in which the guard searched for a fault."""
     run = build(f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}")
     for _ in range(2):
         train_step(run)
     repair = on_rank(1, expert_output)(run)
     assert train_step(run).fault is not None
     repair()
-    return curve_of([train_step(run) for _ in range(3)])
+    return curve_of([train_step(run) for _ in range(4)])
 
 
 @pytest.mark.parametrize(

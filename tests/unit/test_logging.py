@@ -281,7 +281,7 @@ OUTPUT = 8 * 32
             2 * (ATTENTION + SCORES) + 3 * 8 * 16 + (2 * 3 * 8 * 8 + 8 * 4) + OUTPUT,
         ),
         (
-            f"{MOE} --moe-shared-expert-intermediate-size 24",
+            f"{MOE} --moe-shared-expert-intermediate-size 24 --disable-bias-linear",
             2 * (ATTENTION + SCORES + 2 * 2 * 8 * 8 + 2 * 8 * 24 + 8 * 4) + OUTPUT,
         ),
     ],

@@ -5,7 +5,8 @@
 No job of these sizes is started: every function gets the arguments that a rank would give it. A time is CPU time of
 this process, the median of the repetitions.
 
-    plans     A rank receives the plan of a layer that another rank has planned. `plan` is that plan's bytes, and
+    plans     A rank receives the plan of a layer that another rank has planned. `load` is the bytes of host memory that
+              the load of one microbatch takes until the next iteration ends. `plan` is that plan's bytes, and
               `exchanged` its bytes in the tensor that all ranks add up. `receive` reads the plan, `adopt` puts it in
               force and divides its messages, `observe` and `close` record the loads: all on the main thread. `prepare`
               makes tables and messages in the planning thread.
@@ -15,6 +16,7 @@ this process, the median of the repetitions.
 """
 
 import argparse
+import functools
 import pickle
 import statistics
 import sys
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from megatron_balance.cost.model import Overlap
+from megatron_balance.device.host_memory import Reading
 from megatron_balance.flow.cut import cut, prepare_cuts
 from megatron_balance.flow.plan import make_dispatch_plan, prepare_plans
 from megatron_balance.placement.placement import Placement
@@ -96,7 +99,8 @@ class Received:
 
     def route(self) -> None:
         """Let the microbatches of an iteration pass."""
-        self.state.loads = [lambda counts=counts: torch.from_numpy(counts) for counts in self.counts_BDE]
+        self.state.loads = []
+        self.state.coming = [Reading(functools.partial(torch.from_numpy, counts)) for counts in self.counts_BDE]
         self.state.counts_BDE()
 
     def forget(self) -> None:
@@ -141,12 +145,14 @@ class Received:
 
 def plans(sizes: list[int], repeats: int) -> Iterator[str]:
     times = "".join(f"{name:>9s}" for name in ("receive", "adopt", "observe", "close", "prepare"))
-    yield f"{'ranks':>6s} {'policy':12s} {'plan':>8s} {'exchanged':>10s} {times}, ms"
+    yield f"{'ranks':>6s} {'policy':12s} {'load':>8s} {'plan':>8s} {'exchanged':>10s} {times}, ms"
     for ranks in sizes:
         for name in POLICIES:
             received = Received(name, ranks, max(ranks, LEAST_EXPERTS))
             size, row = len(received.content), "".join(f"{ms:9.2f}" for ms in received.columns(repeats))
-            yield f"{ranks:6d} {name:12s} {size:8d} {room(size):10d} {row}"
+            assert received.state.last is not None
+            kept = received.state.last.loads[0].nbytes
+            yield f"{ranks:6d} {name:12s} {kept:8d} {size:8d} {room(size):10d} {row}"
 
 
 def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
