@@ -55,7 +55,7 @@ from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.objective import Objective, PredictingModel
-from megatron_balance.training.optimizer_state import fuse
+from megatron_balance.training.optimizer_state import fuse, tell_groups_apart
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
@@ -95,6 +95,7 @@ def build_run(
     model = build_model(wiring, vocab_size)
     optimizer = get_megatron_optimizer(config.optimizer, [*model], use_gloo_process_groups=False, pg_collection=groups)
     fuse(optimizer)
+    tell_groups_apart(optimizer)
     connect_hooks(wiring, model, optimizer)
     objective = Objective(config.transformer, groups, wiring.dispatch.router_groups())
     define_losses(model, objective.router_weight if config.transformer.calculate_per_token_loss else None)

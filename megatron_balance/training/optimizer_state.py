@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_balance.comm.ownership_transfer import Field, Interval
 
@@ -28,6 +29,18 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
     if "betas" in group:
         return "exp_avg", "exp_avg_sq"
     return ("momentum_buffer",) if group.get("momentum") else ()
+
+
+def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
+    """Mark the parameter groups that have a learning rate of their own, so that a checkpoint's groups can be assigned.
+
+    megatron-core 0.16 leaves the mark out. After a resumption, its distributed optimizer would then train both groups
+    with one learning rate, and its other optimizers would fail.
+    """
+    if "max_lr" in param_group_identifier_keys:
+        return
+    for group in optimizer.param_groups:
+        group["is_decoupled_lr"] = not group["default_config"]
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:

@@ -35,10 +35,13 @@ LAYOUTS = {
     "ep4 bf16": (4, f"--expert-model-parallel-size 4 --bf16 {DROPOUT}"),
     "ep2 dp2 distributed bf16 async": (
         4,
-        f"--expert-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save {DROPOUT}",
+        f"--expert-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save --decoupled-lr 4e-3 {DROPOUT}",
     ),
     "ep2 sgd": (2, f"--expert-model-parallel-size 2 --optimizer sgd {DROPOUT}"),
-    "ep2 fp16": (2, f"--expert-model-parallel-size 2 --fp16 --initial-loss-scale 65536 {DROPOUT}"),
+    "ep2 fp16": (
+        2,
+        f"--expert-model-parallel-size 2 --fp16 --initial-loss-scale 65536 --decoupled-lr 4e-3 {DROPOUT}",
+    ),
     "pp2 interleaved": (
         2,
         "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --swiglu "
@@ -62,8 +65,8 @@ LAYOUTS = {
 }
 
 QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved", "pp2 ep2 predictions")
-"""Whole and sharded optimizers, main parameters, a loss scale, stages and dense layers, and a head with the weights of
-two embeddings."""
+"""Whole and sharded optimizers, main parameters, a loss scale, two learning rates, stages and dense layers, and a head
+with the weights of two embeddings."""
 
 
 HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"

@@ -123,6 +123,27 @@ def loaded(flags: str):
     return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
 
 
+def save(flags: str, directory: str) -> None:
+    run = build(f"{EP2} {flags} --save {directory}")
+    train_step(run)
+    Checkpoints(run, Said(), patience=60.0).save()
+
+
+def settings(flags: str) -> list[tuple[float, tuple[float, float]]]:
+    """Return the largest learning rate and the betas of each group of parameters, right after loading."""
+    run = build(f"{EP2} {flags}")
+    Checkpoints(run, Said(), patience=60.0).load()
+    return [(group["max_lr"], group["betas"]) for group in run.optimizer.param_groups if group["params"]]
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_the_optimizers_settings_are_those_of_the_flags(tmp_path, ranks, optimizer: str):
+    ranks(2).run(save, optimizer, str(tmp_path))
+    changed = f"{optimizer} --lr 2e-3 --decoupled-lr 3e-3 --adam-beta1 0.8 --override-opt_param-scheduler"
+    found = [group for own in ranks(2).run(settings, f"--load {tmp_path} {changed}") for group in own]
+    assert set(found) == {(2e-3, (0.8, 0.999)), (3e-3, (0.8, 0.999))}
+
+
 def test_flags_choose_what_is_loaded(saved, ranks):
     newest, older, tuned, no_optimizer, pretrained = (
         ranks(2).run(loaded, flags)[0]
@@ -147,7 +168,7 @@ def test_flags_choose_what_is_loaded(saved, ranks):
 def schedule_position(flags: str) -> int:
     """Return how many samples the schedule of the learning rate has seen right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, Said(), patience=30.0).load()
+    Checkpoints(run, Said(), patience=60.0).load()
     return run.scheduler.num_steps
 
 
@@ -174,7 +195,7 @@ def test_random_states_are_loaded_unless_a_flag_says_otherwise(saved, ranks):
 def resave(load: str, save: str, flags: str) -> None:
     """Load with the given flags, such as another layer implementation or way of reading, and save again."""
     run = build(f"{EP2} {flags} --load {load} --save {save}")
-    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    checkpoints = Checkpoints(run, Said(), patience=60.0)
     checkpoints.load()
     checkpoints.save()
     checkpoints.finish()
