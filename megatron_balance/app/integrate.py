@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_balance.build.balancer import build_balancer
 from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
@@ -51,6 +51,7 @@ from megatron_balance.config.run_config import (
     TrainConfig,
 )
 from megatron_balance.device.machine import Machine
+from megatron_balance.device.shards import mark_shards
 from megatron_balance.flow.layer import remember
 from megatron_balance.flow.routers import define_losses, keep_precision
 from megatron_balance.job.groups import expert_node_size
@@ -207,6 +208,9 @@ def attach(
         # Before the balancer's hooks, which need an iteration in progress
         chunk.register_forward_pre_hook(iterations.begin)
     remember(chunks)
+    unwrapped: Any = unwrap_model([*chunks])
+    for chunk in unwrapped:
+        mark_shards(chunk, wiring.groups)
     keep_precision(chunks)
     define_losses(chunks, (lambda tokens: tokens) if hooks.calculate_per_token_loss else None)
     force_workload(wiring, chunks, microbatches)

@@ -28,13 +28,16 @@ def mark_shards(module: MegatronModule, groups: ProcessGroupCollection) -> None:
     """Set `tensor_model_parallel` on all parameters: whether no other rank holds a copy.
 
     The other ranks are those of the tensor-parallel group, and for experts those of the expert tensor-parallel group.
-    What a checkpoint stores as a shard is one, so the module's `sharded_state_dict` decides.
+    What a checkpoint stores as a shard is one, so the module's `sharded_state_dict` decides. Parameters that it leaves
+    out keep their marks.
     """
     state = module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
     for name, parameter in module.named_parameters():
+        if (entry := state.get(name)) is None:
+            continue
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         group = groups.tp if getattr(parameter, "allreduce", True) else groups.expt_tp
-        parameter.tensor_model_parallel = group.size() == 1 or _is_cut(state[name])  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.tensor_model_parallel = group.size() == 1 or _is_cut(entry)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_cut(entry: ShardedTensor | ShardedTensorFactory) -> bool:

@@ -103,6 +103,8 @@ def own_loop(
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     attach([model], balancing, microbatches=lambda: MICROBATCHES)
     assert balancing.is_off or all(buffer.dtype == torch.float32 for buffer in gpt.buffers())
+    # A single tensor-parallel rank counts all parameters in the norm
+    assert balancing.is_off or all(parameter.tensor_model_parallel for parameter in gpt.parameters())
     if detach:
         config.finalize_model_grads_func = finalize_model_grads
     return train(args, model, optimizer, balancing, step_after_others if recomputes else upstream.forward_step)
