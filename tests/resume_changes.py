@@ -479,10 +479,10 @@ UNTRIED = {
 
 
 def tried() -> set[str]:
-    """Return the fields whose flags are in CONTEXTS."""
+    """Return the fields whose flags are in CONTEXTS, if this version of megatron-core has them."""
     actions = build_parser()._option_string_actions
     words = [word for context in CONTEXTS.values() for word in context.changes.split()]
-    return {actions[word].dest for word in words if word.startswith("--")}
+    return {actions[word].dest for word in words if word in actions}
 
 
 def fields() -> set[str]:

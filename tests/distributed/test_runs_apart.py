@@ -44,7 +44,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     first = Job(2, f"{SMALL} --save {where} --save-interval 3 --train-iters 9999 --exit-signal-handler", tmp_path / "1")
     try:
         first.await_iteration()
-        ended = Job(2, f"{SMALL} --save {where} --load {where} --train-iters 4", tmp_path / "2").wait()
+        ended = Job(2, f"{SMALL} --save {where} --load {where} --train-iters 9999", tmp_path / "2").wait()
         assert ended.codes == [1, 1] and "Traceback" not in ended.text, ended.text
         assert f"error: --save {where}: another run saves there (run " in ended.text, ended.text
         assert f"process {first.ranks[0].pid} on host" in ended.text
