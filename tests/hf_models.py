@@ -47,6 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"q_lora_rank": None, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3, "first_k_dense_replace": 2},
     },
     "deepseek_v3 yarn": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
+    "deepseek_v3 halves": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "rope_theta": 1e6},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
     "qwen2_moe tied": {**EXPERTS, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True},
@@ -75,6 +76,14 @@ def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: 
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
     return model
+
+
+def load(directory: Path) -> Any:
+    """Return the model in a directory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
 
 
 def logits(model: Any, tokens: Any) -> Any:

@@ -52,6 +52,9 @@ FIELDS: dict[str, Kind] = {
         (
             *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
             *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
+            *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk"),
+            *("moe_router_group_score_topk", "moe_router_topk_scaling_factor"),
             *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
         ),
         Kind.FUNCTION,

@@ -92,6 +92,11 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
+def fields_of(config: RunConfig) -> dict[str, Any]:
+    """Return all settings by field name, as `read` would after `to_json`."""
+    return {name: value for section in sections(config).values() for name, value in section.items()}
+
+
 def is_plain(value: Any) -> bool:
     """Return whether JSON can represent a value: a finite number, a string, a switch, None, or a list of them."""
     if isinstance(value, list | tuple):

@@ -1,6 +1,8 @@
 """Checkpoints from and to other formats.
 
     conversion           import and export: Hugging Face models, Megatron-LM's checkpoints
+    settings             config.json as settings of a run, and back
+    model                a Hugging Face model: its flags, and its tensors as pieces
     architectures        the supported Hugging Face architectures: their flags, and the names of their tensors
     config_fields        check config.json against known types and ranges
     pieces               parts of a checkpoint's tensors, and the Hugging Face tensors they correspond to

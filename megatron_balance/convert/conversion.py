@@ -1,9 +1,12 @@
 """Convert Hugging Face models and Megatron-LM's checkpoints into ours, and our checkpoints into Hugging Face models."""
 
 import contextlib
+import fnmatch
 import io
 import itertools
+import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,14 +22,12 @@ from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.checkpoint.manifest import Origin
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
-from megatron_balance.cli.arguments import parse_args
-from megatron_balance.config.run_config import RunConfig
 from megatron_balance.convert import safetensors_files, torch_dist
-from megatron_balance.convert.architectures import Model
 from megatron_balance.convert.megatron import Checkpoint
+from megatron_balance.convert.model import OUTPUT, TABLE, Model
 from megatron_balance.convert.pieces import Piece, Size
-from megatron_balance.convert.safetensors_files import Weights
-from megatron_balance.device.machine import Machine
+from megatron_balance.convert.safetensors_files import CONFIG, Weights, check_adapter
+from megatron_balance.convert.settings import notices, run_config, trained_config
 from megatron_balance.files.reading import MIB, inside, read_object
 from megatron_balance.files.writing import INCOMPLETE, staged, writing
 
@@ -39,6 +40,9 @@ MAX_LISTED = 20
 MAX_CONFIG_BYTES = MIB
 """Limit for a config.json; published ones have a few kilobytes."""
 
+DERIVED = tuple(f"*.rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"))
+"""Patterns of the names of tensors that follow from config.json. Old versions of transformers saved them."""
+
 Log = Callable[[str], object]
 
 
@@ -46,17 +50,16 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
     """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, with weights only.
 
     Args:
-        log: receives progress, and a line that ends in a newline if layers of multi-token prediction are left out.
-        without: prefixes of the names of tensors to leave out.
+        log: receives progress, and notices, which end in a newline: for example that layers of multi-token prediction
+            are left out.
+        without: patterns (`fnmatch`) of how the names of tensors to leave out begin.
 
     Raises:
-        ValueError: the model is unknown, its files do not match its config.json, or no tensor has a prefix of
+        ValueError: the model is unknown, its files do not match its config.json, or no tensor matches a pattern of
             `without`; the message names them.
         OSError: `target` cannot be written. Partial output is removed.
     """
-    model, weights = checked_model(source, without)
-    if left_out := [name for name in weights.shapes if name.startswith(model.prediction_layers)]:
-        log(f"{len(left_out)} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
+    model, weights = checked_model(source, without, log)
     config = run_config(model, (target / HF_DIRECTORY).resolve() if any(source.glob("tokenizer*")) else None)
 
     def make(piece: Piece) -> torch.Tensor:
@@ -72,19 +75,42 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
         _write_checkpoint(lease, files, dtype=dtype, make=make, flags=flags, source=source)
 
 
-def checked_model(source: Path, without: Sequence[str] = ()) -> tuple[Model, Weights]:
-    """Return a Hugging Face model after checking that its tensors match its config.json, without reading them.
+def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda text: None) -> tuple[Model, Weights]:
+    """Return a Hugging Face model and exactly its tensors, after checking that they match its config.json.
 
     See `import_model` for the arguments and errors.
     """
+    check_adapter(source)
     model, weights = _model(source), Weights(source)
-    for prefix in without:
-        if not any(name.startswith(prefix) for name in weights.shapes):
-            raise ValueError(f"--without {prefix}: no tensor in {source} has a name with this prefix")
-    left_out = (*without, *model.prediction_layers)
-    shapes = {name: shape for name, shape in weights.shapes.items() if not name.startswith(left_out)}
-    _compare(shapes, _sources(itertools.chain.from_iterable(model.files())), str(source))
+    for name, parts in list(model.divisions(weights.shapes)):
+        weights.divide(name, parts)
+    for pattern in without:
+        if not _leave_out(weights, [pattern]):
+            raise ValueError(f"--without {pattern}: no tensor in {source} has a name that begins so")
+    if predicting := _leave_out(weights, model.prediction_layers):
+        log(f"{predicting} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
+    _leave_out(weights, DERIVED)
+    if model.tied and {TABLE, OUTPUT} <= weights.shapes.keys():
+        if not torch.equal(weights.read(OUTPUT), weights.read(TABLE)):
+            raise ValueError(
+                f"{source}: {OUTPUT} differs from {TABLE}, but config.json says tie_word_embeddings; leave it out with "
+                f"--without {OUTPUT}, or set tie_word_embeddings to false"
+            )
+        _leave_out(weights, [OUTPUT])
+    remedy = "--without PATTERN leaves tensors out"
+    _compare(weights.shapes, _sources(itertools.chain.from_iterable(model.files())), str(source), remedy)
+    for notice in model.notices():
+        log(f"{notice}\n")
     return model, weights
+
+
+def _leave_out(weights: Weights, patterns: Iterable[str]) -> int:
+    """Leave out the tensors whose names begin as one of several patterns says; return how many there are."""
+    match = re.compile("|".join(fnmatch.translate(f"{pattern}*") for pattern in patterns) or "(?!)").match
+    names = [name for name in weights.shapes if match(name)]
+    for name in names:
+        del weights.shapes[name]
+    return len(names)
 
 
 def import_megatron(source: Path, target: Path, log: Log, step: int | None = None) -> None:
@@ -111,12 +137,12 @@ def import_megatron(source: Path, target: Path, log: Log, step: int | None = Non
 
 def _model(directory: Path) -> Model:
     """Return the model that a directory's config.json describes; raise ValueError if it is invalid."""
-    path = inside(directory, "config.json")
+    path = inside(directory, CONFIG)
     content = read_object(path, MAX_CONFIG_BYTES)
     try:
         return Model(content)
     except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
+        raise ValueError(f"{directory / CONFIG}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -209,10 +235,11 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         OSError: `target` cannot be written. Partial output is removed.
     """
     hf_dir = hf_dir or source / HF_DIRECTORY
-    if not (hf_dir / "config.json").exists():
+    if not (hf_dir / CONFIG).exists():
         raise ValueError(f"{hf_dir}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)
-    model, path = _model(hf_dir), newest(source, step)
+    path = newest(source, step)
+    model = _model(hf_dir)
     reader = torch_dist.Reader(path)
     weights = {name: tuple(entry.size) for name, entry in reader.weights.items() if not name.startswith("mtp.")}
     if left_out := len(reader.weights) - len(weights):
@@ -224,14 +251,24 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         for piece in itertools.chain.from_iterable(model.files(experts=1))
     )
     _compare(weights, wanted, str(path))
+    saved, dtype = saved_flags.read(path), reader.weights[model.pieces()[0][0].key].properties.dtype
+    try:
+        config = trained_config(model, saved, dtype)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for notice in notices(Model(config), saved):
+        log(f"{notice}\n")
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in pieces:
             yield from zip(piece.sources, piece.join.split(reader.read(piece)), strict=True)
 
     # Without its config.json, the output does not look like a model
-    with staged(target, last="config.json") as model_files:
+    with staged(target, last=CONFIG) as model_files:
         safetensors_files.carry(hf_dir, model_files)
+        if config != model.content:
+            with writing(model_files / CONFIG):
+                (model_files / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(model.pieces(), log)])
 
 
@@ -250,25 +287,16 @@ def newest(source: Path, step: int | None) -> Path:
     return path
 
 
-def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
-    """Return the configuration of a run of this model; settings that the model does not determine are placeholders."""
-    flags = [*model.flags(), "--micro-batch-size=1", "--train-iters=1", "--lr=1e-5", "--mock-data"]
-    if tokenizer is None:
-        flags += ["--tokenizer-type=NullTokenizer"]
-    else:
-        flags += ["--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={tokenizer}"]
-    return parse_args(flags, Machine(1, cuda=False, transformer_engine=False, apex=False)).config
-
-
 def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
     return itertools.chain.from_iterable(piece.source_sizes.items() for piece in pieces)
 
 
-def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str) -> None:
+def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str, remedy: str = "") -> None:
     """Raise ValueError unless the found tensors have exactly these names and sizes.
 
     Args:
         tensors: expected names and sizes. Iteration stops once more are missing than an error can list.
+        remedy: what to do about tensors that are not part of the model.
     """
     wanted: dict[str, Size] = {}
     for name, size in tensors:
@@ -288,6 +316,8 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
         for text, names in problems.items()
         if names
     ]
+    if extra and remedy:
+        texts.append(remedy)
     if texts:
         raise ValueError(f"{where}: {'; '.join(texts)}")
 

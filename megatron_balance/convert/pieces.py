@@ -84,6 +84,39 @@ class QueryKeyValue(Join):
         return [part.flatten(0, 1) for part in grouped.split([queries, self.channels, self.channels], dim=1)]
 
 
+class RotaryPairs(Join):
+    """One tensor with rotary channels i and i + n/2 of a head as a pair; megatron-core pairs channels 2i and 2i + 1.
+
+    This applies to multi-latent attention only. Scores do not depend on the order of the channels, because queries and
+    keys have the same one.
+    """
+
+    def __init__(self, heads: int, before: int, rotary: int) -> None:
+        """
+        Args:
+            heads: number of heads.
+            before: rows of a head before its rotary channels.
+            rotary: rotary channels of a head.
+        """
+        self.heads, self.before, self.rotary = heads, before, rotary
+
+    def sizes(self, size: Size) -> list[Size]:
+        return [size]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        (part,) = parts
+        return self._reordered(part, 2)
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [self._reordered(whole, self.rotary // 2)]
+
+    def _reordered(self, rows: torch.Tensor, parts: int) -> torch.Tensor:
+        """Interleave this many equal parts of each head's rotary channels."""
+        channels = torch.arange(self.rotary).reshape(parts, -1).t().flatten()
+        order = torch.cat([torch.arange(self.before), self.before + channels])
+        return rows.reshape(self.heads, -1, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of one tensor of a checkpoint."""

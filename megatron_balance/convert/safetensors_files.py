@@ -21,7 +21,9 @@ from megatron_balance.messages import cleaned
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-CARRIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+CONFIG = "config.json"
+
+CARRIED = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 CARRIED_TOO = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model")
 """Names of files that are copied along with a model's weights."""
 
@@ -30,6 +32,9 @@ MAX_INDEX_BYTES = 24 * MIB
 
 MAX_HEADER_BYTES = 24 * MIB
 """The same limit for the header of a safetensors file; the library itself reads up to 100 MB."""
+
+MAX_PARTS = 1_000_000
+"""Limit of the tensors that a model has after those of several experts are divided. The largest have 100,000."""
 
 MAX_CARRIED_BYTES = 256 * MIB
 """Limit for a tokenizer's file; large ones have 40 MiB."""
@@ -49,8 +54,12 @@ class Weights:
         self.directory, self.file_of = directory, dict[str, str]()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
         listed = self._listed()
-        for file in sorted({*listed.values()} or {SINGLE}):
+        files = sorted({*listed.values()} or {SINGLE})
+        if missing := [file for file in files if not inside(directory, file).exists()]:
+            raise ValueError(_without_files(directory, missing, len(files)))
+        for file in files:
             self._read_header(file)
         for name, file in listed.items():
             if self.file_of.get(name) != file:
@@ -70,8 +79,6 @@ class Weights:
 
     def _read_header(self, file: str) -> None:
         path = inside(self.directory, file)
-        if not path.exists():
-            raise ValueError(f"{self.directory / file}: missing")
         _check_header(path)
         try:
             with safe_open(path, "pt") as opened:
@@ -79,7 +86,8 @@ class Weights:
                     part = opened.get_slice(name)
                     if part.get_dtype() not in DTYPES:
                         raise ValueError(
-                            f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported"
+                            f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
+                            "convert quantized weights to bfloat16 first"
                         )
                     if name in self.file_of:
                         raise ValueError(f"{path}: {cleaned(name)} is also in {self.file_of[name]}")
@@ -87,6 +95,25 @@ class Weights:
                     self.dtypes[name] = DTYPES[part.get_dtype()]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
+
+    def divide(self, name: str, parts: Mapping[str, tuple[int | slice, ...]]) -> None:
+        """Replace a tensor by parts of it.
+
+        Args:
+            parts: index of each part in the tensor, by the part's name.
+
+        Raises:
+            ValueError: there is already a tensor of such a name, or there are too many parts.
+        """
+        file, shape, dtype = self.file_of.pop(name), self.shapes.pop(name), self.dtypes.pop(name)
+        if twice := self.shapes.keys() & parts.keys():
+            raise ValueError(f"{self.directory / file}: {cleaned(name)} also contains {cleaned(min(twice))}")
+        if len(self.shapes) + len(parts) > MAX_PARTS:
+            raise ValueError(f"{self.directory / file}: more than {MAX_PARTS} tensors")
+        whole = torch.empty(shape, device="meta")
+        for part, index in parts.items():
+            self.file_of[part], self.shapes[part], self.dtypes[part] = file, tuple(whole[index].shape), dtype
+            self._parts[part] = name, index
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor.
@@ -97,7 +124,11 @@ class Weights:
         path = inside(self.directory, self.file_of[name])
         try:
             with safe_open(path, "pt") as opened:
-                tensor = opened.get_tensor(name)
+                if name in self._parts:
+                    whole, index = self._parts[name]
+                    tensor = opened.get_slice(whole)[index]
+                else:
+                    tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
         if not bool(tensor.isfinite().all()):
@@ -137,6 +168,41 @@ def carry(source: Path, target: Path) -> None:
                 content = read_bounded(inside(source, path.name), MAX_CARRIED_BYTES)
                 with writing(target / path.name), open(target / path.name, "xb") as file:
                     file.write(content)
+
+
+ADAPTER = "adapter_config.json"
+"""File that makes a directory an adapter (LoRA) for transformers, also next to a whole model."""
+
+REMEDIES = {
+    "*.bin *.pt *.pth *.ckpt": "only safetensors are read; save the model with transformers' save_pretrained",
+    "*.gguf *.ggml *.npz *.msgpack *.h5": "only safetensors are read; take the model that this file was made from",
+    "*.safetensors": f"name the file {SINGLE}, or put {INDEX} next to the files",
+}
+"""What to do if a directory has only such files."""
+
+
+def check_adapter(directory: Path) -> None:
+    """Raise ValueError if a directory holds an adapter (LoRA) instead of a model."""
+    if os.path.lexists(directory / ADAPTER):
+        raise ValueError(
+            f"{directory / ADAPTER}: an adapter (LoRA), not a whole model; merge it into its base model (peft: "
+            "merge_and_unload, then save_pretrained) and give the result"
+        )
+
+
+def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
+    """Return the error for a directory without files that it should have.
+
+    Args:
+        number: how many files it should have.
+    """
+    if missing != [SINGLE]:
+        names = f"{', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}"
+        return f"{directory / INDEX}: {len(missing)} of its {number} files are missing; download them: {names}"
+    for patterns, remedy in REMEDIES.items():
+        if found := sorted(path.name for pattern in patterns.split() for path in directory.glob(pattern)):
+            return f"{directory / SINGLE}: missing; {cleaned(found[0])} is there: {remedy}"
+    return f"{directory / SINGLE}: missing"
 
 
 def _check_header(path: Path) -> None:

@@ -83,4 +83,4 @@ def test_a_changed_flag_is_refused_warned_of_or_accepted(
     record_property("outcome", outcome)
     if outcome == "refused":
         # Some flags change the defaults of others
-        assert re.search(r"--[a-z][\w-]+ .*: ", said[0])
+        assert re.search(r"--[a-z][\w-]+.*: ", said[0])

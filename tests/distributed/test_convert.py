@@ -79,6 +79,29 @@ def test_logits_are_those_of_the_source(ranks, tmp_path, name: str, layout: str)
         assert torch.equal(kept[key][: len(tensor)], tensor)
 
 
+CHANGED = {
+    "qwen3_moe": "--rotary-base 1000000 --moe-router-topk 4 --norm-epsilon 1e-3",
+    "mixtral": "--rotary-base 10000 --moe-router-topk 3",
+    "deepseek_v2 groups": "--moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5",
+    "deepseek_v3": "--rotary-base 500000 --moe-router-group-topk 2 --moe-router-group-score-topk 2",
+    "deepseek_v3 yarn": "--rotary-scaling-factor 2 --mscale-all-dim 0.5",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_export_is_what_was_trained(ranks, tmp_path, name: str) -> None:
+    """Its config.json describes the run's flags instead of the source's model."""
+    hf, there, copy, back = (tmp_path / part for part in ("hf", "there", "copy", "back"))
+    source = hf_models.save(name, hf)
+    import_model(hf, there, lambda text: None)
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(5))
+    (expected,) = ranks(1).run(logits_and_copy, str(there), CHANGED[name], tokens, str(copy))
+    export_model(copy, back, lambda text: None, hf_dir=there / "huggingface")
+    found = hf_models.logits(hf_models.load(back), tokens)
+    assert (found - expected[..., :96]).abs().max() <= 1e-5
+    assert (found - hf_models.logits(source, tokens)).abs().max() > 1e-3
+
+
 def train_on(directory: str, flags: str, save: str) -> tuple[list[float], int]:
     """Train two iterations from an imported model and save; return the losses and the number of hosts added."""
     run = imported(directory, f"--save {save} {flags}")

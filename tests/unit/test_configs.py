@@ -12,8 +12,8 @@ from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.convert.architectures import Model
-from megatron_balance.convert.conversion import run_config
+from megatron_balance.convert.model import Model
+from megatron_balance.convert.settings import run_config
 from megatron_balance.profile.cluster import read as read_cluster
 from tests.unit.layout_headers import MODELS, ROOT, Header
 from tests.unit.published_models import PUBLISHED

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_balance.convert.architectures import Model
+from megatron_balance.convert.model import Model
 from tests.unit.published_models import PUBLISHED
 
 

@@ -61,8 +61,9 @@ def config_kind(folder: Path, _: Path) -> Kind:
     import torch
 
     from megatron_balance.convert import conversion
-    from megatron_balance.convert.architectures import Model
+    from megatron_balance.convert.model import Model
     from megatron_balance.convert.safetensors_files import write
+    from megatron_balance.convert.settings import run_config
 
     configs = {name: {"model_type": name, **SIZES, **config} for name, config in CONFIGS.items()}
     for name, config in configs.items():
@@ -78,7 +79,7 @@ def config_kind(folder: Path, _: Path) -> Kind:
         try:
             with contextlib.redirect_stderr(io.StringIO()) as said:
                 model, _ = conversion.checked_model(folder / name)
-                conversion.run_config(model, None)
+                run_config(model, None)
                 if next(converted) <= CONVERTED:
                     conversion.import_model(folder / name, there, str)
                     conversion.export_model(there, back, str)

@@ -1,0 +1,144 @@
+"""Translate config.json into the settings of a run, and the settings of a trained run back into config.json."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.cli.arguments import parse_args
+from megatron_balance.config.run_config import RunConfig
+from megatron_balance.convert.architectures import PREDICTED
+from megatron_balance.convert.model import Model
+from megatron_balance.device.machine import Machine
+
+WRITTEN = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "layernorm_epsilon": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Keys of config.json with the same values as a run's fields. A model without the key cannot express the field."""
+
+ROPE = {
+    "rotary_scaling_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""The same for YaRN's keys in the object of rotary embeddings."""
+
+GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+
+DEFAULTS = {"moe_router_topk_scaling_factor": 1.0, **dict.fromkeys(GROUPS, 1)}
+"""Values that have the effect of None."""
+
+FREE = frozenset(
+    (
+        # Shapes of tensors, which are compared themselves
+        *("group_query_attention", "num_query_groups", "make_vocab_size_divisible_by", "padded_vocab_size"),
+        *("mla_down_proj_fusion", "mtp_num_layers"),
+        # Training, and the precision of the computation
+        *("attention_dropout", "hidden_dropout", "fp32_residual_connection"),
+        # Without effect unless another field is set; `notices` mentions the capacity
+        *("rope_scaling_factor", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+    )
+)
+"""Fields of a model that may differ from what its config.json says."""
+
+NOT_WRITTEN = ("quantization_config", "compression_config")
+"""Keys of config.json that describe weights of another type than those that are exported."""
+
+
+def run_config(model: Model, tokenizer: Path | None) -> RunConfig:
+    """Return the configuration of a run of this model; settings that the model does not determine are placeholders."""
+    flags = [*model.flags(), "--micro-batch-size=1", "--train-iters=1", "--lr=1e-5", "--mock-data"]
+    if tokenizer is None:
+        flags += ["--tokenizer-type=NullTokenizer"]
+    else:
+        flags += ["--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={tokenizer}"]
+    return parse_args(flags, Machine(1, cuda=False, transformer_engine=False, apex=False)).config
+
+
+def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json that describes a model as it was trained.
+
+    Args:
+        model: the model before training, or another one of its architecture and sizes.
+        saved: the settings of the run that trained it, as `saved_flags.read` returns them.
+        dtype: type of the exported weights.
+
+    Raises:
+        ValueError: config.json cannot express a setting; the message names its flag.
+    """
+    content = {name: value for name, value in model.content.items() if name not in NOT_WRITTEN}
+    content |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in content}
+    # The layers of multi-token prediction are not exported
+    content |= {name: 0 for name in PREDICTED if content.get(name)}
+    changed = {name: theirs for name, (theirs, _) in _differences(model, saved).items()}
+    content |= {key: changed[name] for name, key in WRITTEN.items() if name in changed and key in content}
+    if "moe_router_pre_softmax" in changed and "norm_topk_prob" in content:
+        content["norm_topk_prob"] = not changed["moe_router_pre_softmax"]
+    if model.architecture.latent and changed.keys() & {*GROUPS, "moe_router_group_score_topk"}:
+        content |= _groups(content, saved)
+    if changed.keys() & {"rotary_base", "rope_type", *ROPE}:
+        content |= _rope(content, saved)
+    try:
+        left = _differences(Model(content), saved)
+    except ValueError as error:
+        raise ValueError(f"the settings of this run are not those of a {model.model_type}: {error}") from error
+    if left:
+        texts = [
+            f"{saved_flags.flag_of(name)} {theirs} (config.json can only mean {implied})"
+            for name, (theirs, implied) in left.items()
+        ]
+        raise ValueError(f"config.json of a {model.model_type} cannot express {', '.join(texts)}")
+    return content
+
+
+def notices(model: Model, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Generate what an exported model does otherwise than the trained one."""
+    yield from model.notices()
+    if (factor := saved.get("moe_expert_capacity_factor")) is not None:
+        yield f"--moe-expert-capacity-factor {factor}: the exported model has no capacity and drops no token"
+
+
+def _differences(model: Model, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a trained run differs from what its config.json means: their values in both."""
+    implied = saved_flags.fields_of(run_config(model, None))
+    both = [name for name in saved_flags.MODEL_FIELDS if name not in FREE and name in saved and name in implied]
+    pairs = {name: (_plain(name, saved), _plain(name, implied)) for name in both}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _plain(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a field's value, or the value that has the effect of None."""
+    if fields.get(name) is not None:
+        return fields[name]
+    if name == "moe_router_group_score_topk" and (chosen := fields.get("moe_router_group_topk")):
+        # megatron-core's own score
+        return fields["moe_router_topk"] // chosen
+    return DEFAULTS.get(name)
+
+
+def _groups(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of group-limited routing."""
+    number, chosen = (_plain(name, saved) for name in GROUPS)
+    method = {"topk_method": "group_limited_greedy" if number > 1 else "greedy"}
+    return {"n_group": number, "topk_group": chosen} | (method if content["model_type"] == "deepseek_v2" else {})
+
+
+def _rope(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of rotary embeddings, in the form that config.json already has."""
+    base = saved["rotary_base"]
+    yarn = {key: saved[name] for name, key in ROPE.items()} if saved.get("rope_type") == "yarn" else {}
+    inside = content.get("rope_parameters")
+    found: dict[str, Any] = {"rope_theta": base} if "rope_theta" in content or not inside else {}
+    if inside:
+        found["rope_parameters"] = {"rope_theta": base, "rope_type": "yarn" if yarn else "default", **yarn}
+    if "rope_scaling" in content or (yarn and not inside):
+        found["rope_scaling"] = {"type": "yarn", **yarn} if yarn and not inside else None
+    return found

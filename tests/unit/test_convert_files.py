@@ -1,0 +1,235 @@
+"""What people bring: files of other programs, keys of config.json, and what an export says about them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_balance.checkpoint import saved_flags
+from megatron_balance.convert.config_fields import IRRELEVANT
+from megatron_balance.convert.conversion import export_model, import_model
+from megatron_balance.convert.model import Model
+from megatron_balance.convert.pieces import RotaryPairs
+from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights
+from megatron_balance.convert.settings import notices, run_config, trained_config
+from tests import hf_models
+from tests.unit.published_models import PUBLISHED
+
+TABLE, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[..., Path]:
+    """Return a directory with a model, which a test may change."""
+
+    def of(name: str, **changes: Any) -> Path:
+        directory = tmp_path_factory.mktemp("hf")
+        hf_models.save(name, directory, **changes)
+        return directory
+
+    return of
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
+
+
+def reconfigure(directory: Path, **values: Any) -> None:
+    (directory / "config.json").write_text(json.dumps(config_of(directory) | values))
+
+
+def change(directory: Path, update: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    content = load_file(directory / SINGLE)
+    update(content)
+    save_file(content, directory / SINGLE)
+
+
+def exported(directory: Path, *without: str) -> dict[str, torch.Tensor]:
+    """Import and export a model; return its tensors."""
+    there, back = directory / "there", directory / "back"
+    import_model(directory, there, lambda text: None, without)
+    export_model(there, back, lambda text: None)
+    weights = Weights(back)
+    return {name: weights.read(name) for name in weights.shapes}
+
+
+def refusal(directory: Path, *without: str) -> str:
+    """Return the error of an import, which leaves nothing."""
+    with pytest.raises(ValueError) as refused:
+        import_model(directory, directory / "there", lambda text: None, without)
+    assert not (directory / "there").exists()
+    return str(refused.value)
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_rotary_frequencies_follow_from_the_configuration(models) -> None:
+    """Old versions of transformers, and Moonlight's files, have them."""
+    source = models("deepseek_v3")
+    expected = load_file(source / SINGLE)
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)}
+    change(source, lambda all: all.update(frequencies))
+    assert equal(exported(source), expected)
+
+
+def test_kimi_k2_is_deepseek_v3(models) -> None:
+    source = models("deepseek_v3")
+    reconfigure(source, model_type="kimi_k2", architectures=["KimiK2ForCausalLM"])
+    assert equal(exported(source), load_file(source / SINGLE))
+    assert config_of(source / "back")["model_type"] == "kimi_k2"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_tensors_of_all_experts_together(models, name: str) -> None:
+    """transformers 5 keeps them so; `torch.save` of its modules does, too."""
+    source, arch = models(name), Model(config_of(models(name))).architecture
+    expected = load_file(source / SINGLE)
+
+    def fuse(all: dict[str, torch.Tensor]) -> None:
+        for layer in range(3):
+            start = f"model.layers.{layer}."
+            parts = [[all.pop(f"{start}{arch.experts}.{expert}.{part}.weight", None) for expert in range(8)]
+                     for part in arch.expert]  # fmt: skip
+            if parts[0][0] is None:
+                continue
+            gate, up, down = (torch.stack(part) for part in parts)
+            all[f"{start}mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+            all[f"{start}mlp.experts.down_proj"] = down
+            all[f"{start}mlp.gate.weight"] = all.pop(f"{start}{arch.router}.weight")
+
+    change(source, fuse)
+    assert equal(exported(source), expected)
+    shutil.rmtree(source / "there")
+    change(source, lambda all: all.update({"model.layers.2.mlp.experts.down_proj": torch.ones(8, 16, 32)}))
+    assert "model.layers.2.mlp.experts.down_proj: is (8, 16, 32) instead of (8, 32, " in refusal(source)
+
+
+def test_the_output_layer_of_a_tied_model(models) -> None:
+    source = models("qwen2_moe tied")
+    expected = load_file(source / SINGLE)
+    change(source, lambda all: all.update({OUTPUT: all[TABLE].clone()}))
+    assert equal(exported(source), expected)
+    for directory in ("there", "back"):
+        shutil.rmtree(source / directory)
+    change(source, lambda all: all.update({OUTPUT: all[TABLE] + 1}))
+    assert f"leave it out with --without {OUTPUT}, or set tie_word_embeddings to false" in refusal(source)
+    assert equal(exported(source, OUTPUT), expected)
+
+
+def test_patterns_of_tensors_to_leave_out(models) -> None:
+    source = models("mixtral")
+    expected = load_file(source / SINGLE)
+    change(source, lambda all: all.update({f"model.layers.{layer}.extra.scale": torch.ones(1) for layer in range(3)}))
+    assert "--without PATTERN leaves tensors out" in refusal(source)
+    assert equal(exported(source, "model.layers.*.extra"), expected)
+
+
+def test_one_expert_for_each_token(models) -> None:
+    assert "num_experts_per_tok 1: the only expert of a token" in refusal(models("mixtral", num_experts_per_tok=1))
+    source = models("qwen2_moe", num_experts_per_tok=1)
+    assert equal(exported(source), load_file(source / SINGLE))
+
+
+OTHERS = {
+    "an adapter": ({"adapter_config.json": "{}"}, "an adapter (LoRA), not a whole model; merge it"),
+    "pickles": (
+        {"pytorch_model-00001-of-00002.bin": ""},
+        "only safetensors are read; save the model with transformers",
+    ),
+    "GGUF": ({"model-q4.gguf": ""}, "take the model that this file was made from"),
+    "another name": ({"weights.safetensors": ""}, f"name the file {SINGLE}, or put {INDEX} next to the files"),
+    "missing shards": (
+        {INDEX: json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})},
+        "2 of its 2 files are missing; download them: model-1.safetensors, model-2.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_files_are_named_with_a_remedy(models, name: str) -> None:
+    source = models("mixtral")
+    (source / SINGLE).unlink()
+    files, message = OTHERS[name]
+    for file, content in files.items():
+        (source / file).write_text(content)
+    assert message in refusal(source)
+
+
+BASES = {config["model_type"]: config for _, config in PUBLISHED.values()}
+
+UNKNOWN = {
+    "mixtral": ["attn_logit_softcapping 30.0", "rope_scaling {'rope_type': 'linear', 'factor': 2.0}"],
+    "qwen3_moe": ["router_logit_softcap 5", "layer_types ['sliding_attention']", "use_sliding_window True"],
+    "qwen2_moe": ["shared_expert_scale 2", "attention_bias True", "partial_rotary_factor 0.5"],
+    "olmoe": ["clip_qkv 8.0", "final_logit_softcapping 30.0", "mlp_bias True"],
+    "deepseek_v2": ["norm_topk_prob True", "rope_interleave False", "embedding_multiplier 12"],
+    "deepseek_v3": ["topk_method 'greedy'", "moe_layer_freq 2", "residual_scale 0.1"],
+}
+"""`model_type` -> keys of config.json that change what a model computes, in a way that is not supported."""
+
+
+@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name, entries in UNKNOWN.items() for entry in entries])
+def test_an_entry_that_may_change_the_model_is_refused_by_name(name: str, entry: str) -> None:
+    key, _, value = entry.partition(" ")
+    with pytest.raises(ValueError, match=key):
+        Model(BASES[name] | {key: eval(value)})
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_entries_without_effect_are_accepted(name: str) -> None:
+    more = {"architectures": ["A"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "_from": "x"}
+    expected = Model(BASES[name]).flags()
+    assert Model(BASES[name] | more | {"unknown_but_null": None}).flags() == expected
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_entry_is_used_or_known_to_have_no_effect(name: str) -> None:
+    """Another value of any published entry changes flags or tensors, or is refused, unless the entry has no effect."""
+    model = Model(BASES[name])
+    meaning = model.flags(), [piece.source_sizes for file in model.files(1) for piece in file]
+    for key, value in BASES[name].items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+            continue
+        try:
+            other = Model(BASES[name] | {key: value * 2})
+        except ValueError:
+            continue
+        same = meaning == (other.flags(), [piece.source_sizes for file in other.files(1) for piece in file])
+        # The layers of multi-token prediction are left out
+        assert not same or key in {*IRRELEVANT, *model.architecture.irrelevant, "num_nextn_predict_layers"}, key
+
+
+def fields(model: Model, **changes: Any) -> dict[str, Any]:
+    return saved_flags.fields_of(run_config(model, None)) | changes
+
+
+def test_an_export_does_not_describe_weights_of_another_type() -> None:
+    quantized = BASES["deepseek_v3"] | {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8"}
+    model = Model(quantized)
+    found = trained_config(model, fields(model), torch.bfloat16)
+    assert "quantization_config" not in found and found["torch_dtype"] == "bfloat16"
+
+
+def test_what_an_export_cannot_express_is_refused_by_flag() -> None:
+    model = Model(BASES["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"cannot express --moe-router-topk-scaling-factor 2.0 \(.*can only mean 1.0"):
+        trained_config(model, fields(model, moe_router_topk_scaling_factor=2.0), torch.float32)
+    assert list(notices(model, fields(model, moe_expert_capacity_factor=1.5))) == [
+        "--moe-expert-capacity-factor 1.5: the exported model has no capacity and drops no token"
+    ]
+
+
+@pytest.mark.parametrize(("heads", "before"), [(1, 5), (3, 2), (2, 0)])
+def test_rotary_channels_are_paired_and_separated(heads: int, before: int) -> None:
+    pairs = RotaryPairs(heads, before, 6)
+    whole = torch.randn(heads * (before + 6), 2)
+    assert torch.equal(pairs.split(pairs.join([whole]))[0], whole)
+    channels = pairs.join([torch.arange(before + 6.0).repeat(heads)])[before : before + 6]
+    assert (channels - before).tolist() == [0, 3, 1, 4, 2, 5]
