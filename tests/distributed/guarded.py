@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from tests.distributed.jobs import Job
+from megatron_balance.job.stall import Position
+from tests.distributed.jobs import Job, Prepare
 
-TIMEOUT_MINUTES = 0.1
-
-LIMIT = TIMEOUT_MINUTES * 60 + 60
+LIMIT = 120.0
 """Seconds within which every rank except a stopped one must exit."""
 
-FLAGS = f"--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes {TIMEOUT_MINUTES}"
+FLAGS = "--global-batch-size 24 --train-iters 100000 --log-interval 1 --distributed-timeout-minutes 10"
 
 WORLD_SIZE = 3
 
@@ -29,6 +29,39 @@ def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls:
         return original(*arguments)
 
     loop.forward_step = forward_step
+
+
+@dataclass(frozen=True)
+class Impatient:
+    """Prepares a rank whose guard waits for some seconds only, once training is under way.
+
+    Until then, the ranks of a busy machine may wait for each other for longer.
+    """
+
+    seconds: float
+    mischief: Prepare | None = None
+    calls: int = 14
+    """Number of microbatches until then."""
+
+    def __call__(self, rank: int) -> None:
+        from megatron_balance.job.hang_guard import MAX_PERIOD, HangGuard
+
+        guards: list[HangGuard] = []
+        follow = HangGuard.follow
+
+        def followed(guard: HangGuard, position: Position) -> None:
+            guards.append(guard)
+            follow(guard, position)
+
+        def hurry() -> None:
+            (guard,) = guards
+            guard._limit = self.seconds
+            guard._period = min(MAX_PERIOD, self.seconds / 10)
+
+        HangGuard.follow = followed
+        if self.mischief is not None:
+            self.mischief(rank)
+        replace_forward(hurry, (rank,), self.calls, rank)
 
 
 def oversleep() -> None:

@@ -17,9 +17,9 @@ from tests.distributed import guarded
 from tests.distributed.guarded import (
     FLAGS,
     LIMIT,
-    TIMEOUT_MINUTES,
     WORLD_SIZE,
     Guarded,
+    Impatient,
     replace_forward,
     sleep_in_rank_1,
 )
@@ -93,7 +93,7 @@ def others(victim: int) -> list[int]:
 # Rank 0 holds the key-value store
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named(start, victim: int) -> None:
-    job = start()
+    job = start(Impatient(6.0))
     job.await_iteration(5)
     job.signal(victim, signal.SIGSTOP)
     assert job.join(others(victim), LIMIT) == [1, 1]
@@ -109,7 +109,7 @@ def test_a_stopped_rank_is_named(start, victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named(start, victim: int) -> None:
-    job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job = start()
     job.await_iteration(5)
     job.signal(victim, signal.SIGKILL)
     assert job.join(others(victim), LIMIT) == [1, 1]
@@ -119,9 +119,9 @@ def test_a_killed_rank_is_named(start, victim: int) -> None:
 
 @pytest.mark.slow
 def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
-    job = start(sleep_in_rank_1)
+    job = start(Impatient(6.0, sleep_in_rank_1))
     job.await_iteration(4)
-    assert job.join([0, 1, 2], LIMIT + 5) == [1, 1, 1]
+    assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert re.search(
             r"^rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(test_hang_",
@@ -138,7 +138,7 @@ FAILS = {
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "leaves"])
 def test_a_failing_rank_is_named(start, how: str) -> None:
     mischief, said = FAILS[how]
-    job = start(mischief, FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job = start(mischief)
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
@@ -149,7 +149,7 @@ def test_a_failing_rank_is_named(start, how: str) -> None:
 
 @pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
 def test_an_interruption_ends_the_job_with_a_line(start, ranks: tuple[int, ...]) -> None:
-    job = start(flags=FLAGS.replace(str(TIMEOUT_MINUTES), "10"))
+    job = start()
     job.await_iteration(5)
     for rank in ranks:
         job.signal(rank, signal.SIGINT)
@@ -163,7 +163,7 @@ def test_an_interruption_ends_the_job_with_a_line(start, ranks: tuple[int, ...])
 def test_a_rank_that_fails_during_its_computation_is_named(start) -> None:
     """The other ranks wait for data that the failed thread should have sent."""
     flags = f"{FLAGS} --num-experts 6 --expert-model-parallel-size 3 --balance-policy top2 --balance-overlap blockwise"
-    job = start(fail_during_the_computation_of_rank_1, flags.replace(str(TIMEOUT_MINUTES), "10"))
+    job = start(fail_during_the_computation_of_rank_1, flags)
     job.await_iteration(1)
     assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
@@ -171,7 +171,7 @@ def test_a_rank_that_fails_during_its_computation_is_named(start) -> None:
 
 
 def test_a_rank_in_another_collective_is_named_with_the_difference(start) -> None:
-    job = start(add_up_in_rank_1)
+    job = start(Impatient(6.0, add_up_in_rank_1))
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     said = r"; group default-pg, operation \d+: rank 1 all-reduces 3 float32 \(.*\), but ranks 0, 2 did not: "
@@ -181,7 +181,7 @@ def test_a_rank_in_another_collective_is_named_with_the_difference(start) -> Non
 
 @pytest.mark.slow
 def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
-    job = start(think_on_all_ranks, FLAGS.replace("100000", "8").replace(str(TIMEOUT_MINUTES), "0.05"))
+    job = start(Impatient(3.0, think_on_all_ranks), FLAGS.replace("100000", "8"))
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT + 20) == [0, 0, 0]
 
@@ -189,7 +189,7 @@ def test_work_that_takes_longer_than_the_timeout_is_no_stall(start) -> None:
 @pytest.mark.slow
 def test_a_job_that_loops_everywhere_is_noticed(start) -> None:
     """All ranks loop outside collectives, which is a stall after ten times the limit."""
-    job = start(loop_on_all_ranks, FLAGS.replace(str(TIMEOUT_MINUTES), "0.04"))
+    job = start(Impatient(2.4, loop_on_all_ranks))
     job.await_iteration(4)
     assert job.join([0, 1, 2], LIMIT + 60) == [1, 1, 1]
     for rank in (0, 1, 2):
@@ -205,8 +205,8 @@ def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: 
         "import os, sys\n"
         "from megatron_balance.device import cpu\n"
         "cpu.install()\n"
-        "from tests.distributed.guarded import sleep_in_rank_1\n"
-        "sleep_in_rank_1(int(os.environ['RANK']))\n"
+        "from tests.distributed.guarded import Impatient, sleep_in_rank_1\n"
+        "Impatient(6.0, sleep_in_rank_1)(int(os.environ['RANK']))\n"
         "from megatron_balance.app import launch\n"
         "launch.pretrain(sys.argv[1:])\n"
     )

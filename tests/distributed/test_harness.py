@@ -34,7 +34,7 @@ def test_results_come_in_rank_order_and_failures_with_their_traceback() -> None:
         assert group.run(rank_squared) == [0, 1]
         start = time.monotonic()
         with pytest.raises(RankFailure, match=r"ranks \[0\] did not finish"):
-            group.run(wait_for_nobody, timeout=2)
+            group.run(wait_for_nobody, timeout=8)
         assert time.monotonic() - start < 60
     finally:
         group.stop()
@@ -86,6 +86,6 @@ def test_a_difference_between_ranks_is_named(task: Callable[[], None], said: str
     group = Ranks(2)
     try:
         with pytest.raises(RankFailure, match=said):
-            group.run(task, timeout=3)
+            group.run(task, timeout=8)
     finally:
         group.stop()

@@ -15,7 +15,10 @@ from megatron_balance.profile import cluster_profile
 from tests.distributed.jobs import Ended, Job, Prepare
 from tests.distributed.runs import BASE
 
-FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 0.05"
+FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 1"
+WITHOUT_RANK_0 = FLAGS.replace("minutes 1", "minutes 0.05")
+"""Flags of a job that waits for what does not come."""
+
 REMEDY = "; start all with the same flags, packages, program and files (docs/running.md says what may differ)"
 
 ANSWERING: list[socket.socket] = []
@@ -138,7 +141,7 @@ def with_few_descriptors(rank: int) -> None:
 
 def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str]]:
     """Run three ranks with these extra flags by rank and a timeout of ten minutes; return seconds and last lines."""
-    common = f"{FLAGS.replace('0.05', '10')} --expert-model-parallel-size 3 --num-experts 6"
+    common = f"{FLAGS.replace('minutes 1', 'minutes 10')} --expert-model-parallel-size 3 --num-experts 6"
     start = time.monotonic()
     ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait()
     assert all(ended.codes), ended.text
@@ -177,7 +180,7 @@ def test_what_a_process_finds_by_itself(tmp_path: Path, prepare: Prepare, told: 
 
 @pytest.mark.slow
 def test_a_taken_port(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS, tmp_path, with_a_taken_port).wait()
+    ended = Job(2, WITHOUT_RANK_0, tmp_path, with_a_taken_port).wait()
     assert ended.codes == [1, 1]
     # torch logs a lot about failed connections
     ours, theirs = (text.splitlines()[-1] for text in ended.output)
@@ -210,7 +213,7 @@ def with_too_large_a_model_on_rank_1(rank: int) -> None:
 
 
 def test_a_rank_without_memory(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS.replace("0.05", "10"), tmp_path, with_too_large_a_model_on_rank_1).wait()
+    ended = Job(2, FLAGS.replace("minutes 1", "minutes 10"), tmp_path, with_too_large_a_model_on_rank_1).wait()
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "

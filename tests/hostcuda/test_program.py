@@ -16,7 +16,7 @@ from megatron_balance.device.side_stream import SideStream
 from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed.checkpoints import straight_against_resumed
-from tests.distributed.guarded import LIMIT, TIMEOUT_MINUTES, Guarded
+from tests.distributed.guarded import LIMIT, Guarded, Impatient
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, deviation, plan_apart
 from tests.hostcuda import ranks as devices
@@ -206,9 +206,9 @@ def test_a_rank_that_hangs_in_a_backward_pass_is_named(device: None, tmp_path: P
     """On the device, backward passes and their waits run on a thread of autograd."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --train-iters 100000 --log-interval 1 "
-        f"--distributed-timeout-minutes {TIMEOUT_MINUTES}"
+        "--distributed-timeout-minutes 10"
     )
-    job = Guarded(2, flags, tmp_path, sleep_in_a_backward_pass, devices.start)
+    job = Guarded(2, flags, tmp_path, Impatient(6.0, sleep_in_a_backward_pass, calls=8), devices.start)
     job.await_iteration(4)
     assert job.join([0, 1], LIMIT) == [1, 1]
     for rank in (0, 1):

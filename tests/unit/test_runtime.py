@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import INVALID, Decision
 from megatron_balance.timeline.actions import Action, Operation
-from megatron_balance.timeline.planner import Plan
+from megatron_balance.timeline.planner import Plan, Planner
 from tests.unit.balancers import (
     COST,
     EXPERTS,
@@ -120,15 +121,26 @@ def test_plans_are_made_for_the_whole_iteration(monkeypatch, mode: str) -> None:
 def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mode: str, slow: bool) -> None:
     """This holds even if every plan takes longer than an iteration."""
     seconds, iterations = (0.02, 3) if slow else (0.0, 5)
+    waits = threading.Event()
+    deadline = Planner.deadline
 
     class Policy(Hottest):
         def plan(self, *arguments) -> Placement:
-            time.sleep(seconds)
+            if slow:
+                # However slow the main thread is, it waits for the plan
+                assert waits.wait(60)
+                time.sleep(seconds)
             return super().plan(*arguments)
 
+    def waiting(planner: Planner) -> float:
+        waits.set()
+        return deadline(planner)
+
+    monkeypatch.setattr(Planner, "deadline", waiting)
     world, exact = build(monkeypatch, **MODES[mode], threads=slow, policy=Policy), mode == "exact"
     for iteration in range(1, iterations + 1):
         world.journal.clear()
+        waits.clear()
         used = world.iterate(iteration, loads(iteration))
         for layer in LAYERS:
             of = iteration if exact else iteration - 1

@@ -110,11 +110,21 @@ def finish(handle: Handle) -> None:
 
 
 def place_of(target, *args) -> str | None:
-    """Return where a thread in `target` waits, shortly after its start."""
+    """Return where a thread in `target` waits, once it does."""
     thread = threading.Thread(target=target, args=args, daemon=True)
     thread.start()
-    thread.join(0.2)
-    return waits_in(sys._current_frames()[thread.ident])
+    return waits_in(blocked(thread.ident))
+
+
+def blocked(thread: int) -> FrameType:
+    """Return the frame of a thread once it waits for a handle, or in Python's own classes."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        frame = sys._current_frames().get(thread)
+        if frame is not None and (waits_in(frame) is not None or frame.f_code.co_name == "wait"):
+            return frame
+        time.sleep(0.01)
+    raise AssertionError("the thread does not wait")
 
 
 def test_a_thread_that_waits_for_a_handle_waits(handle: Handle) -> None:
@@ -169,10 +179,7 @@ def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
 
 def device_thread(target: Callable[..., object], *args: object) -> None:
     """Run `target` in a thread that `threading` does not know, like autograd's device threads."""
-    thread = _thread.start_new_thread(target, args)
-    while thread not in sys._current_frames():
-        time.sleep(0.01)
-    time.sleep(0.1)
+    blocked(_thread.start_new_thread(target, args))
 
 
 ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -237,8 +244,7 @@ def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) 
 
 def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
     """The device's own thread sleeps; only the thread of a side stream waits."""
-    threading.Thread(target=finish, args=(handle,), daemon=True).start()
-    time.sleep(0.1)
+    assert place_of(finish, handle) is not None
     assert in_the_engine(lambda frame: frame.f_code.co_name) == "_engine_run_backward"
     held = threading.Event()
     device_thread(lambda: held.wait())

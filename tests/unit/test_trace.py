@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from PIL import Image
 
 import timeline_picture as draw
 from megatron_balance.device import clock
+from megatron_balance.observe import trace
 from megatron_balance.observe.trace import STREAMS, Record, Span, Timeline, lanes_of, load_timeline
 
 NOW = time.perf_counter()
@@ -124,21 +126,26 @@ def test_what_an_event_says(tmp_path: Path) -> None:
 
 
 def test_times_are_wall_clock_times(tmp_path: Path) -> None:
-    before, start = time.time(), time.perf_counter()
+    before = time.time()
+    start = time.perf_counter()
     path = written(tmp_path, Span(0, "computation", "L0 FEC", start, time.perf_counter()))
     (record,) = load_timeline(path)
     base = json.loads(path.read_text(encoding="utf-8"))["baseTimeNanoseconds"] / 1e9
-    assert base + record.start_us / 1e6 == pytest.approx(before, abs=0.5)
+    # Another clock would be decades off; this process may have waited for the processor
+    assert base + record.start_us / 1e6 == pytest.approx(before, abs=60)
 
 
-def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path) -> None:
+def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [NOW]
+    clocks = SimpleNamespace(time=lambda: 1.7e9 + now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr(trace, "time", clocks)
     timelines = [Timeline(tmp_path, rank) for rank in range(2)]
     for timeline in timelines:
         timeline.add(span_at(0, timeline.rank * 0.5))
         timeline.flush()
-        time.sleep(0.1)
+        now[0] += 0.1
     first, second = (load_timeline(timeline.path)[0].start_us for timeline in timelines)
-    assert second - first == pytest.approx(5e5, abs=5e4)
+    assert second - first == pytest.approx(5e5, abs=2)
     merged = {"traceEvents": [event for timeline in timelines for event in events_of(timeline.path)]}
     (tmp_path / "merged.json").write_text(json.dumps(merged), encoding="utf-8")
     assert [record.rank for record in load_timeline(tmp_path / "merged.json")] == [0, 1]
