@@ -7,6 +7,8 @@ Every pass takes a schedule and returns one with more actions in the same steps.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
@@ -56,13 +58,14 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Sc
         for chunk, numbers in enumerate(blocks)
         for forward in (True, False)
     }
-    order = [
-        Action(*computation, microbatch)
+    rows = (
+        (*computation, microbatch, 0)
         for chunk, microbatch, forward in passes
         for computation in computations[chunk, forward]
-    ]
-    order += [Action(0, Operation.REDUCE), Action(0, Operation.STEP)]
-    return tuple(map(Step, order))
+    )
+    # A schedule may have 100,000 steps, and a named tuple's own constructor takes longer than all the rest
+    order = [*map(partial(tuple.__new__, Action), rows), Action(0, Operation.REDUCE), Action(0, Operation.STEP)]
+    return tuple(map(partial(tuple.__new__, Step), zip(order, repeat(()), repeat(()), repeat(()), strict=False)))
 
 
 Computation = tuple[int, Operation, int, int]
