@@ -46,7 +46,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
     if deaf:
         balancer.calibrate = lambda reports, used: None
     if first > 1:
-        Checkpoints(run, Said(), patience=30.0).load()
+        Checkpoints(run, Said(), patience=600.0).load()
     log = CalibrationLog(record, JOB, first) if record is not None and dist.get_rank() == 0 else None
     for _ in range(ITERATIONS if not save else ITERATIONS // 2):
         report = train_step(run)
@@ -59,7 +59,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
         found.placements.append([str(state.placement) for state in balancer.layers.values()])
         found.decided_by.extend({state.manager.factors for state in balancer.layers.values()})
     if save:
-        Checkpoints(run, Said(), patience=30.0).save()
+        Checkpoints(run, Said(), patience=600.0).save()
     return found
 
 

@@ -119,7 +119,7 @@ def test_another_models_checkpoint_is_refused(saved, tmp_path):
 def loaded(flags: str):
     """Return iteration, consumed samples, weights and optimizer state of a run right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, said := Said(), patience=30.0).load()
+    Checkpoints(run, said := Said(), patience=600.0).load()
     return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
 
 
@@ -147,7 +147,7 @@ def test_flags_choose_what_is_loaded(saved, ranks):
 def schedule_position(flags: str) -> int:
     """Return how many samples the schedule of the learning rate has seen right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, Said(), patience=30.0).load()
+    Checkpoints(run, Said(), patience=600.0).load()
     return run.scheduler.num_steps
 
 
@@ -158,7 +158,7 @@ def test_the_schedule_starts_afresh_without_the_optimizer(saved, ranks):
 
 def random_state(flags: str) -> torch.Tensor:
     """Return the state of the random number generator right after loading."""
-    Checkpoints(build(f"{EP2} {flags}"), Said(), patience=30.0).load()
+    Checkpoints(build(f"{EP2} {flags}"), Said(), patience=600.0).load()
     return torch.get_rng_state()
 
 
@@ -174,7 +174,7 @@ def test_random_states_are_loaded_unless_a_flag_says_otherwise(saved, ranks):
 def resave(load: str, save: str, flags: str) -> None:
     """Load with the given flags, such as another layer implementation or way of reading, and save again."""
     run = build(f"{EP2} {flags} --load {load} --save {save}")
-    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    checkpoints = Checkpoints(run, Said(), patience=600.0)
     checkpoints.load()
     checkpoints.save()
     checkpoints.finish()

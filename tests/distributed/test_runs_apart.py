@@ -26,7 +26,7 @@ SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1
 def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:
     """Build a run that loads according to its flags, trains, and saves after each iteration."""
     run = build(f"{FLAGS} {flags}")
-    checkpoints = Checkpoints(run, said := Said(), patience=30.0)
+    checkpoints = Checkpoints(run, said := Said(), patience=600.0)
     checkpoints.prepare()
     checkpoints.load()
     for _ in range(iterations):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,19 +10,23 @@ import torch
 
 from megatron_balance.planning.manager import GIVEN_UP, Manager
 from megatron_balance.planning.predictor import Predictor
-from megatron_balance.timeline.planner import Planner
+from megatron_balance.timeline.planner import Asked, Plan, Planner
 from tests.unit.balancers import COST, LAYERS, OWNERS, Hottest, World, build, grouped, hottest, loads, total
 
 AHEAD = {"blocking": {"overlap": "none"}, "blockwise": {"overlap": "blockwise"}}
 
 
-class Stalls(Hottest):
-    """Makes no plan for layer 5 from iteration 2 on."""
+class Impatient(Planner):
+    """Waits for a plan until the policy stalls, and no longer."""
 
-    def plan(self, counts_BDE, current, cost):
-        if self.number == 5 and np.array_equal(counts_BDE, grouped(loads(2), 5)):
-            threading.Event().wait()
-        return super().plan(counts_BDE, current, cost)
+    def __init__(self, stop: Callable[[], object]) -> None:
+        super().__init__(0.3, stop, "mine:Policy")
+        self.stalls = threading.Event()
+
+    def result(self, asked: Asked, deadline: float) -> Plan:
+        while not (asked.plan.done() or self.stalls.is_set() or self.given_up):
+            time.sleep(0.001)
+        return super().result(asked, 0.0)
 
 
 def others_give_up(world: World) -> None:
@@ -39,7 +44,17 @@ def others_give_up(world: World) -> None:
 @pytest.mark.parametrize("mode", AHEAD)
 def test_a_policy_that_is_given_up_on_any_rank_is_asked_no_more(monkeypatch, caplog, mode: str, here: bool) -> None:
     stopped: list[bool] = []
-    planner = Planner(0.3, lambda: stopped.append(True), "mine:Policy")
+    planner = Impatient(lambda: stopped.append(True))
+
+    class Stalls(Hottest):
+        """Makes no plan for layer 5 from iteration 2 on."""
+
+        def plan(self, counts_BDE, current, cost):
+            if self.number == 5 and np.array_equal(counts_BDE, grouped(loads(2), 5)):
+                planner.stalls.set()
+                threading.Event().wait()
+            return super().plan(counts_BDE, current, cost)
+
     world = build(monkeypatch, **AHEAD[mode], policy=Stalls if here else Hottest, planner=planner)
     world.group.rank_ = 0
     if not here:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import INVALID, Decision
 from megatron_balance.timeline.actions import Action, Operation
-from megatron_balance.timeline.planner import Plan
+from megatron_balance.timeline.planner import Plan, Planner
 from tests.unit.balancers import (
     COST,
     EXPERTS,
@@ -119,14 +120,26 @@ def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mo
     """This holds even if every plan takes longer than an iteration."""
     seconds, iterations = (0.02, 3) if slow else (0.0, 5)
 
+    needed, result = threading.Event(), Planner.result
+
+    def needing(*arguments) -> Plan:
+        needed.set()
+        return result(*arguments)
+
     class Policy(Hottest):
         def plan(self, *arguments) -> Placement:
+            if slow:
+                # Otherwise, the plan could be ready on a slow machine before it is waited for
+                needed.wait(60)
             time.sleep(seconds)
             return super().plan(*arguments)
+
+    monkeypatch.setattr(Planner, "result", needing)
 
     world, exact = build(monkeypatch, **MODES[mode], threads=slow, policy=Policy), mode == "exact"
     for iteration in range(1, iterations + 1):
         world.journal.clear()
+        needed.clear()
         used = world.iterate(iteration, loads(iteration))
         for layer in LAYERS:
             of = iteration if exact else iteration - 1

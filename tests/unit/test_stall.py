@@ -109,11 +109,22 @@ def finish(handle: Handle) -> None:
     handle.wait()
 
 
-def place_of(target, *args) -> str | None:
-    """Return where a thread in `target` waits, shortly after its start."""
+def await_block(thread: int) -> None:
+    """Wait until a thread is in `finish`'s wait, or in an event's."""
+    deadline = time.monotonic() + 60
+    while (frame := sys._current_frames().get(thread)) is None or not (
+        waits_in(frame) or frame.f_code is threading.Condition.wait.__code__
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def place_of(target: Callable[..., object], *args: object) -> str | None:
+    """Return where a thread in `target` waits."""
     thread = threading.Thread(target=target, args=args, daemon=True)
     thread.start()
-    thread.join(0.2)
+    assert thread.ident is not None
+    await_block(thread.ident)
     return waits_in(sys._current_frames()[thread.ident])
 
 
@@ -169,10 +180,7 @@ def test_a_thread_in_a_queue_or_lock_does_not_wait_for_other_ranks() -> None:
 
 def device_thread(target: Callable[..., object], *args: object) -> None:
     """Run `target` in a thread that `threading` does not know, like autograd's device threads."""
-    thread = _thread.start_new_thread(target, args)
-    while thread not in sys._current_frames():
-        time.sleep(0.01)
-    time.sleep(0.1)
+    await_block(_thread.start_new_thread(target, args))
 
 
 ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -184,20 +192,19 @@ ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
 
 def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run_backward") -> object:
     """Return `ask(deciding frame)` while this thread is in autograd's engine, with no frame above the engine's."""
-    main, leave, answer = threading.get_ident(), queue.SimpleQueue[None](), queue.SimpleQueue[object]()
+    main, answer = threading.get_ident(), queue.SimpleQueue[object]()
+    entered, leave = queue.SimpleQueue[torch.Tensor](), queue.SimpleQueue[None]()
 
     def look() -> None:
-        while sys._current_frames()[main].f_code.co_name != caller:
-            time.sleep(0.01)
-        # By now, the hook has released the interpreter's lock
-        time.sleep(0.1)
+        entered.get()
         frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in STRANGERS}
         answer.put(ask(deciding_frame(frames, main)))
         leave.put(None)
 
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    # The hook is written in C, so there is no frame above the engine's
+    # The hooks are written in C, so there is no frame above the engine's
+    y.register_hook(entered.put)
     y.register_hook(leave.get)
     threading.Thread(target=look, daemon=True).start()
     ENGINES[caller](y)
@@ -217,7 +224,7 @@ def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) 
     main, places = threading.get_ident(), []
 
     def look() -> None:
-        deadline, place = time.monotonic() + 10, None
+        deadline, place = time.monotonic() + 60, None
         while place is None and time.monotonic() < deadline:
             place = waits_in(deciding_frame(sys._current_frames(), main))
         places.append(place)
@@ -237,8 +244,7 @@ def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) 
 
 def test_a_device_that_works_in_the_engine_does_not_wait(handle: Handle) -> None:
     """The device's own thread sleeps; only the thread of a side stream waits."""
-    threading.Thread(target=finish, args=(handle,), daemon=True).start()
-    time.sleep(0.1)
+    assert place_of(finish, handle) is not None
     assert in_the_engine(lambda frame: frame.f_code.co_name) == "_engine_run_backward"
     held = threading.Event()
     device_thread(lambda: held.wait())

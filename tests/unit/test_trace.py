@@ -18,6 +18,7 @@ from PIL import Image
 
 import timeline_picture as draw
 from megatron_balance.device import clock
+from megatron_balance.observe import trace
 from megatron_balance.observe.trace import STREAMS, Record, Span, Timeline, lanes_of, load_timeline
 
 NOW = time.perf_counter()
@@ -123,22 +124,46 @@ def test_what_an_event_says(tmp_path: Path) -> None:
     assert events["L0 FEC m0"]["args"] == {"iteration": 7}
 
 
-def test_times_are_wall_clock_times(tmp_path: Path) -> None:
-    before, start = time.time(), time.perf_counter()
-    path = written(tmp_path, Span(0, "computation", "L0 FEC", start, time.perf_counter()))
-    (record,) = load_timeline(path)
-    base = json.loads(path.read_text(encoding="utf-8"))["baseTimeNanoseconds"] / 1e9
-    assert base + record.start_us / 1e6 == pytest.approx(before, abs=0.5)
+class Clocks:
+    """Both clocks of the host, which advance together, by hand."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+        self.started = time.time()
+
+    def time(self) -> float:
+        return self.started + self.passed
+
+    def perf_counter(self) -> float:
+        return NOW + self.passed
 
 
-def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path) -> None:
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    by_hand = Clocks()
+    for module in (trace, clock):
+        monkeypatch.setattr(module, "time", by_hand)
+    return by_hand
+
+
+def test_times_are_wall_clock_times(tmp_path: Path, clocks: Clocks) -> None:
+    timeline, before = Timeline(tmp_path, 3), clocks.time()
+    timeline.add(span_at(0, 0.0))
+    clocks.passed = 3.0
+    timeline.flush()
+    (record,) = load_timeline(timeline.path)
+    base = json.loads(timeline.path.read_text(encoding="utf-8"))["baseTimeNanoseconds"] / 1e9
+    assert base + record.start_us / 1e6 == pytest.approx(before, abs=1e-3)
+
+
+def test_ranks_lie_on_one_axis_whenever_they_flush(tmp_path: Path, clocks: Clocks) -> None:
     timelines = [Timeline(tmp_path, rank) for rank in range(2)]
     for timeline in timelines:
         timeline.add(span_at(0, timeline.rank * 0.5))
         timeline.flush()
-        time.sleep(0.1)
+        clocks.passed += 0.1
     first, second = (load_timeline(timeline.path)[0].start_us for timeline in timelines)
-    assert second - first == pytest.approx(5e5, abs=5e4)
+    assert second - first == pytest.approx(5e5, abs=1e3)
     merged = {"traceEvents": [event for timeline in timelines for event in events_of(timeline.path)]}
     (tmp_path / "merged.json").write_text(json.dumps(merged), encoding="utf-8")
     assert [record.rank for record in load_timeline(tmp_path / "merged.json")] == [0, 1]
@@ -155,22 +180,22 @@ def fake_seconds(start: FakeEvent, end: FakeEvent) -> float:
     return float(np.float32((end.seconds - start.seconds) * 1000)) / 1000
 
 
-def test_days_of_device_time_do_not_blur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_days_of_device_time_do_not_blur(tmp_path: Path, clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
     offset = 1e6
-    monkeypatch.setattr(clock, "mark", lambda: FakeEvent(time.perf_counter() + offset))
+    monkeypatch.setattr(clock, "mark", lambda: FakeEvent(clocks.perf_counter() + offset))
     monkeypatch.setattr(clock, "seconds", fake_seconds)
     timeline = Timeline(tmp_path, 0)
     # A week later, with long iterations: a float32 of milliseconds would be off by tens of microseconds
     offset += 7 * 24 * 3600.0
     for iteration in range(2):
-        start = time.perf_counter() + offset - 500
+        start = clocks.perf_counter() + offset - 500
         marks = [FakeEvent(start + 1e-5 * step) for step in range(50)]
         # The iteration is near its anchor, and far from the flush
         with monkeypatch.context() as near:
             near.setattr(clock, "mark", lambda start=start: FakeEvent(start))
             for begin, end in pairwise(marks):
                 timeline.add(Span(iteration, "computation", "L0 FEC", begin, end))  # pyright: ignore[reportArgumentType]
-    timeline.add(Span(1, "planning", "PLAN", time.perf_counter() - 500, time.perf_counter()))
+    timeline.add(Span(1, "planning", "PLAN", clocks.perf_counter() - 500, clocks.perf_counter()))
     timeline.flush()
     records = load_timeline(timeline.path)
     computed = [record for record in records if record.iteration == 1 and record.stream == "computation"]
