@@ -136,7 +136,7 @@ def test_a_record_that_does_not_fit_is_refused_on_every_rank(ranks, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_program_writes_and_replays_a_record(tmp_path: Path) -> None:
-    flags = f"{BASE} {FLAGS} --train-iters 4 --log-interval 1 --distributed-timeout-minutes 1"
+    flags = f"{BASE} {FLAGS} --train-iters 4 --log-interval 1 --distributed-timeout-minutes 10"
     directory = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
     texts = [
         jobs.Job(RANKS, f"{flags} {more}", tmp_path / "log").wait().text

@@ -55,15 +55,18 @@ FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
 """Policy -> the rank that warns, and its warnings for each layer."""
 
 
-def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
-    """Train a run; return its curve, added hosts and placements, and this rank's log lines."""
+def train_with(policy: str, load: str, flags: str = FLAGS, patience: float | None = None) -> dict[str, list]:
+    """Train a run; return its curve, added hosts and placements, and this rank's log lines.
+
+    Args:
+        patience: seconds that rank 1 waits for its plans after the good ones; default: as the flags say.
+    """
     captured, placements = Captured(), []
     os.environ |= {RANK: str(dist.get_rank()), PLANS: "0"}
     logger = logging.getLogger("megatron_balance")
     logger.addHandler(captured)
     process = PolicyProcess(policy, {})
     try:
-        # Only its plans have to be made within the time limit of the flags
         process.ready(STARTING)
         run = runs.build(f"{flags} --balance-policy {policy} --balance-load {load}", policy=process)
         # For processes that start later
@@ -72,6 +75,8 @@ def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
         for _ in range(ITERATIONS):
             reports.append(train_step(run))
             placements.append([str(state.placement) for state in run.balancer.layers.values()])
+            if len(reports) == GOOD and patience is not None and dist.get_rank() == 1:
+                run.balancer._planner.patience = patience
     finally:
         logger.removeHandler(captured)
     return {
@@ -122,25 +127,21 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
 
 @pytest.mark.parametrize("load", ["predicted", pytest.param("exact", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("policy", "limit", "said"),
+    ("policy", "patience", "said"),
     [
-        (
-            LoopsOnRank1,
-            "--distributed-timeout-minutes 0.05",
-            "made no plan within 1.5 s, half of --distributed-timeout-minutes 0.05",
-        ),
+        (LoopsOnRank1, 1.5, "made no plan within 1.5 s, half of --distributed-timeout-minutes 0.05"),
         # The processes that replace the first one start within the default limit
-        (ExitsOnRank1, "", "ended its process: exit status 0 (3 times in a row)"),
+        (ExitsOnRank1, None, "ended its process: exit status 0 (3 times in a row)"),
     ],
     ids=["LoopsOnRank1", "ExitsOnRank1"],
 )
 def test_a_policy_that_ends_or_stalls_on_one_rank_is_given_up_on_all(
-    ranks, policy: type[Turning], limit: str, said: str, load: str
+    ranks, policy: type[Turning], patience: float | None, said: str, load: str
 ) -> None:
     """All ranks keep the last common placement."""
-    flags = f"{FLAGS} --expert-model-parallel-size 2 {limit}"
+    flags = f"{FLAGS} --expert-model-parallel-size 2"
     name = f"{policy.__module__}:{policy.__name__}"
-    outcomes = ranks(2).run(train_with, name, load, flags)
+    outcomes = ranks(2).run(train_with, name, load, flags, patience)
     assert [outcome["placements"] == outcomes[0]["placements"] for outcome in outcomes] == [True, True]
     placements = outcomes[0]["placements"]
     assert all(after == placements[GOOD - 1] for after in placements[GOOD:])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_balance.checkpoint import checkpoints as saving
 from megatron_balance.checkpoint import manifest, writer
@@ -21,7 +22,7 @@ from tests.distributed.checkpoints import Said, outcome, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
-EP2 = "--expert-model-parallel-size 2 --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1"
+EP2 = "--expert-model-parallel-size 2 --num-layers 1 --log-interval 1 --distributed-timeout-minutes 10"
 
 
 def iterations(directory: Path) -> list[int]:
@@ -201,7 +202,7 @@ def test_both_layers_share_one_format(flags, ranks, tmp_path):
 def save_one(directory: str, flags: str, sabotage: str = "") -> str:
     """Train and save; with `sabotage`, do so again with a sabotaged save and return its error message."""
     run = build(f"{EP2} --save {directory} {flags}")
-    checkpoints = Checkpoints(run, Said(), patience=2.0)
+    checkpoints = Checkpoints(run, Said(), patience=600.0)
     checkpoints.prepare()
     train_step(run)
     checkpoints.save()
@@ -209,6 +210,8 @@ def save_one(directory: str, flags: str, sabotage: str = "") -> str:
     if not sabotage:
         return ""
     train_step(run)
+    if sabotage == "stall" and dist.get_rank() == 1:
+        checkpoints.patience = 2.0
     holder, name = PLACES.get(sabotage, (writer, "_write"))
     original = getattr(holder, name)
 

@@ -20,7 +20,7 @@ from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
 FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
-SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1"
+SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 10"
 
 
 def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:

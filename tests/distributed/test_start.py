@@ -15,7 +15,7 @@ from megatron_balance.profile import cluster_profile
 from tests.distributed.jobs import Ended, Job, Prepare
 from tests.distributed.runs import BASE
 
-FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 0.05"
+FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 10"
 REMEDY = "; start all with the same flags, packages, program and files (docs/running.md says what may differ)"
 
 ANSWERING: list[socket.socket] = []
@@ -119,8 +119,21 @@ def with_rank_8(rank: int) -> None:
 
 
 def with_rank_1_gone(rank: int) -> None:
+    """End rank 1; the others wait for it for three seconds, and then until both of them are there."""
     if rank == 1:
         os._exit(1)
+    agreement = importlib.import_module("megatron_balance.job.agreement")
+    agree, missing = agreement.agree, agreement._missing
+
+    def agree_soon(store: object, me: object, facts: object, **options: object) -> None:
+        agree(store, me, facts, **options | {"timeout_minutes": 0.05})
+
+    def once_both_are_there(store, *args: object) -> str:
+        while not store.check(["member/0", "member/2"]):
+            time.sleep(0.05)
+        return missing(store, *args)
+
+    agreement.agree, agreement._missing, agreement.FAREWELL_SECONDS = agree_soon, once_both_are_there, 10.0
 
 
 def with_a_taken_port(rank: int) -> None:
@@ -137,8 +150,8 @@ def with_few_descriptors(rank: int) -> None:
 
 
 def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str]]:
-    """Run three ranks with these extra flags by rank and a timeout of ten minutes; return seconds and last lines."""
-    common = f"{FLAGS.replace('0.05', '10')} --expert-model-parallel-size 3 --num-experts 6"
+    """Run three ranks with these extra flags by rank; return seconds and last lines."""
+    common = f"{FLAGS} --expert-model-parallel-size 3 --num-experts 6"
     start = time.monotonic()
     ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait()
     assert all(ended.codes), ended.text
@@ -177,7 +190,7 @@ def test_what_a_process_finds_by_itself(tmp_path: Path, prepare: Prepare, told: 
 
 @pytest.mark.slow
 def test_a_taken_port(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS, tmp_path, with_a_taken_port).wait()
+    ended = Job(2, FLAGS.replace("minutes 10", "minutes 0.05"), tmp_path, with_a_taken_port).wait()
     assert ended.codes == [1, 1]
     # torch logs a lot about failed connections
     ours, theirs = (text.splitlines()[-1] for text in ended.output)
@@ -210,7 +223,7 @@ def with_too_large_a_model_on_rank_1(rank: int) -> None:
 
 
 def test_a_rank_without_memory(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS.replace("0.05", "10"), tmp_path, with_too_large_a_model_on_rank_1).wait()
+    ended = Job(2, FLAGS, tmp_path, with_too_large_a_model_on_rank_1).wait()
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "

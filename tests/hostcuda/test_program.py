@@ -16,7 +16,7 @@ from megatron_balance.device.side_stream import SideStream
 from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed.checkpoints import straight_against_resumed
-from tests.distributed.guarded import LIMIT, TIMEOUT_MINUTES, Guarded
+from tests.distributed.guarded import HANGS, LIMIT, Guarded
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, deviation, plan_apart
 from tests.hostcuda import ranks as devices
@@ -160,7 +160,7 @@ def test_the_entry_point(device: None, tmp_path: Path) -> None:
     """A measured profile, Transfer, validation, files of all kinds, a save, and a resumed run."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --num-layers 1 --bf16 --train-iters 4 --log-interval 1 "
-        f"--eval-interval 2 --eval-iters 1 --split 90,5,5 --distributed-timeout-minutes 1 "
+        f"--eval-interval 2 --eval-iters 1 --split 90,5,5 --distributed-timeout-minutes 10 "
         f"--balance-policy top2 --balance-overlap blockwise --balance-ownership transfer --balance-explain "
         f"--balance-log-dir {tmp_path / 'balance'} --balance-timeline {tmp_path / 'timeline.json'} "
     )
@@ -182,6 +182,7 @@ def test_the_entry_point(device: None, tmp_path: Path) -> None:
 def oversleep(gradient: torch.Tensor) -> None:
     """Sleep in a hook, on the device's thread."""
     assert threading.current_thread() is not threading.main_thread()
+    HANGS[0].touch()
     time.sleep(3600)
 
 
@@ -206,9 +207,9 @@ def test_a_rank_that_hangs_in_a_backward_pass_is_named(device: None, tmp_path: P
     """On the device, backward passes and their waits run on a thread of autograd."""
     flags = (
         f"{BASE} {PLAIN} --expert-model-parallel-size 2 --train-iters 100000 --log-interval 1 "
-        f"--distributed-timeout-minutes {TIMEOUT_MINUTES}"
+        "--distributed-timeout-minutes 10"
     )
-    job = Guarded(2, flags, tmp_path, sleep_in_a_backward_pass, devices.start)
+    job = Guarded(2, flags, tmp_path, sleep_in_a_backward_pass, devices.start, reporting=2)
     job.await_iteration(4)
     assert job.join([0, 1], LIMIT) == [1, 1]
     for rank in (0, 1):
