@@ -214,17 +214,19 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
-    """Return whether a process listens at the address before the deadline.
+    """Return whether a process listens at the address before the deadline; try at least once.
 
     torch would wait as well, but fill the log with its own stack traces.
     """
-    while (left := deadline - time.monotonic()) > 0:
+    while True:
+        left = deadline - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=left).close()
+            socket.create_connection((address, port), timeout=max(1.0, left)).close()
             return True
         except OSError:
+            if left <= 0:
+                return False
             time.sleep(0.1)
-    return False
 
 
 def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:

@@ -62,7 +62,7 @@ def train_and_save(
     """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` iterations."""
     where = f"--save {directory} --load {directory}" if directory else ""
     run = build(f"{flags} {where}")
-    checkpoints = Checkpoints(run, said := Said(), patience=30.0)
+    checkpoints = Checkpoints(run, said := Said(), patience=600.0)
     checkpoints.prepare()
     checkpoints.load()
     if spoil is not None:
@@ -170,7 +170,7 @@ def _resumed(
 def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:
     """Resume from `load` (or start), save to `copy_to`, train, save to `save`; return losses and gradient norms."""
     run = build(f"{flags} --save {save}" + (f" --load {load}" if load else ""))
-    Checkpoints(run, Said(), patience=30.0).load()
+    Checkpoints(run, Said(), patience=600.0).load()
     if copy_to:
         _save(run, copy_to)
     reports = [train_step(run) for _ in range(iterations)]
@@ -182,7 +182,7 @@ def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to:
 
 def _save(run: Run, directory: str) -> None:
     settings = dataclasses.replace(run.config.checkpoint, save=directory)
-    Checkpoints(dataclasses.replace(run, config=run.config.replace(checkpoint=settings)), Said(), patience=30.0).save()
+    Checkpoints(dataclasses.replace(run, config=run.config.replace(checkpoint=settings)), Said(), patience=600.0).save()
 
 
 def tensors_of(directory: str) -> dict[str, torch.Tensor]:

@@ -25,6 +25,9 @@ from tests.harness import PRELOAD, check_order
 LOWEST_PORT = 10000
 """Well-known services use lower ports."""
 
+PATIENCE = 120.0
+"""Seconds that a rank which cannot start waits for the others to read why."""
+
 Prepare = Callable[[int], None]
 """A function that every rank calls with its number before it trains."""
 
@@ -67,7 +70,7 @@ class Job:
         for process in self.ranks:
             start(process)
 
-    def wait(self, seconds: float = 120.0, grace: float | None = None) -> Ended:
+    def wait(self, seconds: float = 300.0, grace: float | None = None) -> Ended:
         """Wait for all ranks; `grace` seconds after the first failure, kill the others, as torchrun would."""
         deadline = time.monotonic() + seconds
         running = {process.sentinel: process for process in self.ranks}
@@ -83,7 +86,7 @@ class Job:
             check_order("pretrain", [pickle.loads(_record_of(log).read_bytes()) for log in self.logs])
         return Ended(codes, [self.output(rank) for rank in range(len(self.ranks))])
 
-    def await_iteration(self, iteration: int | None = None, seconds: float = 90.0) -> None:
+    def await_iteration(self, iteration: int | None = None, seconds: float = 300.0) -> None:
         """Wait until the last rank, which prints, has logged this iteration (None: any iteration)."""
         last, deadline = len(self.ranks) - 1, time.monotonic() + seconds
         while not re.search(rf"iteration +{iteration or '[0-9]+'}/", self.output(last)):
@@ -129,8 +132,11 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
     import torch
 
     from megatron_balance.app import launch
+    from megatron_balance.job import agreement
 
     torch.set_num_threads(1)
+    # Other ranks may still start on a busy machine. Nobody waits once all have read
+    agreement.DECLINE_SECONDS = agreement.FAREWELL_SECONDS = PATIENCE
     if prepare is not None:
         prepare(rank)
     collectives = Collectives(kept=None)

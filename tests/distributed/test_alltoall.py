@@ -212,7 +212,7 @@ def start_alone() -> None:
 
 def test_exchanges_go_on_by_themselves(ranks) -> None:
     # One rank is ahead of the others on purpose
-    ranks(4).run(start_alone, timeout=60, in_one_order=False)
+    ranks(4).run(start_alone, timeout=120, in_one_order=False)
 
 
 class Watched:

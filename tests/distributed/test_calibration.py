@@ -46,7 +46,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
     if deaf:
         balancer.calibrate = lambda reports, used: None
     if first > 1:
-        Checkpoints(run, Said(), patience=30.0).load()
+        Checkpoints(run, Said(), patience=600.0).load()
     log = CalibrationLog(record, JOB, first) if record is not None and dist.get_rank() == 0 else None
     for _ in range(ITERATIONS if not save else ITERATIONS // 2):
         report = train_step(run)
@@ -59,7 +59,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
         found.placements.append([str(state.placement) for state in balancer.layers.values()])
         found.decided_by.extend({state.manager.factors for state in balancer.layers.values()})
     if save:
-        Checkpoints(run, Said(), patience=30.0).save()
+        Checkpoints(run, Said(), patience=600.0).save()
     return found
 
 
@@ -136,7 +136,7 @@ def test_a_record_that_does_not_fit_is_refused_on_every_rank(ranks, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_program_writes_and_replays_a_record(tmp_path: Path) -> None:
-    flags = f"{BASE} {FLAGS} --train-iters 4 --log-interval 1 --distributed-timeout-minutes 1"
+    flags = f"{BASE} {FLAGS} --train-iters 4 --log-interval 1 --distributed-timeout-minutes 10"
     directory = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
     texts = [
         jobs.Job(RANKS, f"{flags} {more}", tmp_path / "log").wait().text

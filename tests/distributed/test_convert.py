@@ -42,7 +42,7 @@ TRAINING = (
 def imported(directory: str, flags: str):
     """Load a run of the imported model; the checkpoint supplies the model's flags."""
     run = build(f"--load {directory} --use-checkpoint-args {TRAINING} {flags}", base="")
-    Checkpoints(run, Said(), patience=30.0).load()
+    Checkpoints(run, Said(), patience=600.0).load()
     return run
 
 
@@ -52,7 +52,7 @@ def logits_and_copy(directory: str, flags: str, tokens: torch.Tensor, copy: str)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         logits = gather_from_tensor_model_parallel_region(chunk.eval()(tokens, positions, None), run.groups.tp)
-    Checkpoints(run, Said(), patience=30.0).save()
+    Checkpoints(run, Said(), patience=600.0).save()
     return logits
 
 
@@ -106,7 +106,7 @@ def train_on(directory: str, flags: str, save: str) -> tuple[list[float], int]:
     """Train two iterations from an imported model and save; return the losses and the number of hosts added."""
     run = imported(directory, f"--save {save} {flags}")
     reports = [train_step(run) for _ in range(2)]
-    Checkpoints(run, Said(), patience=30.0).save()
+    Checkpoints(run, Said(), patience=600.0).save()
     losses = [[report.losses.get("lm loss") for report in reports]]
     dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
     return losses[0], sum(layer.hosts_added for report in reports for layer in report.balance.values())
@@ -128,7 +128,7 @@ def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) 
 def save_with_prediction(directory: str, save: str) -> None:
     """Save an untrained model of an imported one's shape, with a layer for multi-token prediction."""
     flags = f"--load {directory} --use-checkpoint-args {TRAINING} --expert-model-parallel-size 2 --mtp-num-layers 1"
-    Checkpoints(build(f"{flags} --save {save}", base=""), Said(), patience=30.0).save()
+    Checkpoints(build(f"{flags} --save {save}", base=""), Said(), patience=600.0).save()
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ HARMS: tuple[Callable[[Path, random.Random], None], ...] = (
 def save_three(directory: str) -> None:
     """Save checkpoints of iterations 1, 2 and 3."""
     run = build(f"{FLAGS} --save {directory}")
-    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    checkpoints = Checkpoints(run, Said(), patience=600.0)
     for _ in range(3):
         train_step(run)
         checkpoints.save()

@@ -27,7 +27,7 @@ AGAIN = (False, True)
 def save(recorder: Recorder, again: bool) -> None:
     """Save once, then record a save of the next iteration or, with `again`, of the same one."""
     run = build(f"{FLAGS} --save {recorder.root}")
-    checkpoints = Checkpoints(run, Said(), patience=30.0)
+    checkpoints = Checkpoints(run, Said(), patience=600.0)
     checkpoints.prepare()
     train_step(run)
     checkpoints.save()

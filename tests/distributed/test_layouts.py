@@ -91,7 +91,7 @@ def check(
     balanced, alone = layout["policy"] != "none", layouts.size(layout, "replicas") == 1
     if balanced:
         flags += f" --balance-profile {profiles[layouts.size(layout, 'experts')]}"
-    outcomes = ranks(world_size).run(trained, flags, ITERATIONS, mutate, timeout=90)
+    outcomes = ranks(world_size).run(trained, flags, ITERATIONS, mutate)
     curve, acted, *_ = outcomes[0]
     assert all(outcome[:2] == (curve, acted) for outcome in outcomes)
     assert not any(outcome.unequal for outcome in outcomes), outcomes

@@ -45,21 +45,21 @@ def save(directory: str) -> Weights:
     """Train one step, save everything, and save the weights alone, as a converted model; return the weights."""
     run = build(f"{BF16} --save {directory}/own")
     train_step(run)
-    Checkpoints(run, Said(), patience=30.0).save()
+    Checkpoints(run, Said(), patience=600.0).save()
     settings = dataclasses.replace(
         run.config.checkpoint, save=f"{directory}/imported", no_save_optim=True, no_save_rng=True
     )
     bare = dataclasses.replace(run, config=run.config.replace(checkpoint=settings))
     nothing_else: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "parts": []}
     with mock.patch.object(run_state, "common_state", lambda *_: nothing_else):
-        Checkpoints(bare, Said(), patience=30.0).save()
+        Checkpoints(bare, Said(), patience=600.0).save()
     return weights(run)
 
 
 def after_a_step_of_no_length(flags: str) -> tuple[int, Weights, Weights]:
     """Load, train one step with lr 0; return the iteration, and the weights before and after the step."""
     run = build(f"{BF16} --seed 77 {flags}")
-    Checkpoints(run, Said(), patience=30.0).load()
+    Checkpoints(run, Said(), patience=600.0).load()
     loaded = weights(run)
     for part in optimizers(run.optimizer):
         for group in part.optimizer.param_groups:

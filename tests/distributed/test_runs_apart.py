@@ -20,13 +20,13 @@ from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
 FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
-SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1"
+SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 10"
 
 
 def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:
     """Build a run that loads according to its flags, trains, and saves after each iteration."""
     run = build(f"{FLAGS} {flags}")
-    checkpoints = Checkpoints(run, said := Said(), patience=30.0)
+    checkpoints = Checkpoints(run, said := Said(), patience=600.0)
     checkpoints.prepare()
     checkpoints.load()
     for _ in range(iterations):

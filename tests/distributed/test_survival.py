@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 FLAGS = (
     f"{BASE} --expert-model-parallel-size 2 --train-iters 6 --save-interval 2 --keep-last 2 --log-interval 1 "
-    "--num-layers 1 --distributed-timeout-minutes 1 --hidden-dropout 0.1"
+    "--num-layers 1 --distributed-timeout-minutes 10 --hidden-dropout 0.1"
 )
 ITERATIONS = (2, 4, 6)
 

@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_balance.app import facts
+from megatron_balance.job import agreement
+from megatron_balance.timeline.planner import Planner
+from tests.distributed.guarded import set_limit
 from tests.distributed.runs import BASE
-from tests.faults.cells import Cell
+from tests.faults.cells import Cell, End
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -66,6 +69,10 @@ class Inject:
 
     def __call__(self, rank: int) -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
+        # No rank waits for long once the fault has happened; until then, it may start slowly
+        set_limit(lambda: 12.0 if any(self.noted.iterdir()) else 600.0)
+        if self.cell.end is not End.REFUSED:
+            agreement.DECLINE_SECONDS, agreement.FAREWELL_SECONDS = 10.0, 3.0
         if self.cell.rank not in (None, rank):
             return
         module, _, path = MOMENTS[self.cell.moment].partition(":")
@@ -128,6 +135,16 @@ def _shift_clock(seconds: float) -> Callable[[Inject], None]:
         time.time_ns = lambda: now_ns() + int(seconds * 1e9)
 
     return happen
+
+
+def _expect_plans_soon(inject: Inject) -> None:
+    deadline = Planner.deadline
+
+    def soon(planner: Planner) -> float:
+        planner.patience = 6.0
+        return deadline(planner)
+
+    Planner.deadline = soon
 
 
 def _fill(inject: Inject) -> None:
@@ -195,6 +212,7 @@ FAULTS: dict[str, Callable[[Inject], None]] = {
     "finds its disk read-only": _remount,
     "has no file descriptors left": _no_descriptors,
     "has another policy": lambda inject: None,
+    "has a policy that does not answer": _expect_plans_soon,
     "runs another program": _other_content("flow/layer.py"),
     "reads another profile": _other_content("slow_messages.json"),
     "may open 40 files": _few_descriptors,

@@ -65,7 +65,7 @@ def is_quick(cell: Cell) -> bool:
     return cell.layout == "EP2" and any(words in str(cell) for words in QUICK)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "cell", [pytest.param(cell, id=str(cell), marks=[] if is_quick(cell) else pytest.mark.slow) for cell in CELLS]
 )

@@ -14,7 +14,7 @@ IN_HOST_MEMORY = "sent_as_planned or one_loop"
 
 def test_no_devices_are_mixed(device: None) -> None:
     plugins = ("tests.hostcuda.plugin", "no:cacheprovider", "no:xdist")
-    flags = [*(f"-p{plugin}" for plugin in plugins), "-x", "--timeout=60", "--timeout-method=thread"]
+    flags = [*(f"-p{plugin}" for plugin in plugins), "-x", "--timeout=300", "--timeout-method=thread"]
     selected = ["-m", "not gpu", "-k", f"not ({IN_HOST_MEMORY})"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *selected, *FILES],

@@ -27,7 +27,7 @@ def end(tmp_path: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Run PROGRAM, with the redirection or pipe in `command`."""
     program = f"{sys.executable} -c '{PROGRAM}' x {tmp_path}/done"
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {program} {command}"], capture_output=True, text=True, timeout=60
+        ["bash", "-c", f"set -o pipefail; {program} {command}"], capture_output=True, text=True, timeout=300
     )
     assert (tmp_path / "done").read_text() == "done"
     return done

@@ -91,7 +91,7 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"^MASTER_PORT={port}: another program listens on this port here; choose"):
-            job._meet(launch(port, rank=0), 0.01)
+            job._meet(launch(port, rank=0), 2)
 
 
 @pytest.mark.parametrize("listens", [False, True])

@@ -27,7 +27,7 @@ def commands(folder: Path, *arguments: str) -> list[list[str]]:
         (folder / name).write_text(STAND_IN)
         (folder / name).chmod(0o755)
     (folder / "scripts" / "setup.sh").write_text(f"PYTHON={folder}/python TORCHRUN={folder}/torchrun\n")
-    subprocess.run(["bash", str(folder / "scripts" / "quickstart.sh"), *arguments], check=True, timeout=60)
+    subprocess.run(["bash", str(folder / "scripts" / "quickstart.sh"), *arguments], check=True, timeout=300)
     return [shlex.split(line) for line in (folder / "commands").read_text().splitlines()]
 
 

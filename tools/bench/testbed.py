@@ -298,7 +298,8 @@ def _serve(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        # The parent's limit ends first, and names all ranks that have not finished
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout + 60))
         outcome = (None, task(*args))
     except BaseException:
         outcome = (traceback.format_exc(), None)
