@@ -49,7 +49,7 @@ _SWITCH, _TEXT, _LIST = OfType(bool, "true or false"), OfType(str, "a text"), Of
 _OBJECT = OfType(dict, "an object", or_null=True)
 
 MAX_LISTED = 20
-"""Limit of the entries that an error names."""
+"""Limit of the entries or tensors that an error names."""
 
 FIELDS: Mapping[str, Number | OfType] = {
     **dict.fromkeys(("model_type", "hidden_act", "topk_method", "scoring_func"), _TEXT),
@@ -104,7 +104,7 @@ IRRELEVANT = frozenset(
         *("transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16"),
         # Training
         *("attention_dropout", "aux_loss_alpha", "ep_size", "initializer_range", "output_router_logits"),
-        *("pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"),
+        *("pretraining_tp", "router_jitter_noise", "seq_aux"),
         # How transformers runs any model
         *("attn_implementation", "chunk_size_feed_forward", "experts_implementation", "output_attentions"),
         *("output_hidden_states", "pruned_heads", "return_dict", "tf_legacy_loss", "torchscript", "use_cache"),

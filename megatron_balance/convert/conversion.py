@@ -23,6 +23,7 @@ from megatron_balance.checkpoint.manifest import Origin
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
 from megatron_balance.convert import safetensors_files, torch_dist
+from megatron_balance.convert.config_fields import MAX_LISTED
 from megatron_balance.convert.megatron import Checkpoint
 from megatron_balance.convert.model import OUTPUT, TABLE, Model
 from megatron_balance.convert.pieces import Piece, Size
@@ -33,9 +34,6 @@ from megatron_balance.files.writing import INCOMPLETE, staged, writing
 
 HF_DIRECTORY = "huggingface"
 """Directory next to the checkpoints of an imported model, with its config.json and tokenizer."""
-
-MAX_LISTED = 20
-"""Limit of the tensors that an error names."""
 
 MAX_CONFIG_BYTES = MIB
 """Limit for a config.json; published ones have a few kilobytes."""
@@ -82,11 +80,11 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
     """
     check_adapter(source)
     model, weights = _model(source), Weights(source)
-    for name, parts in list(model.divisions(weights.shapes)):
-        weights.divide(name, parts)
     for pattern in without:
         if not _leave_out(weights, [pattern]):
             raise ValueError(f"--without {pattern}: no tensor in {source} has a name that begins so")
+    for name, parts in list(model.divisions(weights.shapes)):
+        weights.divide(name, parts)
     if predicting := _leave_out(weights, model.prediction_layers):
         log(f"{predicting} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
     _leave_out(weights, DERIVED)
@@ -251,12 +249,15 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         for piece in itertools.chain.from_iterable(model.files(experts=1))
     )
     _compare(weights, wanted, str(path))
-    saved, dtype = saved_flags.read(path), reader.weights[model.pieces()[0][0].key].properties.dtype
+    saved, (table,) = saved_flags.read(path), next(model.files())
     try:
-        config = trained_config(model, saved, dtype)
+        config = trained_config(model, saved, reader.weights[table.key].properties.dtype)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    for notice in notices(Model(config), saved):
+    trained = Model(config)
+    if (padding := weights[table.key][0] - trained.vocabulary) > 0:
+        log(f"{padding} rows of {table.key} are left out as padding: vocab_size is {trained.vocabulary}\n")
+    for notice in notices(trained, saved):
         log(f"{notice}\n")
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,7 +270,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         if config != model.content:
             with writing(model_files / CONFIG):
                 (model_files / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(model.pieces(), log)])
+        safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(trained.pieces(), log)])
 
 
 def newest(source: Path, step: int | None) -> Path:

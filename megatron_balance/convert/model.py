@@ -247,18 +247,18 @@ class Model:
 
         yield from self._latent_attention(piece) if arch.latent else self._attention(piece)
         norm = "mlp.linear_fc1.layer_norm_weight" if layer in self.dense else "pre_mlp_layernorm.weight"
-        yield piece(norm, (hidden,), Same(), "post_attention_layernorm.weight")
+        yield piece(norm, (hidden,), SAME, "post_attention_layernorm.weight")
         if layer in self.dense:
             yield from self._gated(piece, "mlp", "mlp", width=self.dense_width, names=GATED)
             return
-        yield piece("mlp.router.weight", (self.experts, hidden), Same(), f"{arch.router}.weight")
+        yield piece("mlp.router.weight", (self.experts, hidden), SAME, f"{arch.router}.weight")
         if arch.expert_bias is not None:
-            yield piece("mlp.router.expert_bias", (self.experts,), Same(), arch.expert_bias)
+            yield piece("mlp.router.expert_bias", (self.experts,), SAME, arch.expert_bias)
         if arch.shared_expert is not None and self.shared_width is not None:
             width = self.shared_width
             yield from self._gated(piece, "mlp.shared_experts", arch.shared_expert, width=width, names=GATED)
         if arch.shared_gate:
-            yield piece("mlp.shared_experts.gate_weight", (1, hidden), Same(), f"{arch.shared_expert}_gate.weight")
+            yield piece("mlp.shared_experts.gate_weight", (1, hidden), SAME, f"{arch.shared_expert}_gate.weight")
         for expert in range(experts):
             source = f"{arch.experts}.{expert}"
             for one in self._gated(piece, "mlp.experts.experts", source, width=self.width, names=arch.expert):
@@ -270,7 +270,7 @@ class Model:
         attention, qkv = "self_attention", [f"self_attn.{name}_proj" for name in "qkv"]
         rows = (self.heads + 2 * self.groups) * self.channels
         joined = QueryKeyValue(self.heads, self.groups, self.channels)
-        yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), Same(), "input_layernorm.weight")
+        yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), SAME, "input_layernorm.weight")
         yield piece(f"{attention}.linear_qkv.weight", (rows, hidden), joined, *(f"{name}.weight" for name in qkv))
         if arch.qkv_bias(self.config):
             yield piece(f"{attention}.linear_qkv.bias", (rows,), joined, *(f"{name}.bias" for name in qkv))
@@ -278,9 +278,9 @@ class Model:
             together = arch.qk_norm == "qk-layernorm-across-heads"
             for name, heads in (("q", self.heads), ("k", self.groups)):
                 width = heads * self.channels if together else self.channels
-                yield piece(f"{attention}.{name}_layernorm.weight", (width,), Same(), f"self_attn.{name}_norm.weight")
+                yield piece(f"{attention}.{name}_layernorm.weight", (width,), SAME, f"self_attn.{name}_norm.weight")
         inner = self.heads * self.channels
-        yield piece(f"{attention}.linear_proj.weight", (hidden, inner), Same(), "self_attn.o_proj.weight")
+        yield piece(f"{attention}.linear_proj.weight", (hidden, inner), SAME, "self_attn.o_proj.weight")
 
     def _latent_attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
         config, hidden = self.config, self.hidden
@@ -296,7 +296,7 @@ class Model:
         def one(name: str, size: Size, source: str, join: Join = SAME) -> Piece:
             return piece(f"self_attention.{name}", size, join, f"self_attn.{source}.weight")
 
-        yield piece("input_layernorm.weight", (hidden,), Same(), "input_layernorm.weight")
+        yield piece("input_layernorm.weight", (hidden,), SAME, "input_layernorm.weight")
         if rank:
             yield one("linear_q_down_proj.weight", (rank, hidden), "q_a_proj")
             yield one("linear_q_up_proj.layer_norm_weight", (rank,), "q_a_layernorm")
@@ -313,4 +313,4 @@ class Model:
     ) -> Iterator[Piece]:
         gate, up, down = (f"{source}.{name}.weight" for name in names)
         yield piece(f"{key}.linear_fc1.weight", (2 * width, self.hidden), Rows(2), gate, up)
-        yield piece(f"{key}.linear_fc2.weight", (self.hidden, width), Same(), down)
+        yield piece(f"{key}.linear_fc2.weight", (self.hidden, width), SAME, down)

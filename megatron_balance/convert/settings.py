@@ -10,8 +10,10 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.convert.architectures import PREDICTED
+from megatron_balance.convert.config_fields import EXPERTS
 from megatron_balance.convert.model import Model
 from megatron_balance.device.machine import Machine
+from megatron_balance.files.reading import number_in
 
 WRITTEN = {
     "moe_router_topk": "num_experts_per_tok",
@@ -31,16 +33,17 @@ ROPE = {
 }
 """The same for YaRN's keys in the object of rotary embeddings."""
 
-GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+GROUPS, SCORE = ("moe_router_num_groups", "moe_router_group_topk"), "moe_router_group_score_topk"
 
 DEFAULTS = {"moe_router_topk_scaling_factor": 1.0, **dict.fromkeys(GROUPS, 1)}
 """Values that have the effect of None."""
 
 FREE = frozenset(
     (
-        # Shapes of tensors, which are compared themselves
+        # They follow from the names and shapes of tensors, which are compared themselves
         *("group_query_attention", "num_query_groups", "make_vocab_size_divisible_by", "padded_vocab_size"),
-        *("mla_down_proj_fusion", "mtp_num_layers"),
+        *("mla_down_proj_fusion", "mtp_num_layers", "moe_layer_freq", "kv_channels"),
+        *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
         # Training, and the precision of the computation
         *("attention_dropout", "hidden_dropout", "fp32_residual_connection"),
         # Without effect unless another field is set; `notices` mentions the capacity
@@ -78,11 +81,20 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
     content |= {name: str(dtype).removeprefix("torch.") for name in ("dtype", "torch_dtype") if name in content}
     # The layers of multi-token prediction are not exported
     content |= {name: 0 for name in PREDICTED if content.get(name)}
+    if type(size := saved.get("vocab_size")) is int:
+        content["vocab_size"] = max(model.vocabulary, size)
+    # A checkpoint may lack flags that its program did not have
+    saved = {**saved_flags.fields_of(run_config(model, None)), **saved}
+    for name in ("moe_router_topk", *GROUPS):
+        value = DEFAULTS.get(name) if saved[name] is None else saved[name]
+        number_in(value, 1, EXPERTS, saved_flags.flag_of(name), whole=True)
+    if "sinkhorn" in str(saved["moe_router_load_balancing_type"]):
+        raise ValueError("config.json cannot express the weights of --moe-router-load-balancing-type sinkhorn")
     changed = {name: theirs for name, (theirs, _) in _differences(model, saved).items()}
     content |= {key: changed[name] for name, key in WRITTEN.items() if name in changed and key in content}
     if "moe_router_pre_softmax" in changed and "norm_topk_prob" in content:
         content["norm_topk_prob"] = not changed["moe_router_pre_softmax"]
-    if model.architecture.latent and changed.keys() & {*GROUPS, "moe_router_group_score_topk"}:
+    if model.architecture.latent and changed.keys() & {*GROUPS, SCORE}:
         content |= _groups(content, saved)
     if changed.keys() & {"rotary_base", "rope_type", *ROPE}:
         content |= _rope(content, saved)
@@ -108,26 +120,29 @@ def notices(model: Model, saved: Mapping[str, Any]) -> Iterator[str]:
 
 def _differences(model: Model, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which a trained run differs from what its config.json means: their values in both."""
-    implied = saved_flags.fields_of(run_config(model, None))
-    both = [name for name in saved_flags.MODEL_FIELDS if name not in FREE and name in saved and name in implied]
-    pairs = {name: (_plain(name, saved), _plain(name, implied)) for name in both}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    implied, theirs = _effective(saved_flags.fields_of(run_config(model, None))), _effective(saved)
+    return {name: (theirs[name], value) for name, value in implied.items() if theirs.get(name, value) != value}
 
 
-def _plain(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a field's value, or the value that has the effect of None."""
-    if fields.get(name) is not None:
-        return fields[name]
-    if name == "moe_router_group_score_topk" and (chosen := fields.get("moe_router_group_topk")):
+def _effective(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that determine logits, without None where another value has the same effect."""
+    found = {name: fields[name] for name in saved_flags.MODEL_FIELDS if name in fields and name not in FREE}
+    found |= {name: value for name, value in DEFAULTS.items() if found.get(name) is None}
+    idle = {
+        *(ROPE if found.get("rope_type") != "yarn" else ()),
+        *(("moe_router_pre_softmax",) if found["moe_router_score_function"] == "sigmoid" else ()),
+        *((SCORE,) if found["moe_router_num_groups"] == 1 else ()),
+    }
+    if SCORE not in idle and found[SCORE] is None:
         # megatron-core's own score
-        return fields["moe_router_topk"] // chosen
-    return DEFAULTS.get(name)
+        found[SCORE] = found["moe_router_topk"] // found["moe_router_group_topk"]
+    return {name: value for name, value in found.items() if name not in idle}
 
 
 def _groups(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of group-limited routing."""
-    number, chosen = (_plain(name, saved) for name in GROUPS)
-    method = {"topk_method": "group_limited_greedy" if number > 1 else "greedy"}
+    number, chosen = (saved[name] or 1 for name in GROUPS)
+    method = {"topk_method": "greedy" if number == 1 else "group_limited_greedy"}
     return {"n_group": number, "topk_group": chosen} | (method if content["model_type"] == "deepseek_v2" else {})
 
 

@@ -25,6 +25,29 @@ DEEPSEEK: dict[str, Any] = {
 }
 """Fields that all DeepSeek models share."""
 
+KIMI: dict[str, Any] = {
+    **DEEPSEEK,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 163584,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.02,
+    "n_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "rope_theta": 50000.0,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 163840,
+}
+"""Fields that Moonlight and Kimi-K2 share."""
+
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "Mixtral-8x7B": (
         46.7,
@@ -264,6 +287,47 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "topk_group": 4,
             "topk_method": "noaux_tc",
             "vocab_size": 129280,
+        },
+    ),
+    "Moonlight-16B-A3B": (
+        15.96,
+        {
+            **KIMI,
+            "model_type": "deepseek_v3",
+            "hidden_size": 2048,
+            "intermediate_size": 11264,
+            "max_position_embeddings": 8192,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "routed_scaling_factor": 2.446,
+        },
+    ),
+    "Kimi-K2": (
+        1026.5,
+        {
+            **KIMI,
+            "model_type": "kimi_k2",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 384,
+            "n_shared_experts": 1,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 64,
+            "q_lora_rank": 1536,
+            "rope_scaling": {**YARN, "beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "routed_scaling_factor": 2.827,
         },
     ),
 }

@@ -1,5 +1,6 @@
 """What people bring: files of other programs, keys of config.json, and what an export says about them."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_balance.checkpoint import saved_flags
+from megatron_balance.convert.architectures import PREDICTED
 from megatron_balance.convert.config_fields import IRRELEVANT
 from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
@@ -131,6 +133,15 @@ def test_patterns_of_tensors_to_leave_out(models) -> None:
     assert equal(exported(source, "model.layers.*.extra"), expected)
 
 
+def test_a_tensor_of_all_experts_can_be_left_out(models) -> None:
+    """Patterns are those of the names in the files."""
+    source, name = models("mixtral"), "model.layers.1.mlp.experts.gate_up_proj"
+    expected = load_file(source / SINGLE)
+    change(source, lambda all: all.update({name: torch.ones(8, 96, 32)}))
+    assert f"{name} also contains model.layers.1.block_sparse_moe.experts.0.w1.weight" in refusal(source)
+    assert equal(exported(source, name), expected)
+
+
 def test_one_expert_for_each_token(models) -> None:
     assert "num_experts_per_tok 1: the only expert of a token" in refusal(models("mixtral", num_experts_per_tok=1))
     source = models("qwen2_moe", num_experts_per_tok=1)
@@ -164,22 +175,57 @@ def test_other_files_are_named_with_a_remedy(models, name: str) -> None:
 
 BASES = {config["model_type"]: config for _, config in PUBLISHED.values()}
 
-UNKNOWN = {
-    "mixtral": ["attn_logit_softcapping 30.0", "rope_scaling {'rope_type': 'linear', 'factor': 2.0}"],
-    "qwen3_moe": ["router_logit_softcap 5", "layer_types ['sliding_attention']", "use_sliding_window True"],
-    "qwen2_moe": ["shared_expert_scale 2", "attention_bias True", "partial_rotary_factor 0.5"],
-    "olmoe": ["clip_qkv 8.0", "final_logit_softcapping 30.0", "mlp_bias True"],
-    "deepseek_v2": ["norm_topk_prob True", "rope_interleave False", "embedding_multiplier 12"],
-    "deepseek_v3": ["topk_method 'greedy'", "moe_layer_freq 2", "residual_scale 0.1"],
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+UNKNOWN: dict[str, list[tuple[str, Any]]] = {
+    "mixtral": [
+        ("attn_logit_softcapping", 30.0),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("sliding_window", 4096),
+        ("tie_word_embeddings", None),
+    ],
+    "qwen3_moe": [
+        ("router_logit_softcap", 5),
+        ("layer_types", ["sliding_attention"]),
+        ("use_sliding_window", True),
+        ("rope_scaling", YARN),
+        ("rope_scaling", {"factor": 2.0}),
+        ("text_config", {"tie_word_embeddings": True}),
+    ],
+    "qwen2_moe": [
+        ("shared_expert_scale", 2),
+        ("attention_bias", True),
+        ("partial_rotary_factor", 0.5),
+        ("mlp_only_layers", [99]),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ],
+    "olmoe": [("clip_qkv", 8.0), ("final_logit_softcapping", 30.0), ("mlp_bias", True), ("norm_topk_prob", None)],
+    "deepseek_v2": [
+        ("norm_topk_prob", True),
+        ("rope_interleave", False),
+        ("embedding_multiplier", 12),
+        ("num_key_value_heads", 2),
+        ("rope_scaling", YARN | {"attention_factor": 2.0}),
+    ],
+    "deepseek_v3": [
+        ("topk_method", "greedy"),
+        ("moe_layer_freq", 2),
+        ("residual_scale", 0.1),
+        ("rope_interleave", None),
+        ("num_local_experts", 32),
+        ("first_k_dense_replace", 99),
+        ("rope_scaling", YARN | {"mscale": 0.7}),
+        ("rope_scaling", YARN | {"rope_type": "linear"}),
+    ],
 }
 """`model_type` -> keys of config.json that change what a model computes, in a way that is not supported."""
 
 
-@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name, entries in UNKNOWN.items() for entry in entries])
-def test_an_entry_that_may_change_the_model_is_refused_by_name(name: str, entry: str) -> None:
-    key, _, value = entry.partition(" ")
-    with pytest.raises(ValueError, match=key):
-        Model(BASES[name] | {key: eval(value)})
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_entry_that_may_change_the_model_is_refused_by_name(name: str) -> None:
+    for key, value in UNKNOWN[name]:
+        with pytest.raises(ValueError, match=key):
+            Model(BASES[name] | {key: value})
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -189,21 +235,32 @@ def test_entries_without_effect_are_accepted(name: str) -> None:
     assert Model(BASES[name] | more | {"unknown_but_null": None}).flags() == expected
 
 
+def another(value: Any) -> Any:
+    """Return another value of an entry of config.json."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 1
+    return f"{value}x" if isinstance(value, str) else [0] if isinstance(value, list) else 1
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_every_entry_is_used_or_known_to_have_no_effect(name: str) -> None:
-    """Another value of any published entry changes flags or tensors, or is refused, unless the entry has no effect."""
-    model = Model(BASES[name])
-    meaning = model.flags(), [piece.source_sizes for file in model.files(1) for piece in file]
-    for key, value in BASES[name].items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value:
-            continue
-        try:
-            other = Model(BASES[name] | {key: value * 2})
-        except ValueError:
-            continue
-        same = meaning == (other.flags(), [piece.source_sizes for file in other.files(1) for piece in file])
-        # The layers of multi-token prediction are left out
-        assert not same or key in {*IRRELEVANT, *model.architecture.irrelevant, "num_nextn_predict_layers"}, key
+    """Another value of any entry changes flags or tensors, or is refused, unless the entry has no effect."""
+    from transformers import AutoConfig
+
+    contents = [BASES[name]]
+    if name in hf_models.CONFIGS:
+        contents.append(AutoConfig.for_model(name, **hf_models.COMMON | hf_models.CONFIGS[name]).to_dict())
+    for content in contents:
+        model = Model(content)
+        meaning = model.flags(), [list(file) for file in model.files(1)]
+        idle = {*IRRELEVANT, *model.architecture.irrelevant, *PREDICTED}
+        for key in sorted(content.keys() - idle):
+            with contextlib.suppress(ValueError):
+                other = Model(content | {key: another(content[key])})
+                found = other.flags(), [list(file) for file in other.files(1)]
+                assert found != meaning or key.startswith("_"), key
 
 
 def fields(model: Model, **changes: Any) -> dict[str, Any]:
@@ -224,6 +281,48 @@ def test_what_an_export_cannot_express_is_refused_by_flag() -> None:
     assert list(notices(model, fields(model, moe_expert_capacity_factor=1.5))) == [
         "--moe-expert-capacity-factor 1.5: the exported model has no capacity and drops no token"
     ]
+
+
+def test_a_choice_of_experts_that_no_config_describes_is_refused() -> None:
+    model = Model(BASES["qwen3_moe"])
+    for kind in ("sinkhorn", ["aux_loss", "sinkhorn"]):
+        with pytest.raises(ValueError, match="cannot express the weights of --moe-router-load-balancing-type sinkhorn"):
+            trained_config(model, fields(model, moe_router_load_balancing_type=kind), torch.float32)
+
+
+WITHOUT_EFFECT = {
+    "Kimi-K2": {"kv_channels": 112, "moe_router_pre_softmax": True, "moe_router_num_groups": 1,
+                "moe_router_group_topk": 1},
+    "Qwen3-30B-A3B": {"ffn_hidden_size": 8192, "moe_layer_freq": [1] * 48, "rotary_scaling_factor": 40.0},
+    "DeepSeek-V3": {"moe_router_topk_scaling_factor": 2.5, "moe_router_group_score_topk": 2, "q_lora_rank": 1536},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_flags_without_effect_on_logits_do_not_change_an_export(name: str) -> None:
+    """A run with flags of its own, not an import's, may have them."""
+    content = PUBLISHED[name][1]
+    model = Model(content)
+    expected = trained_config(model, fields(model), torch.bfloat16)
+    assert trained_config(model, fields(model, **WITHOUT_EFFECT[name]), torch.bfloat16) == expected
+    assert expected == content | {key: 0 for key in PREDICTED if key in content}
+
+
+def test_flags_that_a_checkpoint_lacks_are_the_sources() -> None:
+    model = Model(PUBLISHED["DeepSeek-V3"][1])
+    saved = fields(model, rotary_base=7)
+    for name in ("moe_router_topk", "rotary_scaling_factor", "rope_type", "moe_router_load_balancing_type"):
+        del saved[name]
+    found = trained_config(model, saved, torch.float32)
+    assert found == trained_config(model, fields(model, rotary_base=7), torch.float32) and found["rope_theta"] == 7
+
+
+@pytest.mark.parametrize("value", ["x", [], {}, 0, -1, 1e300])
+@pytest.mark.parametrize("name", ["moe_router_topk", "moe_router_group_topk", "rotary_base", "layernorm_epsilon"])
+def test_damaged_flags_of_a_checkpoint_are_refused(name: str, value: Any) -> None:
+    model = Model(PUBLISHED["DeepSeek-V3"][1])
+    with pytest.raises(ValueError, match=saved_flags.flag_of(name) + "|rope_theta|rms_norm_eps"):
+        trained_config(model, fields(model, **{name: value}), torch.float32)
 
 
 @pytest.mark.parametrize(("heads", "before"), [(1, 5), (3, 2), (2, 0)])
