@@ -122,10 +122,10 @@ def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
                 never.wait()
             return super().plan(*arguments)
 
-    manager, planner = Manager(Slow(2, []), COST, Predictor("last"), OWNERS), Planner(600.0)
+    manager, planner = Manager(Slow(2, []), COST, Predictor("last"), OWNERS), Planner(3600.0)
     asked = [planner.ask(manager.question(total(loads(1), 2), 1)) for _ in range(4)]
     decisions = [planner.result(asked[0], planner.deadline()).decision]
-    # A result that waited for its own 600 seconds would exceed the time limit of the test
+    # A result that waited for its own hour would exceed the time limit of the test
     deadline = time.monotonic() + 0.3
     decisions += [planner.result(one, deadline).decision for one in asked[1:]]
     never.set()

@@ -98,6 +98,17 @@ class Handle:
         self.lock.release()
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Wait for the end of a test's threads, which the next test would find."""
+    before = sys._current_frames().keys()
+    yield
+    deadline = time.monotonic() + 60
+    while sys._current_frames().keys() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def handle() -> Iterator[Handle]:
     waited_for = Handle()
