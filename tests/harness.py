@@ -31,7 +31,7 @@ from megatron_balance.job.collective_order import Event, Record, differences, fi
 from megatron_balance.job.collectives import Collectives
 
 PRELOAD = ["tests.preload"]
-DEFAULT_TIMEOUT = 300.0
+DEFAULT_TIMEOUT = 900.0
 """Seconds for one task."""
 
 

@@ -31,7 +31,7 @@ def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
 
 

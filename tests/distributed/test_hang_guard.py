@@ -124,7 +124,7 @@ def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None
     assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
     for rank in (0, 1, 2):
         assert re.search(
-            r"^rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(test_hang_",
+            r"^rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(guarded.py",
             job.verdict(rank),
         )
 

@@ -80,7 +80,7 @@ def test_the_next_job_trains_as_if_alone(killed: tuple[int, Path, list[psutil.Pr
     losses = []
     for number, address in enumerate((port, free_port())):
         log = tmp_path / f"{number}.txt"
-        assert torchrun(address, "--train-iters 3", log).wait(120) == 0, log.read_text()
+        assert torchrun(address, "--train-iters 3", log).wait(300) == 0, log.read_text()
         losses.append(re.findall(r"lm loss: (\S+) .* grad norm: (\S+)", log.read_text()))
     _, alive = psutil.wait_procs(ranks, timeout=0)
     assert not alive

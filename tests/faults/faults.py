@@ -20,8 +20,8 @@ from pathlib import Path
 
 from megatron_balance.app import facts
 from megatron_balance.job import agreement
+from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.timeline.planner import Planner
-from tests.distributed.guarded import set_limit
 from tests.distributed.runs import BASE
 from tests.faults.cells import Cell, End
 
@@ -70,7 +70,9 @@ class Inject:
     def __call__(self, rank: int) -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
         # No rank waits for long once the fault has happened; until then, it may start slowly
-        set_limit(lambda: 12.0 if any(self.noted.iterdir()) else 600.0)
+        HangGuard._limit = property(  # pyright: ignore
+            lambda guard: 12.0 if any(self.noted.iterdir()) else 600.0, lambda guard, given: None
+        )
         if self.cell.end is not End.REFUSED:
             agreement.DECLINE_SECONDS, agreement.FAREWELL_SECONDS = 10.0, 3.0
         if self.cell.rank not in (None, rank):
