@@ -56,10 +56,12 @@ def test_stages_learn_the_same(ranks, world_size: int, flags: str, others: str) 
 
 
 MODEL = (
-    "--num-layers 4 --hidden-size 16 --seq-length 16 --moe-ffn-hidden-size 16 --disable-bias-linear "
+    "--num-layers 4 --hidden-size 24 --seq-length 16 --moe-ffn-hidden-size 16 --disable-bias-linear "
     "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 12 --train-iters 40 "
     "--moe-router-force-workload hot_experts"
 )
+"""A model whose small buckets are padded."""
+
 MODELS = {
     "experts": "",
     "dense first": "--moe-layer-freq [0,0,1,1]",

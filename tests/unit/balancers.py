@@ -190,6 +190,8 @@ class World:
                 balancer.finish_iteration()
             else:
                 balancer.enter(layer, operation, part, parts)
+            # The loads of finished microbatches occupy neither the device nor pinned memory
+            assert operation is not Operation.BEC or not balancer.layers[layer].coming
             self.journal.append(("computes", step.computation))
             block()
         return used
