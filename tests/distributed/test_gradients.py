@@ -100,10 +100,7 @@ def world_size(layout: Layout) -> int:
 
 
 def is_possible(layout: Layout) -> bool:
-    """Return whether the command line accepts the layout, on at most eight ranks, and promises equal gradients."""
-    # Each context-parallel rank has the mean over those of its own tokens whose next token is in the sequence
-    if (layout["predictions"], layout["context"]) == ("predictions", "CP2"):
-        return False
+    """Return whether the command line accepts the layout, on at most eight ranks."""
     return world_size(layout) <= 8 and layouts.refusal(world_size(layout), flags_of(layout)) is None
 
 
