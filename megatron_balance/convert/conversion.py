@@ -249,7 +249,8 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         for piece in itertools.chain.from_iterable(model.files(experts=1))
     )
     _compare(weights, wanted, str(path))
-    saved, (table,) = saved_flags.read(path), next(model.files())
+    saved = saved_flags.read(path)
+    (table,) = next(model.files())
     try:
         config = trained_config(model, saved, reader.weights[table.key].properties.dtype)
     except ValueError as error:

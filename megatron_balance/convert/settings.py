@@ -33,7 +33,8 @@ ROPE = {
 }
 """The same for YaRN's keys in the object of rotary embeddings."""
 
-GROUPS, SCORE = ("moe_router_num_groups", "moe_router_group_topk"), "moe_router_group_score_topk"
+GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+SCORE = "moe_router_group_score_topk"
 
 DEFAULTS = {"moe_router_topk_scaling_factor": 1.0, **dict.fromkeys(GROUPS, 1)}
 """Values that have the effect of None."""

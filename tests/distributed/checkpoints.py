@@ -31,6 +31,11 @@ class Said:
         self.lines.append(text)
 
 
+def patient(run: Run, said: Said | None = None) -> Checkpoints:
+    """Return the run's checkpoints; they wait for writers as long as a busy machine may take."""
+    return Checkpoints(run, Said() if said is None else said, patience=600.0)
+
+
 @dataclass
 class Outcome:
     """One rank's state after a run: everything that learning depends on, and the log messages."""
@@ -62,7 +67,7 @@ def train_and_save(
     """Train `iterations`, resuming from `directory` if it holds checkpoints, and save after `save_at` iterations."""
     where = f"--save {directory} --load {directory}" if directory else ""
     run = build(f"{flags} {where}")
-    checkpoints = Checkpoints(run, said := Said(), patience=600.0)
+    checkpoints = patient(run, said := Said())
     checkpoints.prepare()
     checkpoints.load()
     if spoil is not None:
@@ -170,7 +175,7 @@ def _resumed(
 def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:
     """Resume from `load` (or start), save to `copy_to`, train, save to `save`; return losses and gradient norms."""
     run = build(f"{flags} --save {save}" + (f" --load {load}" if load else ""))
-    Checkpoints(run, Said(), patience=600.0).load()
+    patient(run).load()
     if copy_to:
         _save(run, copy_to)
     reports = [train_step(run) for _ in range(iterations)]
@@ -182,7 +187,7 @@ def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to:
 
 def _save(run: Run, directory: str) -> None:
     settings = dataclasses.replace(run.config.checkpoint, save=directory)
-    Checkpoints(dataclasses.replace(run, config=run.config.replace(checkpoint=settings)), Said(), patience=600.0).save()
+    patient(dataclasses.replace(run, config=run.config.replace(checkpoint=settings))).save()
 
 
 def tensors_of(directory: str) -> dict[str, torch.Tensor]:

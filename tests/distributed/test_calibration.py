@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.calibration_log import NAME, CalibrationLog, Job, read_record
 from megatron_balance.training.loop import train_step
 from tests.distributed import jobs
-from tests.distributed.checkpoints import Said
+from tests.distributed.checkpoints import patient
 from tests.distributed.runs import BASE, build
 
 RANKS, LAYERS, ITERATIONS = 2, 2, 6
@@ -46,7 +45,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
     if deaf:
         balancer.calibrate = lambda reports, used: None
     if first > 1:
-        Checkpoints(run, Said(), patience=600.0).load()
+        patient(run).load()
     log = CalibrationLog(record, JOB, first) if record is not None and dist.get_rank() == 0 else None
     for _ in range(ITERATIONS if not save else ITERATIONS // 2):
         report = train_step(run)
@@ -59,7 +58,7 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
         found.placements.append([str(state.placement) for state in balancer.layers.values()])
         found.decided_by.extend({state.manager.factors for state in balancer.layers.values()})
     if save:
-        Checkpoints(run, Said(), patience=600.0).save()
+        patient(run).save()
     return found
 
 

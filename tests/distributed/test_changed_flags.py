@@ -8,14 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_balance.build.run import build_run
-from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.loading import check_newest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device.machine import Machine
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
 from tests import fused_adam
-from tests.distributed.checkpoints import Said
+from tests.distributed.checkpoints import Said, patient
 from tests.distributed.runs import build
 from tests.mistakes import write_files
 from tests.resume_changes import CONTEXTS, base_of
@@ -33,7 +32,7 @@ def save(flags: str, directory: str, fused: bool) -> None:
         with fused_adam.installed():
             return save(flags, directory, fused=False)
     run = build(f"--save {directory}", flags)
-    checkpoints = Checkpoints(run, Said(), patience=60.0)
+    checkpoints = patient(run)
     train_step(run)
     checkpoints.save()
     checkpoints.finish()
@@ -52,7 +51,7 @@ def resume(flags: str, fused: bool) -> tuple[str, list[str]]:
     try:
         run = build_run(config)
         check_newest(config, run.length)
-        Checkpoints(run, said, patience=60.0).load()
+        patient(run, said).load()
         train_step(run)
     except (ValueError, CheckpointError) as error:
         return "refused", [str(error)]

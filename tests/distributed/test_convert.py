@@ -12,14 +12,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS
 from megatron_balance.convert.conversion import export_model, import_megatron, import_model
 from megatron_balance.convert.safetensors_files import Weights
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests import hf_models
-from tests.distributed.checkpoints import Said, tensors_of
+from tests.distributed.checkpoints import patient, tensors_of
 from tests.distributed.runs import build
 
 LAYOUTS = {
@@ -42,7 +41,7 @@ TRAINING = (
 def imported(directory: str, flags: str):
     """Load a run of the imported model; the checkpoint supplies the model's flags."""
     run = build(f"--load {directory} --use-checkpoint-args {TRAINING} {flags}", base="")
-    Checkpoints(run, Said(), patience=600.0).load()
+    patient(run).load()
     return run
 
 
@@ -52,7 +51,7 @@ def logits_and_copy(directory: str, flags: str, tokens: torch.Tensor, copy: str)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         logits = gather_from_tensor_model_parallel_region(chunk.eval()(tokens, positions, None), run.groups.tp)
-    Checkpoints(run, Said(), patience=600.0).save()
+    patient(run).save()
     return logits
 
 
@@ -111,7 +110,7 @@ def train_on(directory: str, flags: str, save: str) -> tuple[list[float], int]:
     """Train two iterations from an imported model and save; return the losses and the number of hosts added."""
     run = imported(directory, f"--save {save} {flags}")
     reports = [train_step(run) for _ in range(2)]
-    Checkpoints(run, Said(), patience=600.0).save()
+    patient(run).save()
     losses = [[report.losses.get("lm loss") for report in reports]]
     dist.broadcast_object_list(losses, src=dist.get_world_size() - 1)
     return losses[0], sum(layer.hosts_added for report in reports for layer in report.balance.values())
@@ -133,7 +132,7 @@ def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) 
 def save_with_prediction(directory: str, save: str) -> None:
     """Save an untrained model of an imported one's shape, with a layer for multi-token prediction."""
     flags = f"--load {directory} --use-checkpoint-args {TRAINING} --expert-model-parallel-size 2 --mtp-num-layers 1"
-    Checkpoints(build(f"{flags} --save {save}", base=""), Said(), patience=600.0).save()
+    patient(build(f"{flags} --save {save}", base="")).save()
 
 
 @pytest.mark.slow

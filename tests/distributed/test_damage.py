@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.checkpoint.checkpoints import CheckpointError, Checkpoints
+from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.checkpoint.search import find_sound
 from megatron_balance.training.loop import train_step
-from tests.distributed.checkpoints import Said
+from tests.distributed.checkpoints import Said, patient
 from tests.distributed.runs import build
 
 FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
@@ -59,7 +59,7 @@ HARMS: tuple[Callable[[Path, random.Random], None], ...] = (
 def save_three(directory: str) -> None:
     """Save checkpoints of iterations 1, 2 and 3."""
     run = build(f"{FLAGS} --save {directory}")
-    checkpoints = Checkpoints(run, Said(), patience=600.0)
+    checkpoints = patient(run)
     for _ in range(3):
         train_step(run)
         checkpoints.save()

@@ -9,12 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.checkpoint.search import _candidates
 from megatron_balance.training.loop import train_step
 from tests.crash import Files, Recorder, crashes
-from tests.distributed.checkpoints import Said
+from tests.distributed.checkpoints import patient
 from tests.distributed.runs import build
 
 FLAGS = (
@@ -27,7 +26,7 @@ AGAIN = (False, True)
 def save(recorder: Recorder, again: bool) -> None:
     """Save once, then record a save of the next iteration or, with `again`, of the same one."""
     run = build(f"{FLAGS} --save {recorder.root}")
-    checkpoints = Checkpoints(run, Said(), patience=600.0)
+    checkpoints = patient(run)
     checkpoints.prepare()
     train_step(run)
     checkpoints.save()

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_balance.checkpoint import run_state
-from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.optimizer_state import optimizers
 from megatron_balance.training.run import Run
-from tests.distributed.checkpoints import Said
+from tests.distributed.checkpoints import patient
 from tests.distributed.runs import build
 
 BF16 = "--bf16 --num-layers 1 --num-experts 6 --expert-model-parallel-size 2"
@@ -45,21 +44,21 @@ def save(directory: str) -> Weights:
     """Train one step, save everything, and save the weights alone, as a converted model; return the weights."""
     run = build(f"{BF16} --save {directory}/own")
     train_step(run)
-    Checkpoints(run, Said(), patience=600.0).save()
+    patient(run).save()
     settings = dataclasses.replace(
         run.config.checkpoint, save=f"{directory}/imported", no_save_optim=True, no_save_rng=True
     )
     bare = dataclasses.replace(run, config=run.config.replace(checkpoint=settings))
     nothing_else: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "parts": []}
     with mock.patch.object(run_state, "common_state", lambda *_: nothing_else):
-        Checkpoints(bare, Said(), patience=600.0).save()
+        patient(bare).save()
     return weights(run)
 
 
 def after_a_step_of_no_length(flags: str) -> tuple[int, Weights, Weights]:
     """Load, train one step with lr 0; return the iteration, and the weights before and after the step."""
     run = build(f"{BF16} --seed 77 {flags}")
-    Checkpoints(run, Said(), patience=600.0).load()
+    patient(run).load()
     loaded = weights(run)
     for part in optimizers(run.optimizer):
         for group in part.optimizer.param_groups:

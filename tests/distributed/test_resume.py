@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from megatron_balance.checkpoint import checkpoints as saving
 from megatron_balance.checkpoint import manifest, writer
-from megatron_balance.checkpoint.checkpoints import CheckpointError, Checkpoints
+from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import TrainConfig
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.stopping import Stopping
-from tests.distributed.checkpoints import Said, outcome, unequal_tensors
+from tests.distributed.checkpoints import Said, outcome, patient, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
@@ -120,20 +120,20 @@ def test_another_models_checkpoint_is_refused(saved, tmp_path):
 def loaded(flags: str):
     """Return iteration, consumed samples, weights and optimizer state of a run right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, said := Said(), patience=600.0).load()
+    patient(run, said := Said()).load()
     return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
 
 
 def save(flags: str, directory: str) -> None:
     run = build(f"{EP2} {flags} --save {directory}")
     train_step(run)
-    Checkpoints(run, Said(), patience=600.0).save()
+    patient(run).save()
 
 
 def settings(flags: str) -> list[tuple[float, tuple[float, float]]]:
     """Return the largest learning rate and the betas of each group of parameters, right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, Said(), patience=600.0).load()
+    patient(run).load()
     return [(group["max_lr"], group["betas"]) for group in run.optimizer.param_groups if group["params"]]
 
 
@@ -169,7 +169,7 @@ def test_flags_choose_what_is_loaded(saved, ranks):
 def schedule_position(flags: str) -> int:
     """Return how many samples the schedule of the learning rate has seen right after loading."""
     run = build(f"{EP2} {flags}")
-    Checkpoints(run, Said(), patience=600.0).load()
+    patient(run).load()
     return run.scheduler.num_steps
 
 
@@ -180,7 +180,7 @@ def test_the_schedule_starts_afresh_without_the_optimizer(saved, ranks):
 
 def random_state(flags: str) -> torch.Tensor:
     """Return the state of the random number generator right after loading."""
-    Checkpoints(build(f"{EP2} {flags}"), Said(), patience=600.0).load()
+    patient(build(f"{EP2} {flags}")).load()
     return torch.get_rng_state()
 
 
@@ -196,7 +196,7 @@ def test_random_states_are_loaded_unless_a_flag_says_otherwise(saved, ranks):
 def resave(load: str, save: str, flags: str) -> None:
     """Load with the given flags, such as another layer implementation or way of reading, and save again."""
     run = build(f"{EP2} {flags} --load {load} --save {save}")
-    checkpoints = Checkpoints(run, Said(), patience=600.0)
+    checkpoints = patient(run)
     checkpoints.load()
     checkpoints.save()
     checkpoints.finish()
@@ -223,7 +223,7 @@ def test_both_layers_share_one_format(flags, ranks, tmp_path):
 def save_one(directory: str, flags: str, sabotage: str = "") -> str:
     """Train and save; with `sabotage`, do so again with a sabotaged save and return its error message."""
     run = build(f"{EP2} --save {directory} {flags}")
-    checkpoints = Checkpoints(run, Said(), patience=600.0)
+    checkpoints = patient(run)
     checkpoints.prepare()
     train_step(run)
     checkpoints.save()

@@ -15,7 +15,7 @@ from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Record
 from megatron_balance.checkpoint.lease_owner import Owner
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
-from tests.distributed.checkpoints import Said, _forget
+from tests.distributed.checkpoints import Said, _forget, patient
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
@@ -26,7 +26,7 @@ SMALL = f"{BASE} --num-layers 1 --log-interval 1 --distributed-timeout-minutes 1
 def trained(flags: str, iterations: int = 1) -> tuple[Checkpoints, list[str]]:
     """Build a run that loads according to its flags, trains, and saves after each iteration."""
     run = build(f"{FLAGS} {flags}")
-    checkpoints = Checkpoints(run, said := Said(), patience=600.0)
+    checkpoints = patient(run, said := Said())
     checkpoints.prepare()
     checkpoints.load()
     for _ in range(iterations):

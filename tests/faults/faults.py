@@ -74,7 +74,8 @@ class Inject:
             lambda guard: 12.0 if any(self.noted.iterdir()) else 600.0, lambda guard, given: None
         )
         if self.cell.end is not End.REFUSED:
-            agreement.DECLINE_SECONDS, agreement.FAREWELL_SECONDS = 10.0, 3.0
+            agreement.DECLINE_SECONDS = 10.0
+            agreement.FAREWELL_SECONDS = 3.0
         if self.cell.rank not in (None, rank):
             return
         module, _, path = MOMENTS[self.cell.moment].partition(":")
