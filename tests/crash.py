@@ -95,7 +95,8 @@ class Recorder:
         os.close(log)
 
     def _tree(self) -> Event:
-        event, waiting = Event({}, {}), [self.root]
+        event = Event({}, {})
+        waiting = [self.root]
         while waiting:
             directory = waiting.pop()
             entries = event.directories.setdefault(directory.stat().st_ino, {})
@@ -118,7 +119,8 @@ class Recorder:
         with contextlib.suppress(FileExistsError):
             # The link keeps the inode from being reused for another file
             os.link(path, self.kept / f"inode {path.stat().st_ino}")
-        raw, modified = path.read_bytes(), path.stat().st_mtime_ns
+        raw = path.read_bytes()
+        modified = path.stat().st_mtime_ns
         self.file((digest := hashlib.blake2b(raw).hexdigest()[:16], modified), raw)
         return digest, modified
 
@@ -196,7 +198,8 @@ class Disk:
 
 
 def _changes(before: Entries, after: Entries) -> list[Change]:
-    gone, names = before.keys() - after.keys(), {inode: name for name, inode in before.items()}
+    gone = before.keys() - after.keys()
+    names = {inode: name for name, inode in before.items()}
     found = []
     for name, inode in after.items():
         if before.get(name) != inode:

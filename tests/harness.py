@@ -98,7 +98,9 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes, self._questions = [], [], []
+        self._processes = []
+        self._pipes = []
+        self._questions = []
 
     def _start(self) -> None:
         for rank in range(self.world_size):

@@ -162,7 +162,8 @@ def covering(
     points = [(dimension, name) for dimension, names in choices.items() for name in names]
     pairs = [frozenset(pair) for pair in itertools.combinations(points, 2) if pair[0][0] != pair[1][0]]
     pairs = [pair for pair in pairs if allowed(default | dict(pair))]
-    layouts, missing = list(first), dict.fromkeys(pairs)
+    layouts = list(first)
+    missing = dict.fromkeys(pairs)
     for layout in layouts:
         _strike(missing, layout)
     while missing:

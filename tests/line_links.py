@@ -51,7 +51,8 @@ def links(text: str, folder: Path) -> Iterator[tuple[re.Match[str], Link]]:
 
 def corrected(text: str, folder: Path) -> str:
     """Return the page with the correct line numbers of all definitions that exist."""
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for match, link in links(text, folder):
         pieces += [text[end : match.start(3)], str(link.actual or link.line)]
         end = match.end(3)

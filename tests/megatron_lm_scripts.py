@@ -109,7 +109,8 @@ def states() -> Counter[str]:
 
 def counts() -> str:
     """Return the numbers of flags and of scripts in words."""
-    number, flags = states(), sum(states().values())
+    number = states()
+    flags = sum(states().values())
     parse = sum(not script.refused for script in SCRIPTS.values())
     return (
         f"Of {flags} flags, {number['supported']} are supported, {number['accepted with a notice']} are accepted with "

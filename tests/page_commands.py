@@ -69,7 +69,8 @@ def commands(page: Path, root: Path = ROOT) -> list[Command]:
     name = page.relative_to(root).as_posix()
     found = []
     for first, block in blocks(page.read_text(encoding="utf-8")):
-        number, parts = first, []
+        number = first
+        parts = []
         for offset, line in enumerate(block.splitlines()):
             if not parts:
                 number = first + offset
@@ -148,7 +149,8 @@ def run_all(pages: Iterable[Path], kinds: Iterable[str], clone: Path) -> list[st
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     logs = clone.with_name(f"{clone.name}.logs")
     logs.mkdir(exist_ok=True)
-    failures, done = [], set()
+    failures = []
+    done = set()
     if not (clone / ".venv").exists() and ROOT / "README.md" not in pages:
         # As a reader of README.md does first: it installs, and makes data that other pages' commands read
         setup = Command("README.md", 1, "scripts/quickstart.sh", "short")

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             export_model(args.load_dir, args.save_dir, log, hf_dir=args.hf_dir, step=args.ckpt_step)
         else:
             with tempfile.TemporaryDirectory() as directory:
-                imported, exported = Path(directory, "imported"), Path(directory, "exported")
+                imported = Path(directory, "imported")
+                exported = Path(directory, "exported")
                 import_model(args.load_dir, imported, log)
                 export_model(imported, exported, log)
                 compare(args.load_dir, exported)

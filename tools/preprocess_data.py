@@ -300,11 +300,14 @@ def main(argv: list[str] | None = None) -> int:
         skip_bad = args.on_bad_line == "skip"
         summary = preprocess(settings, args.input, args.output_prefix, workers=args.workers, skip_bad=skip_bad)
     except BadLine as error:
-        message, status = f"{error}\nfix the line, or skip such lines with --on-bad-line skip", 1
+        message = f"{error}\nfix the line, or skip such lines with --on-bad-line skip"
+        status = 1
     except (PreprocessingError, UnreadableFile, OSError) as error:
-        message, status = str(error), 1
+        message = str(error)
+        status = 1
     except KeyboardInterrupt:
-        message, status = "interrupted", 130
+        message = "interrupted"
+        status = 130
     else:
         print(*summary, sep="\n", file=sys.stderr)
         return 0

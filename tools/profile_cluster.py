@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     try:
         config = parse_args(with_stand_ins(flags), Machine.here(launch.world_size)).config
         shape = config.transformer
-        expert_parallel, expert_tensor = shape.expert_model_parallel_size, shape.expert_tensor_parallel_size
+        expert_parallel = shape.expert_model_parallel_size
+        expert_tensor = shape.expert_tensor_parallel_size
         if expert_parallel == 1:
             raise ValueError(
                 "--expert-model-parallel-size 1: nothing to measure; give the flags of the training run, with experts"

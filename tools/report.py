@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(
                 "give --tensorboard-dir, --balance-log-dir or --balance-timeline: there is nothing to show"
             )
-        rows, notes = summary(before, after, args.token_bytes), notices(before, after)
+        rows = summary(before, after, args.token_bytes)
+        notes = notices(before, after)
         with matplotlib.rc_context(charts.STYLE):
             html = page(args.title, before, after, rows=rows, notes=notes, token_bytes=args.token_bytes)
             overview = _overview(after) if args.picture else None
@@ -163,7 +164,8 @@ def page(
     title: str, before: LoggedRun, after: LoggedRun, *, rows: list[Row], notes: list[str], token_bytes: int | None
 ) -> str:
     """Return the whole HTML file, which refers to no other file."""
-    events, loads = "--tensorboard-dir DIR", "--balance-log-dir DIR"
+    events = "--tensorboard-dir DIR"
+    loads = "--balance-log-dir DIR"
     both = {name: run for name, run in (("before", before), ("after", after)) if run.scalars}
     shown = {
         "training": drawn(charts.training(both) if both else None, "loss and iteration time", events),
@@ -209,7 +211,8 @@ def _timeline(run: LoggedRun) -> Chart:
         return Chart(
             missing="Not recorded: train with --balance-timeline DIR and a --balance-policy, and give it here."
         )
-    iteration, file = run.timeline[0].iteration, io.BytesIO()
+    iteration = run.timeline[0].iteration
+    file = io.BytesIO()
     picture(run.timeline, iteration).save(file, format="PNG", optimize=True)
     return Chart(_inside("image/png", file.getvalue()), f"timeline of iteration {iteration}")
 

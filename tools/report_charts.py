@@ -15,7 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from megatron_balance.cost.calibration import Factors
 from report_runs import LayerLoads, LoggedRun, Series, aligned
 
-BEFORE, AFTER, INK, GRID = "#c2703d", "#2f6db3", "#1f2328", "#d1d9e0"
+BEFORE = "#c2703d"
+AFTER = "#2f6db3"
+INK = "#1f2328"
+GRID = "#d1d9e0"
 LAYERS = "viridis"
 WIDTH = 10.0
 """Width of the report's figures, in inches."""
@@ -67,7 +70,8 @@ def training(runs: Mapping[str, LoggedRun]) -> Figure | None:
 
 def balance(run: LoggedRun) -> Figure | None:
     """Draw the heaviest rank over the mean by iteration: the mean of all layers, then each layer."""
-    before, after = run.layers("ratio_before"), run.layers("ratio_after")
+    before = run.layers("ratio_before")
+    after = run.layers("ratio_after")
     if not after:
         return None
     rows = 1 + math.ceil(len(after) / 4)
@@ -134,7 +138,9 @@ def decisions(run: LoggedRun) -> Figure | None:
         return None
     drawn = Figure(figsize=(WIDTH, 4.7), layout="constrained")
     grid = drawn.add_gridspec(2, 2)
-    top, planning, owners = drawn.add_subplot(grid[0, :]), drawn.add_subplot(grid[1, 0]), drawn.add_subplot(grid[1, 1])
+    top = drawn.add_subplot(grid[0, :])
+    planning = drawn.add_subplot(grid[1, 0])
+    owners = drawn.add_subplot(grid[1, 1])
     iterations_N, values = aligned(list(hosts.values()))
     table_NL = np.stack(values, axis=1)
     image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colors="PuBu", labels=list(hosts))
@@ -184,7 +190,8 @@ def exchanged(token_bytes: int) -> float:
 
 def prediction(run: LoggedRun) -> Figure | None:
     """Draw predicted against measured time of each layer and iteration, the factors of the calibration, and errors."""
-    predicted, measured = run.layers("predicted_seconds"), run.layers("measured_seconds")
+    predicted = run.layers("predicted_seconds")
+    measured = run.layers("measured_seconds")
     if not predicted:
         return None
     drawn, ((left, right), (factors, ratio)) = figure(2, 2, 3.2)

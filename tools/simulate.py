@@ -160,11 +160,9 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
     from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
 
     transformer = config.transformer
-    ranks, experts, topk = (
-        transformer.expert_model_parallel_size,
-        transformer.num_moe_experts,
-        transformer.moe_router_topk,
-    )
+    ranks = transformer.expert_model_parallel_size
+    experts = transformer.num_moe_experts
+    topk = transformer.moe_router_topk
     assert experts is not None
     # Of all shards of a host; ranks with the same tokens share them
     shards = transformer.expert_tensor_parallel_size or 1

@@ -32,12 +32,20 @@ COLORS = {
 
 _OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|TRANS|AGG|PLAN)\b")
 
-WIDTH, MARGIN, LABELS = 1400, 20, 190
-TITLE, LEGEND, AXIS = 46, 38, 40
+WIDTH = 1400
+MARGIN = 20
+LABELS = 190
+TITLE = 46
+LEGEND = 38
+AXIS = 40
 LANE, GAP, RANK_GAP = 28, 6, 18
 """Sizes in pixels: the page and the labels' column; heights of title, legend and axis; heights and gaps of rows."""
 
-INK, QUIET, PAPER, ROW_PAPER, GRID = "#1f2328", "#59636e", "#ffffff", "#f6f8fa", "#d1d9e0"
+INK = "#1f2328"
+QUIET = "#59636e"
+PAPER = "#ffffff"
+ROW_PAPER = "#f6f8fa"
+GRID = "#d1d9e0"
 
 
 def main(argv: list[str]) -> None:
@@ -122,7 +130,8 @@ class Scale:
     end_us: float
 
     def x(self, time_us: float) -> int:
-        left, right = MARGIN + LABELS, WIDTH - MARGIN
+        left = MARGIN + LABELS
+        right = WIDTH - MARGIN
         # Avoid a division by zero if all times are equal
         return left + round((right - left) * (time_us - self.start_us) / max(self.end_us - self.start_us, 1e-3))
 
@@ -143,10 +152,12 @@ def operation(record: Record) -> str:
 
 
 def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: Record, top: int) -> None:
-    left, right = scale.x(record.start_us), scale.x(record.end_us)
+    left = scale.x(record.start_us)
+    right = scale.x(record.end_us)
     # Leave a gap between neighbors if there is room
     right = right - 2 if right - left >= 4 else max(right - 1, left)
-    color, font = COLORS[operation(record)], _font(14)
+    color = COLORS[operation(record)]
+    font = _font(14)
     draw.rectangle((left, top + 1, right, top + LANE - 2), color)
     text = _fitting(record.name, right - left - 6, font)
     draw.text(((left + right + 1) / 2, top + LANE / 2), text, _ink_on(color), font, anchor="mm")
@@ -161,7 +172,9 @@ def _fitting(name: str, room: float, font: ImageFont.FreeTypeFont) -> str:
 
 
 def _legend(draw: ImageDraw.ImageDraw, operations: set[str]) -> None:
-    x, y, font = MARGIN + LABELS, MARGIN + TITLE, _font(15)
+    x = MARGIN + LABELS
+    y = MARGIN + TITLE
+    font = _font(15)
     for name in (name for name in COLORS if name in operations):
         draw.rectangle((x, y, x + 17, y + 17), COLORS[name])
         draw.text((x + 25, y + 9), name, INK, font, anchor="lm")

@@ -36,7 +36,8 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
         cluster = read(Path(path))
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from error
-    gpus, nodes = int(cluster.gpus_per_node.value), cluster.num_nodes
+    gpus = int(cluster.gpus_per_node.value)
+    nodes = cluster.num_nodes
     if topology.node_size > gpus:
         raise ValueError(
             f"{flag} {path}: its nodes have {gpus} GPUs, but this job has {topology.node_size} processes on a node; "

@@ -102,7 +102,8 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
     """
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
-    world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
+    world_size = topology.world_size
+    stages = config.transformer.pipeline_model_parallel_size
     flag = _cluster_flag(config)
     cluster = flag and read_cluster(*flag, topology)
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
@@ -125,7 +126,8 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
 def stage_ranks(config: RunConfig, stage: int, world_size: int) -> list[int]:
     """Return the ranks of a pipeline stage, in ascending order."""
     transformer = config.transformer
-    stages, neighbors = transformer.pipeline_model_parallel_size, world_size // transformer.pipeline_model_parallel_size
+    stages = transformer.pipeline_model_parallel_size
+    neighbors = world_size // transformer.pipeline_model_parallel_size
     if config.launch.use_tp_pp_dp_mapping:
         neighbors = transformer.tensor_model_parallel_size * transformer.context_parallel_size
     return [rank for rank in range(world_size) if rank // neighbors % stages == stage]
@@ -151,9 +153,11 @@ def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]
 
 def _buildable(config: RunConfig) -> RunConfig:
     """Return a configuration that builds tensors of the same sizes on every machine."""
-    transformer, balance = copy.copy(config.transformer), config.balance
+    transformer = copy.copy(config.transformer)
+    balance = config.balance
     # Transformer Engine's modules have the same parameters as megatron-core's own
-    transformer.transformer_impl, transformer.moe_grouped_gemm = "local", False
+    transformer.transformer_impl = "local"
+    transformer.moe_grouped_gemm = False
     transformer.perform_initialization = False
     if balance.balance_profile == "auto":
         balance = dataclasses.replace(balance, balance_profile="builtin")
@@ -225,7 +229,8 @@ def inspect(config: RunConfig, run: Run) -> Stage:
 
 def model_chunk(chunk: torch.nn.Module) -> Chunk:
     """Return the layers and ends of a built model chunk."""
-    first, last = get_attr_wrapped_model(chunk, "pre_process"), get_attr_wrapped_model(chunk, "post_process")
+    first = get_attr_wrapped_model(chunk, "pre_process")
+    last = get_attr_wrapped_model(chunk, "post_process")
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     predictions = sum(isinstance(module, MultiTokenPredictionLayer) for module in chunk.modules())
     return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last), predictions)
@@ -233,7 +238,8 @@ def model_chunk(chunk: torch.nn.Module) -> Chunk:
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
     """Return the tokens of a microbatch on each rank, and its rows: under even routing, or those with room."""
-    transformer, tensor = config.transformer, run.groups.tp.size()
+    transformer = config.transformer
+    tensor = run.groups.tp.size()
     whole = microbatch_tokens(config)
     part = whole // tensor if transformer.sequence_parallel else whole
     if transformer.num_moe_experts is None:
@@ -271,8 +277,11 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 def _pipeline(run: Run) -> list[str]:
-    config, train, microbatches = run.config.transformer, run.config.train, run.batches.get()
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    config = run.config.transformer
+    train = run.config.train
+    microbatches = run.batches.get()
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size
     ahead = []
     for stage in range(stages):
         passes = hooks.stage_passes(config, stage, microbatches)
@@ -290,7 +299,8 @@ def _pipeline(run: Run) -> list[str]:
 
 def _balancing(run: Run) -> str:
     """Return one line about the schedule of a stage's iteration; computing it also validates the schedule."""
-    stage, balance = f"  stage {run.groups.pp.rank()}: ", run.config.balance
+    stage = f"  stage {run.groups.pp.rank()}: "
+    balance = run.config.balance
     if run.balancer is None or not run.balancer.layers:
         return f"{stage}every expert stays on its owner"
     schedule = run.balancer.schedule(run.batches.get())
@@ -308,7 +318,8 @@ def _memory(rows: Sequence[Stage], held_by: Sequence[Sequence[int]]) -> list[str
         sizes = stage.uses.values()
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
         where = in_words(held_by[number]).partition(" ")[2]
-        layers, billions = f"{stage.layers} ({stage.moe_layers})", stage.held.count / 1e9
+        layers = f"{stage.layers} ({stage.moe_layers})"
+        billions = stage.held.count / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
 

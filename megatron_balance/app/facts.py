@@ -127,12 +127,14 @@ def _text(value: Any) -> str:
 
 def source_of(module: str) -> str:
     """Return the `content_digest` of a module's file, found without importing the module or its packages."""
-    places, path = None, None
+    places = None
+    path = None
     for name in _prefixes(module):
         found = _found(name, places)
         if found is None:
             return "not found"
-        places, path = found.submodule_search_locations, found.origin
+        places = found.submodule_search_locations
+        path = found.origin
     return content_digest(Path(path)) if path is not None else "no file"
 
 

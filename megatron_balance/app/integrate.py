@@ -109,7 +109,8 @@ class Balancing:
         self.progress = Progress()
         self.balancer: Balancer | None = None
         """None without a policy, and before `attach`."""
-        self._args, self._groups = args, groups
+        self._args = args
+        self._groups = groups
         self._wiring: Wiring | None = None
 
     @property
@@ -224,7 +225,9 @@ class _Iterations:
     """Detects from a model's passes when iterations begin and end."""
 
     def __init__(self, balancing: Balancing, hooks: TransformerConfig, report: Report) -> None:
-        self.balancing, self.hooks, self.report = balancing, hooks, report
+        self.balancing = balancing
+        self.hooks = hooks
+        self.report = report
         self.finalize: Callable = finalize_model_grads
         self._running = self._resumed = False
 
@@ -239,7 +242,8 @@ class _Iterations:
             )
         progress = self.balancing.progress
         if not self._resumed:
-            progress.iteration, self._resumed = self.balancing.first_iteration, True
+            progress.iteration = self.balancing.first_iteration
+            self._resumed = True
         self._running = True
         if self.balancing.balancer is not None:
             self.balancing.balancer.begin_iteration(progress.iteration + 1)
@@ -247,8 +251,10 @@ class _Iterations:
     def end(self, *args: Any, **kwargs: Any) -> Any:
         """Finalize gradients and end the iteration; the `finalize_model_grads_func` of the transformer config."""
         result = self.finalize(*args, **kwargs)
-        progress, balancer = self.balancing.progress, self.balancing.balancer
-        progress.iteration, self._running = progress.iteration + 1, False
+        progress = self.balancing.progress
+        balancer = self.balancing.balancer
+        progress.iteration = progress.iteration + 1
+        self._running = False
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
             # The device's times are known only once it has finished
             torch.cuda.synchronize()

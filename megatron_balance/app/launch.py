@@ -61,7 +61,8 @@ def pretrain(argv: list[str]) -> None:
             quiet.show_logs(config.log.logging_level)
         torch.use_deterministic_algorithms(config.transformer.deterministic_mode)
         store = _join(launch, asked)
-    stopping, timeout = Stopping(config.train), config.launch.distributed_timeout_minutes * 60
+    stopping = Stopping(config.train)
+    timeout = config.launch.distributed_timeout_minutes * 60
     with (
         Collectives().recorded() as collectives,
         HangGuard(
@@ -168,7 +169,8 @@ def _prepare(asked: _Asked, guard: HangGuard, held: SaveDirectory) -> tuple[Run,
 
 def _run_log(run: Run) -> RunLog:
     """Return the log of a run; if any rank cannot write its log, all ranks raise."""
-    log, error = None, None
+    log = None
+    error = None
     try:
         log = RunLog(run.config, run.length.iterations, run.vocab_size)
     except ValueError as failure:
@@ -181,10 +183,16 @@ def _run_log(run: Run) -> RunLog:
 @contextlib.contextmanager
 def _recording(run: Run) -> Iterator[Callable[[StepReport], None]]:
     """Yield a function to call after every iteration, which writes the recordings that flags ask for."""
-    rank, done = dist.get_rank(), run.progress.iteration
-    trace_path, balance = run.config.log.moe_routing_trace_path, run.config.balance
+    rank = dist.get_rank()
+    done = run.progress.iteration
+    trace_path = run.config.log.moe_routing_trace_path
+    balance = run.config.balance
     intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
-    trace, loads, factors, timeline, error = None, None, None, None, None
+    trace = None
+    loads = None
+    factors = None
+    timeline = None
+    error = None
     try:
         if trace_path is not None:
             trace = RoutingTrace(run.model, Path(trace_path), rank, lambda: run.progress.iteration, first_step=done)

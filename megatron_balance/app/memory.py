@@ -79,7 +79,8 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
         chunks: the bytes that each model chunk keeps for one microbatch.
     """
     alive: Counter[int] = Counter()
-    most, microbatches = 0, 0
+    most = 0
+    microbatches = 0
     for one in passes:
         if one.forward:
             alive[one.chunk] += 1
@@ -88,13 +89,15 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
             present += chunks[one.chunk].recomputed
             alive[one.chunk] -= 1
         if present > most:
-            most, microbatches = present, alive.total() + (not one.forward)
+            most = present
+            microbatches = alive.total() + (not one.forward)
     return most, microbatches
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
     """Return the bytes that all layers of a chunk keep; `boundary` is the size of the tensor between two layers."""
-    stored, recomputed = [one.stored for one in layers], [one.recomputed for one in layers]
+    stored = [one.stored for one in layers]
+    recomputed = [one.recomputed for one in layers]
     if config.recompute_granularity != "full":
         return Kept(sum(stored), max(recomputed, default=0))
     together = config.recompute_num_layers or 1
@@ -131,13 +134,17 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
 
 def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of queries, keys, values and their product, and of the scores (0 with fused attention)."""
-    transformer, itemsize, length = config.transformer, _itemsize(config.transformer), config.model.seq_length
+    transformer = config.transformer
+    itemsize = _itemsize(config.transformer)
+    length = config.model.seq_length
     assert length is not None
     if isinstance(transformer, MLATransformerConfig):
         return _latent_attention(transformer, tokens, length)
     assert transformer.kv_channels is not None
-    heads, groups = transformer.num_attention_heads, transformer.num_query_groups or transformer.num_attention_heads
-    width, t = transformer.kv_channels, transformer.tensor_model_parallel_size
+    heads = transformer.num_attention_heads
+    groups = transformer.num_query_groups or transformer.num_attention_heads
+    width = transformer.kv_channels
+    t = transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
     rotated = config.model.position_embedding_type == "rope"
     # A norm's input is a view of the projection's output, and a rotation does not keep its own input
@@ -160,11 +167,13 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
     """Return the same bytes as `_attention`, for multi-latent attention."""
-    itemsize, heads = _itemsize(config), config.num_attention_heads // config.tensor_model_parallel_size
+    itemsize = _itemsize(config)
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
     # The compressed channels and their norm; position channels are rotated for all heads at once. Where all ranks'
     # channels are gathered, a rank's part of the tokens is a view of all tokens
-    engine, latent = config.transformer_impl == "transformer_engine", config.kv_lora_rank + (config.q_lora_rank or 0)
+    engine = config.transformer_impl == "transformer_engine"
+    latent = config.kv_lora_rank + (config.q_lora_rank or 0)
     projected = (tokens.part if engine else tokens.whole) * (latent + config.qk_pos_emb_head_dim)
     normed = tokens.part * (_norm(config) - 1) * latent
     channels = projected + normed + tokens.whole * heads * (2 * query + 2 * config.v_head_dim)
@@ -184,7 +193,8 @@ def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, 
 
 def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of the experts' rows and first projection output, and of the weighted activations."""
-    transformer, itemsize = config.transformer, _itemsize(config.transformer)
+    transformer = config.transformer
+    itemsize = _itemsize(config.transformer)
     assert transformer.moe_ffn_hidden_size is not None and transformer.expert_tensor_parallel_size is not None
     elements = tokens.rows * transformer.moe_ffn_hidden_size // transformer.expert_tensor_parallel_size * itemsize
     rows = tokens.rows * transformer.hidden_size * itemsize
@@ -199,7 +209,8 @@ def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:
     """Return the bytes of logits, weights, choices and their mask, and of the indices that sort the rows."""
-    itemsize, chosen = _itemsize(config), config.moe_router_topk
+    itemsize = _itemsize(config)
+    chosen = config.moe_router_topk
     assert config.num_moe_experts is not None
     return tokens.part * (config.num_moe_experts * (2 * itemsize + 4 + 1) + chosen * (8 + 8 + 8 + 4 + itemsize))
 

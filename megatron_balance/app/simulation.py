@@ -75,12 +75,16 @@ def simulated_job(
     """
     _check(config)
     topology = target.topology
-    world_size, stages = topology.world_size, config.transformer.pipeline_model_parallel_size
-    has_policy, fabric = config.balance.balance_policy != "none", Fabric(world_size, topology.node_size)
+    world_size = topology.world_size
+    stages = config.transformer.pipeline_model_parallel_size
+    has_policy = config.balance.balance_policy != "none"
+    fabric = Fabric(world_size, topology.node_size)
     # Only layers of a run with a policy have cost models; which one makes no difference to them
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
     balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))
-    built, memory, microbatches = [], [], 0
+    built = []
+    memory = []
+    microbatches = 0
     for stage in range(stages):
         rank = stage * world_size // stages
         with imagined_run(config.replace(balance=balance), rank, world_size) as run:
@@ -101,7 +105,8 @@ def simulated_job(
 
 
 def _check(config: RunConfig) -> None:
-    transformer, balance = config.transformer, config.balance
+    transformer = config.transformer
+    balance = config.balance
     if transformer.num_moe_experts is None:
         raise ValueError("--num-experts: is missing; only models with experts can be simulated")
     if transformer.expert_model_parallel_size == 1:
@@ -129,11 +134,17 @@ class _StageBuilder:
     def __init__(
         self, config: RunConfig, run: Run, fabric: Fabric, number: int, has_policy: bool, target: Target
     ) -> None:
-        self.config, self.run, self.fabric, self.number = config, run, fabric, number
-        self.has_policy, self.target, self.transformer = has_policy, target, config.transformer
+        self.config = config
+        self.run = run
+        self.fabric = fabric
+        self.number = number
+        self.has_policy = has_policy
+        self.target = target
+        self.transformer = config.transformer
         self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
         assert run.balancer is not None
-        self.balancer, self.states = run.balancer, run.balancer.layers
+        self.balancer = run.balancer
+        self.states = run.balancer.layers
         topology = Topology(fabric.num_ranks, config.comm.moe_comm_node_size or fabric.num_ranks)
         # Also of stages without MoE layers, which have no cost model
         self.profile = Profiles(run.config, run.groups, topology).experts
@@ -162,7 +173,8 @@ class _StageBuilder:
         if self.has_policy and self.states:
             schedule = self.balancer.schedule(self.run.batches.get())
         others = self._others(blocks)
-        (reductions, gathers), ddp = self._reductions(), self.config.ddp
+        (reductions, gathers) = self._reductions()
+        ddp = self.config.ddp
         early: dict[int, Work] = {}
         late: dict[int, Work] = {}
         if ddp.overlap_grad_reduce:
@@ -170,7 +182,8 @@ class _StageBuilder:
             overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
             early = _parts(one_after_another(overlapped), others)
         if ddp.overlap_param_gather:
-            late, gathers = _parts(one_after_another(gathers), others), []
+            late = _parts(one_after_another(gathers), others)
+            gathers = []
         return Stage(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
@@ -198,7 +211,9 @@ class _StageBuilder:
         )
 
     def _wire(self, ranks_D: np.ndarray) -> Wire:
-        parallel, groups, transformer = self.parallel, self.run.groups, self.transformer
+        parallel = self.parallel
+        groups = self.run.groups
+        transformer = self.transformer
         assert parallel is not None
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
@@ -231,7 +246,8 @@ class _StageBuilder:
                 parts[-1] += self._layer_seconds(moe)
                 if moe:
                     parts.append(0.0)
-            hidden, heads = self.transformer.hidden_size, chunk.head + chunk.predictions
+            hidden = self.transformer.hidden_size
+            heads = chunk.head + chunk.predictions
             # A layer for multi-token prediction projects two states to one, and has logits of its own
             parts[-1] += self._seconds(2 * hidden * (heads * self.run.vocab_size + chunk.predictions * 2 * hidden))
             names = [chunk_start(index), *numbers]
@@ -240,7 +256,8 @@ class _StageBuilder:
 
     def _layer_seconds(self, moe: bool) -> float:
         """Return the forward seconds of a layer without its routed experts, with its tensor-parallel collectives."""
-        config, length = self.transformer, self.config.model.seq_length
+        config = self.transformer
+        length = self.config.model.seq_length
         assert length is not None and config.ffn_hidden_size is not None
         inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
         flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
@@ -261,7 +278,8 @@ class _StageBuilder:
 
     def _both(self, forward: float) -> tuple[float, float]:
         """Return forward and backward seconds; full recomputation repeats the forward pass."""
-        line, back = self.profile.forward, self.profile.backward
+        line = self.profile.forward
+        back = self.profile.backward
         backward = forward * back.seconds_per_token / line.seconds_per_token
         return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
 
@@ -276,11 +294,13 @@ class _StageBuilder:
 
     def _reductions(self) -> tuple[list[Work], list[Work]]:
         """Return the reductions of dense gradients and of experts', and the all-gathers of their parameters."""
-        ranks_D, network = self.number * self.size + np.arange(self.size), Network.of(self.target.whole)
+        ranks_D = self.number * self.size + np.arange(self.size)
+        network = Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
         sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
         sizes += (("expert_parallel_buffers", self.run.groups.tp_ep.size()),)
-        reductions, gathers = [], []
+        reductions = []
+        gathers = []
         for attribute, apart in sizes:
             buffers = [buffer for chunk in self.run.model for buffer in getattr(chunk, attribute)]
             gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
@@ -293,7 +313,8 @@ class _StageBuilder:
 
     def _step(self) -> float:
         """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
-        bandwidth, rest = self.target.memory_bandwidth, self.target.iteration_seconds
+        bandwidth = self.target.memory_bandwidth
+        rest = self.target.iteration_seconds
         if bandwidth is None:
             return rest
         held = inspect(self.config, self.run).held

@@ -20,7 +20,9 @@ from megatron_balance.training.run import Run
 @contextlib.contextmanager
 def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
     """Yield a function to call after every iteration, which profiles, reports memory and collects garbage."""
-    config, done, rank = run.config, run.progress.iteration, dist.get_rank()
+    config = run.config
+    done = run.progress.iteration
+    rank = dist.get_rank()
     profiler = build_profiler(config.profiling, config.log.tensorboard_dir, rank, done)
     history = _history(run) if config.profiling.record_memory_history else None
 
@@ -57,7 +59,8 @@ def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
 
 def _history(run: Run) -> Callable[[], None]:
     """Start to record allocations; return a function that writes those of the last rank."""
-    settings, rank = run.config.profiling, dist.get_rank()
+    settings = run.config.profiling
+    rank = dist.get_rank()
     path = Path(settings.memory_snapshot_path)
     memory.record_history(path.with_name(f"oom_rank-{rank}_{path.name}"))
     attempts = Attempts(f"--memory-snapshot-path {path}")

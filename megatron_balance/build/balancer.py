@@ -62,7 +62,9 @@ def build_balancer(
     Raises:
         ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
     """
-    config, groups, settings = wiring.config, wiring.groups, wiring.config.balance
+    config = wiring.config
+    groups = wiring.groups
+    settings = wiring.config.balance
     if settings.balance_policy == "none":
         return None
     by_chunk = [_moe_layers(chunk) for chunk in model]
@@ -75,7 +77,9 @@ def build_balancer(
     sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
     states = {}
     for number, layer in layers.items():
-        parameters, state, fields = list(layer.experts.parameters()), 0.0, tuple
+        parameters = list(layer.experts.parameters())
+        state = 0.0
+        fields = tuple
         if optimizer is not None:
             fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
             state = state_bytes(optimizer, parameters, sharers) / owners.home_slots
@@ -116,7 +120,8 @@ def _record(config: RunConfig) -> Record | None:
 
 def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
     """Return the placement with every expert on its owner alone, and no more guest slots than there are experts."""
-    num_ranks, num_experts = groups.ep.size(), config.transformer.num_moe_experts
+    num_ranks = groups.ep.size()
+    num_experts = config.transformer.num_moe_experts
     assert num_experts is not None
     slots = min(config.balance.balance_guest_slots, num_experts - num_experts // num_ranks)
     return Placement.identity(num_experts, num_ranks, slots)
@@ -160,7 +165,8 @@ def _ownership(config: RunConfig, groups: ProcessGroupCollection) -> OwnershipTr
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
     """Return the policy, ready to plan, and the planner that calls it."""
-    name, seconds = config.balance.balance_policy, patience(config.launch.distributed_timeout_minutes)
+    name = config.balance.balance_policy
+    seconds = patience(config.launch.distributed_timeout_minutes)
     policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
     if not isinstance(policy, PolicyProcess):
         return policy, Planner(seconds, name=name)
@@ -191,8 +197,10 @@ def _manager(
     Args:
         state_bytes_per_expert: parameters and optimizer state on one rank.
     """
-    config, exchange = wiring.config, wiring.exchange
-    settings, transformer = config.balance, config.transformer
+    config = wiring.config
+    exchange = wiring.exchange
+    settings = config.balance
+    transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
     split = settings.balance_token_split
     layer.split = cast(Split, split_of(policy)) if split == "policy" else split

@@ -48,15 +48,20 @@ class Profiles:
         `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
         the same plans.
         """
-        profile, capacities = self._read_or_measured(), self.config.balance.balance_capacities
+        profile = self._read_or_measured()
+        capacities = self.config.balance.balance_capacities
         if capacities is None:
             return profile
         mean = sum(capacities) / len(capacities)
         return dataclasses.replace(profile, rates=tuple(capacity / mean for capacity in capacities))
 
     def _read_or_measured(self) -> ClusterProfile:
-        config, groups, num_ranks = self.config, self.groups, self.groups.ep.size()
-        wanted, node_size, shards = config.balance.balance_profile, self.node_size(groups.ep), groups.expt_tp.size()
+        config = self.config
+        groups = self.groups
+        num_ranks = self.groups.ep.size()
+        wanted = config.balance.balance_profile
+        node_size = self.node_size(groups.ep)
+        shards = groups.expt_tp.size()
         if wanted == "builtin":
             return builtin(num_ranks, node_size, *_expert_shape(config, shards))
         if wanted != "auto":
@@ -89,8 +94,10 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
     Raises:
         ValueError: the file cannot be read, or is for another job; the error names it.
     """
-    transformer, path = config.transformer, Path(config.balance.balance_profile)
-    num_ranks, shards = transformer.expert_model_parallel_size, transformer.expert_tensor_parallel_size
+    transformer = config.transformer
+    path = Path(config.balance.balance_profile)
+    num_ranks = transformer.expert_model_parallel_size
+    shards = transformer.expert_tensor_parallel_size
     assert shards is not None
     node_size = expert_node_size(topology, num_ranks, shards)
     if is_cluster(path):
@@ -115,16 +122,20 @@ def first_rank_log() -> Log | None:
 
 def microbatch_tokens(config: RunConfig) -> int:
     """Return the tokens of a microbatch on each context-parallel rank."""
-    samples, length = config.train.micro_batch_size, config.model.seq_length
+    samples = config.train.micro_batch_size
+    length = config.model.seq_length
     assert samples is not None and length is not None
     return samples * length // config.transformer.context_parallel_size
 
 
 def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
     """Return the shape of a rank's part of a microbatch in an MoE layer under even routing."""
-    transformer, tokens, copies = config.transformer, microbatch_tokens(config), groups.tp.size()
+    transformer = config.transformer
+    tokens = microbatch_tokens(config)
+    copies = groups.tp.size()
     if transformer.sequence_parallel:
-        tokens, copies = tokens // copies, 1
+        tokens = tokens // copies
+        copies = 1
     factor = transformer.moe_expert_capacity_factor or 1.0
     if not transformer.moe_pad_expert_input_to_capacity:
         factor = min(factor, 1.0)
@@ -157,7 +168,8 @@ def measure_cluster(
     transformer = copy.copy(config.transformer)
     transformer.perform_initialization = False
     assert transformer.num_moe_experts is not None
-    home, gemm = range(transformer.num_moe_experts // groups.ep.size()), expert_gemm(config.balance.moe_expert_gemm)
+    home = range(transformer.num_moe_experts // groups.ep.size())
+    gemm = expert_gemm(config.balance.moe_expert_gemm)
     experts = GroupedExperts(home, transformer, groups, gemm)
     device = experts.linear_fc1.weight.device
     generator = torch.Generator(device).manual_seed(0)
@@ -195,7 +207,9 @@ def _shares(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
     """Measure the terms in which `schedule_choices` differ (Parm, section V-A); every rank of the job calls it."""
-    saa_group, transformer, shape = None, config.transformer, layer_shape(config, groups)
+    saa_group = None
+    transformer = config.transformer
+    shape = layer_shape(config, groups)
     if "s2" in schedule_choices(config, groups):
         saa_group = new_saa_group(config, groups)
     direct, gathering = (

@@ -129,7 +129,8 @@ def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatche
     Args:
         microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
     """
-    config, progress = wiring.config, wiring.progress
+    config = wiring.config
+    progress = wiring.progress
     if config.balance.moe_router_force_workload == "none":
         return
     divided = wiring.dispatch.splits_tokens or config.transformer.sequence_parallel
@@ -141,7 +142,8 @@ def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatche
 
 def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel]:
     """Return this rank's model chunks (one, or one per virtual pipeline stage) in DDP."""
-    config, groups = wiring.config, wiring.groups
+    config = wiring.config
+    groups = wiring.groups
     pieces = config.transformer.virtual_pipeline_model_parallel_size
     stages = [None] if pieces is None else range(pieces)
     blocks = [build_block_spec(wiring, stage) for stage in stages]
@@ -161,7 +163,8 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
 
 
 def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodules, stage: int | None) -> GPTModel:
-    config, groups = wiring.config, wiring.groups
+    config = wiring.config
+    groups = wiring.groups
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or chunks is None or stage == chunks - 1)
@@ -266,7 +269,8 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
     module, submodules = parts(layer.mlp)
     if module is not MoELayer:
         return spec
-    spec, submodules = copy.copy(spec), copy.copy(submodules)
+    spec = copy.copy(spec)
+    submodules = copy.copy(submodules)
     spec.submodules = layer
     gemm = expert_gemm(wiring.config.balance.moe_expert_gemm)
     submodules.experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
@@ -293,9 +297,11 @@ def parts(spec: ModuleSpec | functools.partial) -> tuple[Any, Any]:
 
 def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
     """Return a copy of `spec` with the norms and attention of `device/` where megatron-core lacks a suitable one."""
-    spec, shape = copy.deepcopy(spec), config.transformer
+    spec = copy.deepcopy(spec)
+    shape = config.transformer
     layer: Any = spec.submodules
-    attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
+    attention = layer.self_attention.submodules
+    keys = layer.sharded_state_dict_keys_map
     for submodules in (layer, attention):
         for name, value in vars(submodules).items():
             if value is WrappedTorchNorm:
@@ -321,7 +327,8 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
 
 def connect_hooks(wiring: Wiring, model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Set the hooks that megatron-core's schedules read from the transformer config."""
-    config, hooks = wiring.config, wiring.config.transformer
+    config = wiring.config
+    hooks = wiring.config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
     if config.log.timing_log_level:
         hooks.timers = config.optimizer.timers = Timers(config.log.timing_log_level, config.log.timing_log_option)

@@ -79,8 +79,10 @@ def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Pr
 
 
 def _dispatch(profiles: Profiles) -> ParallelDispatch:
-    config, groups = profiles.config, profiles.groups
-    schedule, saa_group = config.comm.moe_parallel_schedule, None
+    config = profiles.config
+    groups = profiles.groups
+    schedule = config.comm.moe_parallel_schedule
+    saa_group = None
     if schedule == "auto":
         schedule = _faster_schedule(profiles)
     if schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config):
@@ -98,13 +100,17 @@ def _is_simultaneous(config: RunConfig) -> bool:
 
 def _faster_schedule(profiles: Profiles) -> str:
     """Return the schedule that is predicted to be the fastest for the run's MoE layers, which all have one shape."""
-    config, groups = profiles.config, profiles.groups
-    log, names = first_rank_log() or (lambda line: None), schedule_choices(profiles.config, profiles.groups)
+    config = profiles.config
+    groups = profiles.groups
+    log = first_rank_log() or (lambda line: None)
+    names = schedule_choices(profiles.config, profiles.groups)
     if len(names) == 1:
         log(f"--moe-parallel-schedule auto: {names[0]}, because the schedules do not differ in this layout")
         return names[0]
-    shape, itemsize = layer_shape(config, groups), config.transformer.params_dtype.itemsize
-    model, overlapped = ScheduleModel(profiles.of(groups.tp_ep), shape.mp, shape.esp), _is_simultaneous(config)
+    shape = layer_shape(config, groups)
+    itemsize = config.transformer.params_dtype.itemsize
+    model = ScheduleModel(profiles.of(groups.tp_ep), shape.mp, shape.esp)
+    overlapped = _is_simultaneous(config)
     seconds = {name: model.seconds(name, shape, itemsize, overlapped) for name in names}
     chosen = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
@@ -113,7 +119,9 @@ def _faster_schedule(profiles: Profiles) -> str:
 
 
 def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
-    comm, wire, minutes = profiles.config.comm, dispatch.wire, profiles.config.launch.distributed_timeout_minutes
+    comm = profiles.config.comm
+    wire = dispatch.wire
+    minutes = profiles.config.launch.distributed_timeout_minutes
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
         wire,
@@ -128,7 +136,9 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
 def _chunk_choice(
     profiles: Profiles, dispatch: ParallelDispatch, exchange: TokenExchange, progress: Progress
 ) -> ChunkChoice | None:
-    config, comm, transformer = profiles.config, profiles.config.comm, profiles.config.transformer
+    config = profiles.config
+    comm = profiles.config.comm
+    transformer = profiles.config.transformer
     if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
         return None
     decide: Decide

@@ -187,7 +187,8 @@ class Checkpoints:
     def _written(self, save: _Save) -> bool:
         """Return whether all ranks' parts are on disk."""
         assert save.writer is not None
-        error, done = None, False
+        error = None
+        done = False
         try:
             done = save.writer.poll()
         except OSError as failure:
@@ -203,7 +204,8 @@ class Checkpoints:
         return not writing
 
     def _complete(self, save: _Save) -> None:
-        directory, writer = self.directory, save.writer
+        directory = self.directory
+        writer = save.writer
         assert directory is not None and writer is not None
         self.in_flight = None
         with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):

@@ -152,7 +152,8 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
     for name, kind in kinds.items():
         if name in saved and saved[name] != flags[name]:
             found[kind].append(_difference(name, flags[name], saved[name]))
-    refused, warned = [], [Kind.FUNCTION]
+    refused = []
+    warned = [Kind.FUNCTION]
     if found[Kind.WEIGHTS]:
         remedy = "leave them out" if flags["use_checkpoint_args"] else "change them, or give --use-checkpoint-args"
         refused.append(f"{_sentence(Kind.WEIGHTS, found)}; {remedy}")
@@ -167,7 +168,8 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
     texts = [_sentence(kind, found) for kind in warned if found[kind]]
     if loaded.schedule:
         errors, notes = _compare_schedules(saved, flags)
-        refused, texts = refused + errors, texts + notes
+        refused = refused + errors
+        texts = texts + notes
     return Differences(refused, texts)
 
 
@@ -216,12 +218,14 @@ def _compare_schedules(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Dif
             if name in saved and saved[name] != mine[name]
         ]
 
-    kept, own = differing(SCHEDULE_FLAGS), differing(STATELESS_FLAGS)
+    kept = differing(SCHEDULE_FLAGS)
+    own = differing(STATELESS_FLAGS)
     batches = [flags.get("global_batch_size") for flags in (mine, saved)]
     if kept and batches[0] != batches[1]:
         # Its default follows from the number of ranks, and a schedule in iterations follows from it
         kept.insert(0, _difference("global_batch_size", *batches))
-    flags, checkpoint = mine["override_opt_param_scheduler"], mine["use_checkpoint_opt_param_scheduler"]
+    flags = mine["override_opt_param_scheduler"]
+    checkpoint = mine["use_checkpoint_opt_param_scheduler"]
     refused = []
     if kept and not flags and not checkpoint:
         refused.append(

@@ -97,7 +97,8 @@ class CheckpointDirectory:
     def commit(self, staged: Path, iteration: int) -> None:
         """Give a staged directory, complete and on disk, its final name, and update the tracker."""
         sync(staged)
-        final, replaced = self.path(iteration), None
+        final = self.path(iteration)
+        replaced = None
         if final.exists():
             replaced = self._aside(iteration, "replaced")
             os.rename(final, replaced)

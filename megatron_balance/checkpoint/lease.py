@@ -71,7 +71,9 @@ class Record:
         """Return the record, or None if `raw` is not the complete output of `render`."""
         try:
             content: dict[str, Any] = json.loads(raw)
-            owner, token, renewals = content["owner"], content["token"], content["renewals"]
+            owner = content["owner"]
+            token = content["token"]
+            renewals = content["renewals"]
             for name in ("process", "attempt", "started"):
                 owner[name] = max(0, int(owner[name]))
             return cls(Owner(**owner), str(token), int(renewals), content["released"] is True)
@@ -90,11 +92,15 @@ class Lease:
     """
 
     def __init__(self, root: Path, owner: Owner, named: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.root, self.owner, self.named, self._clock = root, owner, named, clock
+        self.root = root
+        self.owner = owner
+        self.named = named
+        self._clock = clock
         self.generation: int | None = None
         """Number of the lease that this process holds."""
 
-        self._token, self._renewals = secrets.token_hex(8), 0
+        self._token = secrets.token_hex(8)
+        self._renewals = 0
         self._seen: tuple[int, bytes, float] | None = None
         self._changing = threading.Lock()
         self._ending = threading.Event()
@@ -133,7 +139,9 @@ class Lease:
         raw = self._read(generation)
         if raw is None:
             return False
-        other, limit, now = Record.parse(raw), STALE_SECONDS, self._clock()
+        other = Record.parse(raw)
+        limit = STALE_SECONDS
+        now = self._clock()
         if other is not None:
             alive = self.owner.sees_running(other.owner)
             same = (self.owner.machine, self.owner.process) == (other.owner.machine, other.owner.process)
@@ -261,7 +269,8 @@ class Lease:
             return None
 
     def _create(self, generation: int) -> bool:
-        path, created = self._path(generation), False
+        path = self._path(generation)
+        created = False
         try:
             with open(path, "xb") as file:
                 created = True

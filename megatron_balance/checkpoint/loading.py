@@ -116,7 +116,8 @@ def _compare_flags(saved: Mapping[str, Any], config: RunConfig, length: Length, 
 
 
 def _parts_to_load(run: Run, common: dict[str, Any], weights_only: bool, log: RunLog) -> run_state.Parts:
-    settings, parts = run.config.checkpoint, set(common["parts"])
+    settings = run.config.checkpoint
+    parts = set(common["parts"])
     if weights_only or settings.no_load_optim:
         parts.discard("optimizer")
     if weights_only or settings.no_load_rng:

@@ -36,7 +36,8 @@ class Damaged(ValueError):
     def __init__(self, path: str | Path, reason: str) -> None:
         # Both become `args`, so that the exception survives being pickled and sent to other ranks
         super().__init__(str(path), reason)
-        self.path, self.reason = Path(path), reason
+        self.path = Path(path)
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -88,7 +89,9 @@ class Manifest:
 def digest(path: str | Path) -> Entry:
     """Return the size and digest of a file; raise OSError if it cannot be read."""
     # A buffer instead of a memory map: a file that is truncated while being read causes an error, not a SIGBUS
-    hasher, size, buffer = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, memoryview(bytearray(_CHUNK_BYTES))
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    size = 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
@@ -244,7 +247,8 @@ def _parse_entry(name: str, entry: Any) -> Entry:
         raise ValueError(f"{name!r} is not a name of a file inside the directory")
     if not isinstance(entry, dict) or entry.keys() != {"bytes", "blake2b"}:
         raise ValueError(f"{name}: wants the keys bytes and blake2b")
-    size, blake2b = entry["bytes"], entry["blake2b"]
+    size = entry["bytes"]
+    blake2b = entry["blake2b"]
     if type(size) is not int or size < 0:
         raise ValueError(f"{name}: bytes {size!r}")
     if not isinstance(blake2b, str) or not re.fullmatch(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", blake2b):

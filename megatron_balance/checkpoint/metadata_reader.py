@@ -33,7 +33,9 @@ class MetadataReader:
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
-        self.path, self.content, self.at = path, content, 0
+        self.path = path
+        self.content = content
+        self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -66,7 +68,10 @@ class MetadataReader:
         return metadata
 
     def _run(self) -> None:
-        content, stack, memo, at = self.content, self.stack, self.memo, 0
+        content = self.content
+        stack = self.stack
+        memo = self.memo
+        at = 0
         while (code := content[at]) != _STOP:
             at += 1
             # Half of all instructions are one of these three

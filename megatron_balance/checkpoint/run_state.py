@@ -169,7 +169,8 @@ def balancer_state(run: Run) -> ShardedStateDict:
     """
     assert run.balancer is not None
     group = run.balancer.deciders
-    first, rank = min(dist.get_process_group_ranks(group)), group.rank()
+    first = min(dist.get_process_group_ranks(group))
+    rank = group.rank()
     state = None if rank else run.balancer.state()
     return {"balancer": ShardedObject(f"balancer.{first}", state, (1,), (0,), replica_id=rank)}
 
@@ -186,7 +187,8 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
     for index, module in enumerate(unwrap_model(run.model)):
         module.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
     if "optimizer" in parts:
-        optimizer, values = loaded["optimizer"], loaded.get("optimizer_shards", {})
+        optimizer = loaded["optimizer"]
+        values = loaded.get("optimizer_shards", {})
         for index, (holder, key, _) in enumerate([*_shards(optimizer)]):
             holder[key] = values[index]
         _load_optimizer(run.optimizer, optimizer, loaded["optimizer_step"])
@@ -300,7 +302,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict, step: int) -> Non
     for index, part in enumerate(parts):
         if part not in optimizers(optimizer):
             continue
-        part_state, inner = state if len(parts) == 1 else state[index], part.optimizer
+        part_state = state if len(parts) == 1 else state[index]
+        inner = part.optimizer
         shards = part_state.pop("param_state", None)
         # Float16 and distributed optimizers wrap the inner optimizer's state dict
         _insert_step(part_state.get("optimizer", part_state), step, inner)

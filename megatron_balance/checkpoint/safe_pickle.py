@@ -126,7 +126,8 @@ def check_metadata(path: str | Path) -> Metadata:
 
 def check_objects(directory: str | Path, metadata: Metadata, foreign: bool = False) -> None:
     """Raise Damaged unless all entries are inside the directory's files, and the objects are safe to read."""
-    directory, sizes = Path(directory), dict[str, int]()
+    directory = Path(directory)
+    sizes = dict[str, int]()
     for index, info in metadata.storage_data.items():
         if info.relative_path not in sizes:
             if not is_plain_name(info.relative_path):

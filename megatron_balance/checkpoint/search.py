@@ -79,7 +79,8 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
 
 
 def _candidates(directory: CheckpointDirectory, step: int | None) -> tuple[list[int], list[str]]:
-    iterations, notices = directory.iterations(), []
+    iterations = directory.iterations()
+    notices = []
     if step is not None:
         if step not in iterations:
             raise CheckpointError(_no_step(step, directory.root, iterations))

@@ -15,7 +15,8 @@ def across_heads(values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--normalization {values['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm"
         )
-    groups, tensor = values["num_query_groups"], values["tensor_model_parallel_size"]
+    groups = values["num_query_groups"]
+    tensor = values["tensor_model_parallel_size"]
     if values["group_query_attention"] and groups and groups % tensor:
         raise ValueError(
             f"--num-query-groups {groups}: with --qk-layernorm-across-heads it must be a multiple of "

@@ -230,7 +230,8 @@ def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
 
 
 def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
-    tensor, pipeline = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    tensor = values["tensor_model_parallel_size"]
+    pipeline = values["pipeline_model_parallel_size"]
     context = values["context_parallel_size"]
     if world_size % (tensor * pipeline * context):
         flags = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
@@ -257,7 +258,8 @@ def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
 
 def _model_shape(values: Mapping[str, Any]) -> None:
     tensor = values["tensor_model_parallel_size"]
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    heads = values["num_attention_heads"]
+    hidden = values["hidden_size"]
     if hidden % heads and values["kv_channels"] is None:
         raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
     groups = values["num_query_groups"] if values["group_query_attention"] else None
@@ -305,7 +307,8 @@ def _model_shape(values: Mapping[str, Any]) -> None:
 
 
 def _positions(values: Mapping[str, Any]) -> int:
-    sequence, positions = values["seq_length"], values["max_position_embeddings"] or values["seq_length"]
+    sequence = values["seq_length"]
+    positions = values["max_position_embeddings"] or values["seq_length"]
     if sequence > positions:
         raise ValueError(f"--max-position-embeddings {positions}: must be at least --seq-length {sequence}")
     return positions

@@ -22,7 +22,8 @@ def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
     Raises:
         ValueError: a file cannot be read or has another form, or a flag gives the same data.
     """
-    blend, per_split = values["data_args_path"], values["per_split_data_args_path"]
+    blend = values["data_args_path"]
+    per_split = values["per_split_data_args_path"]
     found: dict[str, list[str]] = {}
     if blend is not None:
         found["data_path"] = read_text(blend, MOST_BYTES, "--data-args-path").split()

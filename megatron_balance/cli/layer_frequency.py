@@ -41,7 +41,9 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.List):
         return [_entry(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right, operate = _evaluate(node.left), _evaluate(node.right), _OPERATORS[type(node.op)]
+        left = _evaluate(node.left)
+        right = _evaluate(node.right)
+        operate = _OPERATORS[type(node.op)]
         size = max(_length(left) + _length(right), _length(left) * _scale(right), _length(right) * _scale(left))
         if size > FREQUENCY_LIMIT or operate(_scale(left), _scale(right)) > FREQUENCY_LIMIT:
             raise ValueError("too long")

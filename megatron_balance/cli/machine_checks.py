@@ -21,7 +21,8 @@ def backends(
     Raises:
         ValueError: a requested feature or an installed package does not work here; the error names the remedy.
     """
-    backend, impl = values["distributed_backend"], values["transformer_impl"]
+    backend = values["distributed_backend"]
+    impl = values["transformer_impl"]
     if backend == "nccl" and not machine.cuda:
         if "distributed_backend" in given:
             raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
@@ -43,7 +44,8 @@ def backends(
 
 def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
     """Raise ValueError for a context parallelism that this machine's attention does not compute."""
-    context, (kind, *others) = values["context_parallel_size"], values["cp_comm_type"]
+    context = values["context_parallel_size"]
+    (kind, *others) = values["cp_comm_type"]
     flag = f"--context-parallel-size {context}"
     if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
@@ -66,7 +68,8 @@ def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) 
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
     if sizes and math.prod(sizes) != context:
         raise ValueError(f"--hierarchical-context-parallel-sizes {written}: their product must be {flag}")
-    tensor, heads = values["tensor_model_parallel_size"], values["num_attention_heads"]
+    tensor = values["tensor_model_parallel_size"]
+    heads = values["num_attention_heads"]
     groups = values["num_query_groups"] if values["group_query_attention"] else heads
     sharing = {"a2a": context, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
@@ -89,7 +92,8 @@ def connections(values: Mapping[str, Any], machine: Machine, notices: list[str])
     hidden = ["--balance-overlap blockwise"] * blockwise + [f"--moe-comm-chunks {chunks}"] * (chunks != "1")
     if not (machine.cuda and machine.connections == "1" and values["num_moe_experts"] and hidden):
         return
-    kept, tensor = "", values["tensor_model_parallel_size"]
+    kept = ""
+    tensor = values["tensor_model_parallel_size"]
     if tensor > 1:
         kept = f", unless what --tensor-model-parallel-size {tensor} overlaps with it matters more"
     notices.append(
@@ -139,7 +143,8 @@ def expert_gemm(values: Mapping[str, Any], absent: bool) -> None:
 def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: list[str]) -> dict[str, bool]:
     """Return the layout's fields for fused kernels: whether each one is both requested and available."""
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
-    engine, real = machine.transformer_engine, machine.cuda and not values["dry_run"]
+    engine = machine.transformer_engine
+    real = machine.cuda and not values["dry_run"]
     # With Transformer Engine, only the output layer, which is megatron-core's, uses one of apex's kernels
     wanted = [name for name in KERNELS if values[name] and (name != "masked_softmax_fusion" or impl == "local")]
     missing = [f"--no-{name.replace('_', '-')}" for name in wanted if real and not machine.fuses(name)]

@@ -48,7 +48,8 @@ def check_moe(
     Raises:
         ValueError: the error names the flag, its value and the remedy.
     """
-    experts, parallel = values["num_moe_experts"], values["expert_model_parallel_size"]
+    experts = values["num_moe_experts"]
+    parallel = values["expert_model_parallel_size"]
     if experts is None:
         _no_experts(values, given, notices)
         return values["moe_ffn_hidden_size"]
@@ -110,10 +111,8 @@ def _balanced_layer(values: Mapping[str, Any], given: Collection[str], notices: 
 
 def _rows_bound(values: Mapping[str, Any], expert_tp: int) -> None:
     """Check what `--moe-flex-rows bound` requires; flow/layer.py checks the device and the widths."""
-    flag, wanted = (
-        "--moe-flex-rows bound",
-        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
-    )
+    flag = "--moe-flex-rows bound"
+    wanted = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     for name, value in wanted.items():
         if values[name] != value:
             raise ValueError(f"{flag}: needs {flag_of(name)} {value}, not {values[name]}; or use counted")
@@ -135,8 +134,10 @@ def _schedule(
     values: Mapping[str, Any], given: Collection[str], *, expert_tp: int, ffn_hidden_size: int, notices: list[str]
 ) -> None:
     """Check what the parallel schedules require (flow/parallel_schedule.py); same arguments as `check_moe`."""
-    schedule, tensor = values["moe_parallel_schedule"], values["tensor_model_parallel_size"]
-    flag, same_tokens = f"--moe-parallel-schedule {schedule}", tensor > 1 and not values["sequence_parallel"]
+    schedule = values["moe_parallel_schedule"]
+    tensor = values["tensor_model_parallel_size"]
+    flag = f"--moe-parallel-schedule {schedule}"
+    same_tokens = tensor > 1 and not values["sequence_parallel"]
     if values["moe_layer_impl"] != "balanced":
         if schedule != "megatron":
             raise ValueError(f"{flag}: needs --moe-layer-impl balanced")
@@ -152,7 +153,8 @@ def _schedule(
             )
         return
     if expert_tp > 1:
-        sharded, inner = f"--expert-tensor-parallel-size {expert_tp}", values["moe_ffn_hidden_size"] or ffn_hidden_size
+        sharded = f"--expert-tensor-parallel-size {expert_tp}"
+        inner = values["moe_ffn_hidden_size"] or ffn_hidden_size
         if values["add_bias_linear"]:
             raise ValueError(
                 f"{sharded} (default: the tensor-parallel size): also give --disable-bias-linear, because each shard "
@@ -188,7 +190,8 @@ def _schedule(
 
 def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
     """Check the flags that every placement policy needs, then what the policy itself needs."""
-    policy, parallel = values["balance_policy"], values["expert_model_parallel_size"]
+    policy = values["balance_policy"]
+    parallel = values["expert_model_parallel_size"]
     # A user's policy is constructed only in its own process
     made = None if ":" in policy else load_policy(policy, **policy_options(policy, values))
     flag = f"--balance-policy {policy}"
@@ -201,7 +204,8 @@ def _policy(values: Mapping[str, Any], given: Collection[str]) -> None:
             f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
             "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
         )
-    slots, others = values["balance_guest_slots"], values["num_moe_experts"] * (parallel - 1) // parallel
+    slots = values["balance_guest_slots"]
+    others = values["num_moe_experts"] * (parallel - 1) // parallel
     if slots < 1 or (slots > others and "balance_guest_slots" in given):
         raise ValueError(
             f"--balance-guest-slots {slots}: {flag} needs 1 to {others}, the number of experts that a rank does not "
@@ -329,7 +333,8 @@ def _codec(values: Mapping[str, Any], cuda: bool) -> None:
 
 
 def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
-    chunks, order = values["moe_comm_chunks"], values["moe_comm_order"]
+    chunks = values["moe_comm_chunks"]
+    order = values["moe_comm_order"]
     find_degrees(chunks)
     for name in ("moe_comm_order", "moe_comm_refit_interval"):
         if name in given and chunks == "1":
@@ -341,7 +346,8 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
 
 def _group_scores(values: Mapping[str, Any]) -> None:
     """Check what `--moe-router-group-score-topk` requires (flow/group_scores.py)."""
-    best, groups = values["moe_router_group_score_topk"], values["moe_router_num_groups"]
+    best = values["moe_router_group_score_topk"]
+    groups = values["moe_router_num_groups"]
     flag = f"--moe-router-group-score-topk {best}"
     if not 1 <= best <= (size := values["num_moe_experts"] // groups):
         raise ValueError(f"{flag}: choose 1 to {size}, the number of experts of each of {groups} groups")

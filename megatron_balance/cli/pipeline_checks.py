@@ -22,7 +22,8 @@ def virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
     """Return the number of model chunks in each pipeline stage; None without the interleaved schedule."""
     if values["pipeline_model_parallel_layout"] is not None:
         return _layout(values)
-    stages, ends = values["pipeline_model_parallel_size"], ("embedding", "loss")
+    stages = values["pipeline_model_parallel_size"]
+    ends = ("embedding", "loss")
     layers = values["num_layers"] + sum(values[f"account_for_{end}_in_pipeline_split"] for end in ends)
     uneven = values["num_layers_in_first_pipeline_stage"] or values["num_layers_in_last_pipeline_stage"]
     if layers % stages and not uneven:
@@ -48,7 +49,8 @@ def virtual_pipeline_size(values: Mapping[str, Any]) -> int | None:
 
 def _layout(values: Mapping[str, Any]) -> int | None:
     """Check `--pipeline-model-parallel-layout` and return the number of model chunks in each stage, as above."""
-    text, stages = values["pipeline_model_parallel_layout"], values["pipeline_model_parallel_size"]
+    text = values["pipeline_model_parallel_layout"]
+    stages = values["pipeline_model_parallel_size"]
     flag = f"--pipeline-model-parallel-layout {text}"
     for name in OTHER_LAYOUTS:
         if values[name]:
@@ -78,7 +80,8 @@ def _layout(values: Mapping[str, Any]) -> int | None:
 
 def prediction(values: Mapping[str, Any], virtual: int) -> None:
     """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
-    flag, positions = f"--mtp-num-layers {values['mtp_num_layers']}", values["position_embedding_type"]
+    flag = f"--mtp-num-layers {values['mtp_num_layers']}"
+    positions = values["position_embedding_type"]
     if positions == "learned_absolute":
         raise ValueError(
             f"--position-embedding-type {positions}: {flag} shifts tokens by a place; use rope (or none for a model "

@@ -18,7 +18,8 @@ def watching(values: Mapping[str, Any], machine: Machine, notices: list[str]) ->
         raise ValueError("--record-memory-history: records memory of a CUDA device; leave it out on a CPU")
     if values["log_device_memory_used"] and not machine.cuda:
         notices.append("--log-device-memory-used has no effect without CUDA")
-    every, line = values["log_memory_interval"], values["log_interval"]
+    every = values["log_memory_interval"]
+    line = values["log_interval"]
     if every is not None and every % line:
         raise ValueError(f"--log-memory-interval {every}: must be a multiple of --log-interval {line}")
     if values["manual_gc_interval"] < 0:
@@ -28,7 +29,8 @@ def watching(values: Mapping[str, Any], machine: Machine, notices: list[str]) ->
 
 
 def _profile(values: Mapping[str, Any], machine: Machine, notices: list[str]) -> None:
-    start, end = values["profile_step_start"], values["profile_step_end"]
+    start = values["profile_step_start"]
+    end = values["profile_step_end"]
     if not 0 <= start < end:
         raise ValueError(f"--profile-step-start {start} --profile-step-end {end}: give 0 or more, and a later end")
     if values["use_pytorch_profiler"] and values["tensorboard_dir"] is None:

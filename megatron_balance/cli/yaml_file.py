@@ -13,7 +13,8 @@ from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import read_yaml
 from megatron_balance.messages import cleaned
 
-BOOL, NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
+BOOL = "tag:yaml.org,2002:bool"
+NULL = "tag:yaml.org,2002:null"
 
 
 def read_flags(path: str, parser: Parser) -> list[str]:

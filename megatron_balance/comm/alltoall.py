@@ -100,8 +100,11 @@ class FlatAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         # numpy slices faster than torch, and the group's method does what torch.distributed's does after its checks:
         # a device waits for the host here
-        rank, splits, rows = self.group.rank(), splits_DD.numpy(), rows.detach().contiguous()
-        coming, going = splits[:, rank].tolist(), splits[rank].tolist()
+        rank = self.group.rank()
+        splits = splits_DD.numpy()
+        rows = rows.detach().contiguous()
+        coming = splits[:, rank].tolist()
+        going = splits[rank].tolist()
         received = rows.new_empty((sum(coming), *rows.shape[1:]))
         work = getattr(self.group, ALL_TO_ALL)(received, rows, coming, going, self.options)
         return exchange_of([work], received, rows)
@@ -189,7 +192,8 @@ def post_rows(
         output_splits: number of rows from each rank of the group.
         input_splits: number of rows to each rank of the group.
     """
-    targets, sources = rows.split(list(input_splits)), received.split(list(output_splits))
+    targets = rows.split(list(input_splits))
+    sources = received.split(list(output_splits))
     size = len(targets)
     receives = {peer: sources[peer] for peer in ((rank - step) % size for step in range(1, size))}
     sends = {peer: targets[peer] for peer in ((rank + step) % size for step in range(1, size))}

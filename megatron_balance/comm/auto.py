@@ -62,7 +62,8 @@ class Chooser:
 
     def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
         """`log` is called with a line when a name is chosen for the first time."""
-        self.models, self.log = [ExchangeModel.of(profile, name) for name in names], log
+        self.models = [ExchangeModel.of(profile, name) for name in names]
+        self.log = log
         self._choices: dict[int, _Choice] = {}
         """By the number of bits of the bytes in all."""
         self._logged: set[str] = set()
@@ -74,7 +75,8 @@ class Chooser:
         bucket = (int(splits_DD.sum()) * row_bytes).bit_length()
         name, left = self._choices.get(bucket, _Choice("", 0))
         if left == 0:
-            name, left = self.predict(splits_DD.numpy() * float(row_bytes)), TURNS
+            name = self.predict(splits_DD.numpy() * float(row_bytes))
+            left = TURNS
         self._choices[bucket] = _Choice(name, left - 1)
         return name
 

@@ -152,10 +152,13 @@ def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor |
     by_block = of_rows(device) is not None
     places = sum(len(move.order_N) if by_block else int(move.sizes_N.sum()) for move in moves)
     room = np.empty((2 if by_block else 1, places), dtype=np.int32)
-    used, total, lengths = 0, 0, list[int]()
+    used = 0
+    total = 0
+    lengths = list[int]()
     for move in moves:
         blocks, rows = write_blocks(*move, room, used, total)
-        used, total = used + blocks, total + rows
+        used = used + blocks
+        total = total + rows
         lengths.append(rows)
     if not used:
         return [None] * len(moves)
@@ -191,13 +194,18 @@ def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at:
     Returns:
         the number of blocks and of rows; 0 and 0 if every row is in its place.
     """
-    start_N, rows = np.empty_like(sizes_N), 0
+    start_N = np.empty_like(sizes_N)
+    rows = 0
     for block in range(len(sizes_N)):
         start_N[block] = rows
         rows += sizes_N[block]
-    end, last, place, stays = before, -1, at, True
+    end = before
+    last = -1
+    place = at
+    stays = True
     for block in order_N:
-        size, start = sizes_N[block], start_N[block]
+        size = sizes_N[block]
+        start = start_N[block]
         if size > 0:
             stays &= block > last
             if len(room) == 1:
@@ -205,7 +213,8 @@ def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at:
                     room[0, end + row] = start + row
             end += size
             if len(room) == 2:
-                room[0, place], room[1, place] = start + size - end, end
+                room[0, place] = start + size - end
+                room[1, place] = end
             last = block
             place += 1
     return (0, 0) if stays else (place - at, rows)

@@ -109,7 +109,8 @@ class Float8(Codec):
     Payload row: H codes, then the scale.
     """
 
-    HIGHEST, INFINITE = 416, 448
+    HIGHEST = 416
+    INFINITE = 448
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden + 4
@@ -143,7 +144,8 @@ class Int8(Codec):
     """
 
     HIGHEST = 126
-    NAN, INFINITE = -128, 127
+    NAN = -128
+    INFINITE = 127
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden + 8
@@ -227,7 +229,8 @@ class Zfp(Codec):
         stream = payload[:, :-1].flatten()
         # zfp reads words of 8 bytes
         stream = pad(stream, (0, -len(stream) % 8)).numpy().tobytes()
-        zfpy, padded = _zfpy(), hidden + -hidden % 4
+        zfpy = _zfpy()
+        padded = hidden + -hidden % 4
         values = zfpy._decompress(stream, zfpy.type_float, (num_rows * padded,), rate=self.rate)
         values = torch.from_numpy(values).view(num_rows, padded)[:, :hidden]
         largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

@@ -22,7 +22,9 @@ class CompressedAllToAll(AllToAll):
             gradients: whether to compress gradients as well.
         """
         super().__init__(wire.group)
-        self.wire, self.codec, self.gradients = wire, codec, gradients
+        self.wire = wire
+        self.codec = codec
+        self.gradients = gradients
         self.reads_all_splits = wire.reads_all_splits
 
     @property
@@ -30,7 +32,8 @@ class CompressedAllToAll(AllToAll):
         return self if self.gradients else self.wire
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        hidden, dtype = rows.shape[1], rows.dtype
+        hidden = rows.shape[1]
+        dtype = rows.dtype
         exchange = self.wire.start(self.codec.encode(rows.detach()), splits_DD)
         return Exchange(lambda: self.codec.decode(exchange.wait(), hidden, dtype))
 

@@ -68,11 +68,14 @@ class OneDimensionalAllToAll(StagedAllToAll):
     tag = 1
 
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
-        size, node, local = self.nodes.node_size, self.nodes.node, self.nodes.local
+        size = self.nodes.node_size
+        node = self.nodes.node
+        local = self.nodes.local
         here = slice(node * size, (node + 1) * size)
         sent_LN = torch.stack([block.sum(1) for block in splits_DD[here].split(size, dim=1)], dim=1)
         received_DL = splits_DD[:, here]
-        ranks, leads = len(sent_LN), local == 0
+        ranks = len(sent_LN)
+        leads = local == 0
         nothing = [0] * ranks
 
         # Step 1: to the leader
@@ -87,7 +90,8 @@ class OneDimensionalAllToAll(StagedAllToAll):
         crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
             packed = transposed(gathered, sent_LN, (1, 0))
-            from_nodes, to_nodes = [int(block.sum()) for block in received_DL.split(size)], sent_LN.sum(0).tolist()
+            from_nodes = [int(block.sum()) for block in received_DL.split(size)]
+            to_nodes = sent_LN.sum(0).tolist()
             yield post_rows(
                 self.nodes.inter, node, crossed, packed, output_splits=from_nodes, input_splits=to_nodes, tag=self.tag
             )
@@ -113,7 +117,8 @@ class TwoDimensionalAllToAll(StagedAllToAll):
     tag = 2
 
     def __init__(self, nodes: NodeGroups) -> None:
-        size, ranks = nodes.node_size, nodes.ep.size()
+        size = nodes.node_size
+        ranks = nodes.ep.size()
         if ranks % size:
             raise ValueError(
                 f"--moe-comm-node-size {size}: --moe-comm-alltoall 2dh needs nodes of equal size, but {ranks} "
@@ -123,7 +128,9 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         super().__init__(nodes)
 
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
-        size, node, local = self.nodes.node_size, self.nodes.node, self.nodes.local
+        size = self.nodes.node_size
+        node = self.nodes.node
+        local = self.nodes.local
         splits_NLNL = splits_DD.reshape(-1, size, len(splits_DD) // size, size)
         sent_NL = splits_NLNL[node, local]
         aligned_LN = splits_NLNL[node, :, :, local]

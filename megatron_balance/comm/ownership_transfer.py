@@ -144,7 +144,8 @@ def _messages_to(
     while first < end:
         # The source's replicas together keep every element
         source, stop = next((source, min(end, last)) for source, start, last in kept if start <= first < last)
-        taken, put = first + move.source_slot * slot_size, first + move.target_slot * slot_size
+        taken = first + move.source_slot * slot_size
+        put = first + move.target_slot * slot_size
         yield Message(
             source=source,
             target=target,
@@ -213,7 +214,8 @@ class OwnershipTransfer:
             own: this rank's place.
             staging_bytes: maximum number of bytes that a rank stages in one round.
         """
-        self.group, self.staging_bytes = group, staging_bytes
+        self.group = group
+        self.staging_bytes = staging_bytes
         self.places: list[Place] = [own] * group.size()
         dist.all_gather_object(self.places, own, group=group)
 
@@ -232,7 +234,10 @@ class OwnershipTransfer:
         extents = self._gathered(answer)
         if isinstance(extents, str):
             return extents
-        messages, rounds, staging, problem = [], [], torch.empty(0), None
+        messages = []
+        rounds = []
+        staging = torch.empty(0)
+        problem = None
         try:
             messages = plan_messages(moves, self.places, extents)
             rounds = [_Round.of(part, self.group.rank()) for part in plan_rounds(messages, self.staging_bytes)]

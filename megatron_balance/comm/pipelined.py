@@ -37,10 +37,13 @@ class PipelinedAllToAll(NodeAllToAll):
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
-        rank, first = self.group.rank(), self.nodes.node * self.nodes.node_size
-        sends, receives = rows.split(splits_DD[rank].tolist()), received.split(splits_DD[:, rank].tolist())
+        rank = self.group.rank()
+        first = self.nodes.node * self.nodes.node_size
+        sends = rows.split(splits_DD[rank].tolist())
+        receives = received.split(splits_DD[:, rank].tolist())
         near, far = peers_in_order(rank, self.group.size(), self.nodes.node_size)
-        far_sends, far_receives = {peer: sends[peer] for peer in far}, {peer: receives[peer] for peer in far}
+        far_sends = {peer: sends[peer] for peer in far}
+        far_receives = {peer: receives[peer] for peer in far}
         near_sends, near_receives = ({peer - first: some[peer] for peer in near} for some in (sends, receives))
         # The slowest messages go first, in the same order on every rank: NCCL's communicators may wait for each other
         works = post(self.group, far_receives, far_sends if rows.is_cuda else {}, self.tag)
@@ -103,7 +106,8 @@ class Simultaneous(DirectAllToAll):
         connect(members)
 
     def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        rows, splits_MH = rows.detach().contiguous(), splits_DH[[*self.sources]]
+        rows = rows.detach().contiguous()
+        splits_MH = splits_DH[[*self.sources]]
         gathered = rows.new_empty(int(splits_MH.sum()), *rows.shape[1:])
         run = functools.partial(
             self._run, wire.group, rows=rows, gathered=gathered, splits_DH=splits_DH, splits_MH=splits_MH
@@ -146,8 +150,10 @@ class Simultaneous(DirectAllToAll):
         self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DH: torch.Tensor
     ) -> tuple[int, torch.Tensor, list[dist.Work]]:
         """Start sending to the sources of one host and receiving from the shards of another, [shards, rows, ...]."""
-        rank, hosts = group.rank(), splits_DH.shape[1]
-        target, host = (rank // self.shards - step) % hosts, (rank // self.shards + step) % hosts
+        rank = group.rank()
+        hosts = splits_DH.shape[1]
+        target = (rank // self.shards - step) % hosts
+        host = (rank // self.shards + step) % hosts
         partial = results[0].new_empty(self.shards, int(splits_DH[rank, host]), *results[0].shape[1:])
         receives = {host * self.shards + shard: partial[shard] for shard in range(self.shards)}
         sends = {peer: results[peer] for peer in range(target * self.shards, (target + 1) * self.shards)}
@@ -157,7 +163,8 @@ class Simultaneous(DirectAllToAll):
 
     def _pass_on(self, step: int, host: int, partial: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
         """Start exchanging this phase's sums between the members, each of which has the sums of a different host."""
-        rank, hosts = self.members.rank(), len(parts) // len(self.sources)
+        rank = self.members.rank()
+        hosts = len(parts) // len(self.sources)
         sums = parts[rank * hosts + host]
         torch.sum(partial, 0, out=sums)
         others = [(rank + turn) % len(self.sources) for turn in range(1, len(self.sources))]

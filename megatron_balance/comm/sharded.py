@@ -101,7 +101,9 @@ class AllGather(Sharding):
         self.shards = shards
 
     def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        splits_HNH, host, shard = self._by_shard(splits_DH), wire.group.rank(), self.shards.rank()
+        splits_HNH = self._by_shard(splits_DH)
+        host = wire.group.rank()
+        shard = self.shards.rank()
         exchange = wire.start(rows, splits_HNH[:, shard])
         sizes_HN = splits_HNH[:, :, host]
 
@@ -112,7 +114,9 @@ class AllGather(Sharding):
         return Exchange(wait)
 
     def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        splits_HNH, host, shard = self._by_shard(splits_DH), wire.group.rank(), self.shards.rank()
+        splits_HNH = self._by_shard(splits_DH)
+        host = wire.group.rank()
+        shard = self.shards.rank()
         sizes_HN = splits_HNH[:, :, host]
         parts = list(transposed(rows, sizes_HN, (1, 0)).split(sizes_HN.sum(0).tolist()))
         own = torch.empty_like(parts[shard])
@@ -170,7 +174,8 @@ def sums_of_copies(rows: torch.Tensor, sizes: Sequence[int], copies: int) -> tor
 def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Gather every rank's rows, [sum of sizes, ...]; rank r has sizes[r]. gloo's own all-gather needs equal sizes."""
     gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
-    parts, rank = gathered.split(list(sizes)), group.rank()
+    parts = gathered.split(list(sizes))
+    rank = group.rank()
     parts[rank].copy_(rows)
     others = [(rank + step) % len(sizes) for step in range(1, len(sizes))]
     works = post(group, {peer: parts[peer] for peer in others}, dict.fromkeys(others, parts[rank]))

@@ -229,7 +229,8 @@ class _Staging:
         """Provide room for all pieces of each step; return whether this replaced memory in use."""
         replaced = False
         for index, step in enumerate(pieces):
-            buffers, sizes = self._buffers[index % len(self._buffers)], Counter[torch.dtype]()
+            buffers = self._buffers[index % len(self._buffers)]
+            sizes = Counter[torch.dtype]()
             tensors = [tensor for piece in step for tensor in piece]
             for tensor in tensors:
                 sizes[tensor.dtype] += _aligned(len(tensor))
@@ -242,7 +243,8 @@ class _Staging:
 
     def rooms(self, index: int, pieces: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Return memory for the pieces of the step with this index."""
-        buffers, used = self._buffers[index % len(self._buffers)], Counter[torch.dtype]()
+        buffers = self._buffers[index % len(self._buffers)]
+        used = Counter[torch.dtype]()
 
         def room(tensor: torch.Tensor) -> torch.Tensor:
             first = used[tensor.dtype]
@@ -306,9 +308,11 @@ def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.
     begin, end = (
         total if index == chunks else total * index // chunks // ALIGNMENT * ALIGNMENT for index in (chunk, chunk + 1)
     )
-    parts, first = [], 0
+    parts = []
+    first = 0
     for tensor in tensors:
-        low, high = max(begin - first, 0), min(end - first, tensor.numel())
+        low = max(begin - first, 0)
+        high = min(end - first, tensor.numel())
         if low < high:
             parts.append(tensor.view(-1)[low:high])
         first += tensor.numel()

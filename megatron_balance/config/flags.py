@@ -142,7 +142,8 @@ def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
 
 def _misspelled(flag: str, name: str) -> bool:
     """Return whether the words in which two flags differ have almost the same letters."""
-    one, other = flag.split("-"), name.split("-")
+    one = flag.split("-")
+    other = name.split("-")
     pairs = (one, other), (other, one)
     ours, theirs = ("".join(word for word in words if word not in others) for words, others in pairs)
     return not ours or not theirs or difflib.SequenceMatcher(None, ours, theirs).ratio() >= 0.6
@@ -197,7 +198,8 @@ def with_values(text: str, known: Mapping[str, type]) -> str:
 
 def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
     """Return the `add_argument` keywords for a type annotation, or None if the type has no text form."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         members = [member for member in inner if member is not type(None)]
         return _argparse_options(members[0], default) if len(members) == 1 else None

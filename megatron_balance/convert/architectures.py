@@ -66,8 +66,10 @@ def _sigmoid_routing(config: Config) -> dict[str, Any]:
 
 def _groups(config: Config, best: int) -> dict[str, int]:
     """Return the flags of group-limited routing; a group's score is the sum of its `best` highest experts' scores."""
-    groups, chosen = config["n_group"] or 1, config["topk_group"] or 1
-    experts, topk = config.first_of(*COUNTS), config["num_experts_per_tok"]
+    groups = config["n_group"] or 1
+    chosen = config["topk_group"] or 1
+    experts = config.first_of(*COUNTS)
+    topk = config["num_experts_per_tok"]
     if groups == 1:
         return {}
     if experts % groups or not best <= experts // groups:

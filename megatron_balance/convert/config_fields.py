@@ -43,9 +43,12 @@ class OfType:
 
 
 LAYERS, EXPERTS, WIDTH = (AT_MOST[name] for name in ("num_layers", "num_moe_experts", "hidden_size"))
-HEADS, TOKENS = AT_MOST["num_attention_heads"], AT_MOST["seq_length"]
+HEADS = AT_MOST["num_attention_heads"]
+TOKENS = AT_MOST["seq_length"]
 
-_SWITCH, _TEXT, _LIST = OfType(bool, "true or false"), OfType(str, "a text"), OfType(list, "a list", or_null=True)
+_SWITCH = OfType(bool, "true or false")
+_TEXT = OfType(str, "a text")
+_LIST = OfType(list, "a list", or_null=True)
 _OBJECT = OfType(dict, "an object", or_null=True)
 
 MAX_LISTED = 20
@@ -132,7 +135,8 @@ class Fields(dict[str, Any]):
         Raises:
             ValueError: an entry has another type or is out of its range; the message names it.
         """
-        self.known, self.where = known, where
+        self.known = known
+        self.where = where
         self._unread = {name: value for name, value in content.items() if value is not None}
         for name, rule in known.items():
             if name in content:
@@ -187,7 +191,8 @@ def read_config(content: Mapping[str, Any]) -> Fields:
             names them.
     """
     config = Fields(content, FIELDS)
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"] or config["num_attention_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads {groups}: does not divide num_attention_heads {heads}")
     return config
@@ -204,7 +209,8 @@ def read_rope(config: Fields) -> Fields:
         raise ValueError("rope_parameters, rope_scaling: differ; keep one of them")
     content = config[there[0]] if there else {}
     rope = Fields(content, ROPE, f"{there[0]}." if there else "rope_parameters.")
-    outer, inner = config.get("rope_theta"), rope.get("rope_theta")
+    outer = config.get("rope_theta")
+    inner = rope.get("rope_theta")
     if inner is None:
         rope["rope_theta"] = config["rope_theta"]
     elif outer not in (None, inner):
@@ -214,7 +220,8 @@ def read_rope(config: Fields) -> Fields:
 
 def dense_layers(config: Fields) -> set[int]:
     """Return the dense layers that Qwen's `mlp_only_layers` and `decoder_sparse_step` name; raise as `read_config`."""
-    layers, dense = config["num_hidden_layers"], config.get("mlp_only_layers") or []
+    layers = config["num_hidden_layers"]
+    dense = config.get("mlp_only_layers") or []
     if len(dense) > layers:
         raise ValueError(f"mlp_only_layers: has {len(dense)} entries for {layers} layers")
     for layer in dense:
@@ -225,7 +232,8 @@ def dense_layers(config: Fields) -> set[int]:
 
 def first_layers(config: Fields) -> set[int]:
     """Return the dense layers that DeepSeek's `first_k_dense_replace` names; raise as `read_config`."""
-    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    layers = config["num_hidden_layers"]
+    dense = config["first_k_dense_replace"]
     if dense > layers:
         raise ValueError(f"first_k_dense_replace {dense}: there are {layers} layers")
     return set(range(dense))

@@ -69,7 +69,8 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
     with _new_directory(target, log) as lease:
         with staged(target / HF_DIRECTORY) as hf_files:
             safetensors_files.carry(source, hf_files)
-        files, flags = _with_progress(model.pieces(), log), saved_flags.to_json(config)
+        files = _with_progress(model.pieces(), log)
+        flags = saved_flags.to_json(config)
         _write_checkpoint(lease, files, dtype=dtype, make=make, flags=flags, source=source)
 
 
@@ -79,7 +80,8 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
     See `import_model` for the arguments and errors.
     """
     check_adapter(source)
-    model, weights = _model(source), Weights(source)
+    model = _model(source)
+    weights = Weights(source)
     for pattern in without:
         if not _leave_out(weights, [pattern]):
             raise ValueError(f"--without {pattern}: no tensor in {source} has a name that begins so")
@@ -199,7 +201,8 @@ def _write_checkpoint(
     source: Path,
 ) -> None:
     """Write the checkpoint of iteration 0."""
-    directory, started = CheckpointDirectory(lease.root), utc_now()
+    directory = CheckpointDirectory(lease.root)
+    started = utc_now()
     path = directory.stage(0)
     torch_dist.write(path, files, dtype, make)
     common = io.BytesIO()
@@ -306,7 +309,8 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
         if len(wanted) > len(found) + MAX_LISTED:
             absent = list(itertools.islice((name for name in wanted if name not in found), MAX_LISTED))
             raise ValueError(f"{where}: more than {MAX_LISTED} tensors missing: {', '.join(absent)}, ...")
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    missing = sorted(wanted.keys() - found.keys())
+    extra = sorted(found.keys() - wanted.keys())
     other = [
         f"{name} {found[name]} instead of {wanted[name]}"
         for name in sorted(found.keys() & wanted.keys())

@@ -117,11 +117,15 @@ def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
     """
     sources: dict[str, dict[_Own, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(sizes, key=lambda name: (name.endswith("_v"), name)):
-        key, layer, expert = name, None, None
+        key = name
+        layer = None
+        expert = None
         if match := OWN_EXPERT.match(key):
-            key, expert = match[1] + match[3], int(match[2])
+            key = match[1] + match[3]
+            expert = int(match[2])
         if stack and (match := OWN_LAYER.match(key)):
-            key, layer = match[1] + match[3], int(match[2])
+            key = match[1] + match[3]
+            layer = int(match[2])
         sources[key][layer, expert].append(name)
     files: dict[str, list[Piece]] = defaultdict(list)
     for key, names in sources.items():
@@ -134,7 +138,8 @@ def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
 def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]) -> Iterator[Piece]:
     """Generate the pieces of one tensor from the corresponding tensors of Megatron-LM."""
     own, first = next(iter(names.items()))
-    inner, axes = sizes[first[0]], []
+    inner = sizes[first[0]]
+    axes = []
     if len(inner) < 1 or any(sizes[name] != inner for parts in names.values() for name in parts):
         raise ValueError(f"{cleaned(key)}: its layers or experts have different shapes")
     for number, there in enumerate((STACKED.match(key), ".experts.experts." in key)):
@@ -148,7 +153,8 @@ def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]
     if len(first) == 2:
         inner = (2 * inner[0], *inner[1:])
     for at in itertools.product(*map(range, axes)):
-        layer, expert = at[0] if STACKED.match(key) else None, at[-1] if ".experts.experts." in key else None
+        layer = at[0] if STACKED.match(key) else None
+        expert = at[-1] if ".experts.experts." in key else None
         wanted = (layer if own[0] is not None else None, expert if own[1] is not None else None)
         if wanted not in names:
             raise ValueError(f"{key}: layer {layer}, expert {expert} is missing")

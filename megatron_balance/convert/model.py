@@ -37,7 +37,9 @@ class Model:
                 f"model_type {shown(model_type)}: not known; choose from {', '.join(sorted(ARCHITECTURES))}"
             )
         config = read_config(content)
-        self.content, self.config, self.architecture = content, config, ARCHITECTURES[model_type]
+        self.content = content
+        self.config = config
+        self.architecture = ARCHITECTURES[model_type]
         self.model_type = model_type
         for name, value in {**REQUIRED, **self.architecture.required}.items():
             self._require(config, name, value)
@@ -57,7 +59,8 @@ class Model:
 
     def _rope_type(self) -> str:
         """Return the type of rotary embeddings after checking their settings."""
-        rope, supported = self.rope, ["default", *(["yarn"] if self.architecture.latent else [])]
+        rope = self.rope
+        supported = ["default", *(["yarn"] if self.architecture.latent else [])]
         kind = rope.first_of("rope_type", "type", default="default")
         if kind not in supported:
             raise ValueError(
@@ -67,7 +70,8 @@ class Model:
         for name, value in {"attention_factor": None, "partial_rotary_factor": 1, "truncate": True}.items():
             self._require(rope, name, value)
         if kind == "yarn":
-            one, both = rope.get("mscale"), rope.get("mscale_all_dim")
+            one = rope.get("mscale")
+            both = rope.get("mscale_all_dim")
             if not (one and both) and (both or one not in (None, 1)):
                 raise ValueError(
                     f"{rope.where}mscale {one}, mscale_all_dim {both}: programs differ in what one of them means "
@@ -76,7 +80,8 @@ class Model:
         return kind
 
     def _read(self) -> None:
-        config, arch = self.config, self.architecture
+        config = self.config
+        arch = self.architecture
         self.layers, self.hidden, self.vocabulary = (
             config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
@@ -116,7 +121,8 @@ class Model:
 
     def flags(self) -> list[str]:
         """Return the command line of the model."""
-        config, arch = self.config, self.architecture
+        config = self.config
+        arch = self.architecture
         values: dict[str, Any] = {
             "num-layers": self.layers,
             "hidden-size": self.hidden,
@@ -160,7 +166,8 @@ class Model:
         return given + [f"--{name}" for name, on in switches.items() if on]
 
     def _latent_flags(self) -> dict[str, Any]:
-        config, rope = self.config, self.rope
+        config = self.config
+        rope = self.rope
         flags = {
             "q-lora-rank": config.get("q_lora_rank"),
             "kv-lora-rank": config["kv_lora_rank"],
@@ -210,7 +217,8 @@ class Model:
         Raises:
             ValueError: such a tensor has another shape.
         """
-        arch, (gate, up, down) = self.architecture, self.architecture.expert
+        arch = self.architecture
+        (gate, up, down) = self.architecture.expert
         halves: dict[str, slice] = {gate: slice(0, self.width), up: slice(self.width, 2 * self.width)}
         fused = {
             "gate_up_proj": ((self.experts, 2 * self.width, self.hidden), halves),
@@ -231,12 +239,14 @@ class Model:
                             for part, rows in parts.items()
                         },
                     )
-            name, router = f"{start}mlp.gate.weight", f"{start}{arch.router}.weight"
+            name = f"{start}mlp.gate.weight"
+            router = f"{start}{arch.router}.weight"
             if name != router and name in shapes:
                 yield name, {router: (slice(None),)}
 
     def _layer(self, layer: int, experts: int) -> Iterator[Piece]:
-        arch, hidden = self.architecture, self.hidden
+        arch = self.architecture
+        hidden = self.hidden
 
         def piece(name: str, size: Size, join: Join, *sources: str) -> Piece:
             names = tuple(f"model.layers.{layer}.{source}" for source in sources)
@@ -262,12 +272,15 @@ class Model:
         for expert in range(experts):
             source = f"{arch.experts}.{expert}"
             for one in self._gated(piece, "mlp.experts.experts", source, width=self.width, names=arch.expert):
-                at, size = (*one.at, expert), one.size
+                at = (*one.at, expert)
+                size = one.size
                 yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, join=one.join)
 
     def _attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
-        arch, hidden = self.architecture, self.hidden
-        attention, qkv = "self_attention", [f"self_attn.{name}_proj" for name in "qkv"]
+        arch = self.architecture
+        hidden = self.hidden
+        attention = "self_attention"
+        qkv = [f"self_attn.{name}_proj" for name in "qkv"]
         rows = (self.heads + 2 * self.groups) * self.channels
         joined = QueryKeyValue(self.heads, self.groups, self.channels)
         yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), SAME, "input_layernorm.weight")
@@ -283,12 +296,15 @@ class Model:
         yield piece(f"{attention}.linear_proj.weight", (hidden, inner), SAME, "self_attn.o_proj.weight")
 
     def _latent_attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
-        config, hidden = self.config, self.hidden
-        position, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        config = self.config
+        hidden = self.hidden
+        position = config["qk_rope_head_dim"]
+        latent = config["kv_lora_rank"]
         query = self.heads * (config["qk_nope_head_dim"] + position)
         key_value = self.heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
         rank = config.get("q_lora_rank")
-        of_queries, of_keys = SAME, SAME
+        of_queries = SAME
+        of_keys = SAME
         if not self.rope_pairs:
             of_queries = RotaryPairs(self.heads, config["qk_nope_head_dim"], position)
             of_keys = RotaryPairs(1, latent, position)

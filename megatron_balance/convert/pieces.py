@@ -69,7 +69,9 @@ class QueryKeyValue(Join):
             groups: number of key heads and of value heads.
             channels: channels of a head.
         """
-        self.heads, self.groups, self.channels = heads, groups, channels
+        self.heads = heads
+        self.groups = groups
+        self.channels = channels
 
     def sizes(self, size: Size) -> list[Size]:
         return [(heads * self.channels, *size[1:]) for heads in (self.heads, self.groups, self.groups)]
@@ -98,7 +100,9 @@ class RotaryPairs(Join):
             before: rows of a head before its rotary channels.
             rotary: rotary channels of a head.
         """
-        self.heads, self.before, self.rotary = heads, before, rotary
+        self.heads = heads
+        self.before = before
+        self.rotary = rotary
 
     def sizes(self, size: Size) -> list[Size]:
         return [size]

@@ -105,7 +105,9 @@ class Weights:
         Raises:
             ValueError: there is already a tensor of such a name, or there are too many parts.
         """
-        file, shape, dtype = self.file_of.pop(name), self.shapes.pop(name), self.dtypes.pop(name)
+        file = self.file_of.pop(name)
+        shape = self.shapes.pop(name)
+        dtype = self.dtypes.pop(name)
         if twice := self.shapes.keys() & parts.keys():
             raise ValueError(f"{self.directory / file}: {cleaned(name)} also contains {cleaned(min(twice))}")
         if len(self.shapes) + len(parts) > MAX_PARTS:

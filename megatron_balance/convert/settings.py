@@ -121,7 +121,8 @@ def notices(model: Model, saved: Mapping[str, Any]) -> Iterator[str]:
 
 def _differences(model: Model, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which a trained run differs from what its config.json means: their values in both."""
-    implied, theirs = _effective(saved_flags.fields_of(run_config(model, None))), _effective(saved)
+    implied = _effective(saved_flags.fields_of(run_config(model, None)))
+    theirs = _effective(saved)
     return {name: (theirs[name], value) for name, value in implied.items() if theirs.get(name, value) != value}
 
 

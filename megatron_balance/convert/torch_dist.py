@@ -87,13 +87,15 @@ def _check_extents(
     The sizes come from a file but determine the allocated memory; uncovered elements would stay uninitialized.
     """
     for name, entry in weights.items():
-        there, itemsize = 0, entry.properties.dtype.itemsize
+        there = 0
+        itemsize = entry.properties.dtype.itemsize
         for chunk in entry.chunks:
             extents = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=False))
             same_axes = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
             if not same_axes or any(not 0 <= start < start + length <= size for start, length, size in extents):
                 raise Damaged(path, f"{cleaned(name)}: has a part that is outside of it")
-            numbers, info = math.prod(chunk.sizes), storage.get(MetadataIndex(name, chunk.offsets))
+            numbers = math.prod(chunk.sizes)
+            info = storage.get(MetadataIndex(name, chunk.offsets))
             if info is None or info.length < numbers * itemsize:
                 raise Damaged(path, f"{cleaned(name)}: its part at {list(chunk.offsets)} is not in the files")
             there += numbers
@@ -119,7 +121,8 @@ class _From:
     """Stand-in for a SavePlanner that makes each piece only when it is written."""
 
     def __init__(self, pieces: Sequence[Piece], make: Callable[[Piece], torch.Tensor]) -> None:
-        self.pieces, self.make = {_index(piece): piece for piece in pieces}, make
+        self.pieces = {_index(piece): piece for piece in pieces}
+        self.make = make
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
         piece = self.pieces[item.index]
@@ -159,7 +162,8 @@ def write(
     for number, pieces in enumerate(files):
         items = []
         for piece in pieces:
-            chunk, properties = chunk_of(piece), TensorProperties(dtype=dtype(piece))
+            chunk = chunk_of(piece)
+            properties = TensorProperties(dtype=dtype(piece))
             size = torch.Size(piece.shape)
             described[piece.key] = TensorStorageMetadata(properties, size, chunks[piece.key])
             chunks[piece.key].append(chunk)

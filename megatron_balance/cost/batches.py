@@ -44,11 +44,13 @@ class Loads(NamedTuple):
         cls, network: Network, source_M: np.ndarray, target_M: np.ndarray, amount_M: np.ndarray, batch_M: np.ndarray
     ) -> "Loads":
         """Return the loads of pieces, each of which is in a batch."""
-        batches, ranks = int(batch_M.max()) + 1, network.num_ranks
+        batches = int(batch_M.max()) + 1
+        ranks = network.num_ranks
         is_far_M = network.node_D[source_M] != network.node_D[target_M]
         place_M = (is_far_M * 2 * batches + batch_M) * ranks
         place_2M = np.concatenate([place_M + source_M, place_M + batches * ranks + target_M])
-        shape, size = (2, 2, batches, ranks), 4 * batches * ranks
+        shape = (2, 2, batches, ranks)
+        size = 4 * batches * ranks
         amount = np.bincount(place_2M, np.concatenate([amount_M, amount_M]), size)
         return cls(amount.reshape(shape), np.bincount(place_2M, minlength=size).reshape(shape))
 
@@ -96,13 +98,15 @@ class BatchModel:
     def times(self, loads: Loads) -> Times:
         """Return the seconds of batches."""
         near, far = self.lines
-        network, amount_FXD = self.network, loads.amount_FWXD.max(1)
+        network = self.network
+        amount_FXD = loads.amount_FWXD.max(1)
         share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0])
         share_FXD = np.stack([share_XD, np.ones_like(share_XD)])
         alpha_F, beta_F = np.array([near[:2], far[:2]]).T
         launch_F, message_F = np.array([self.profile.launch(self.kind, level)[:2] for level in LEVELS]).T
         alone_FXD, launch_FXD = (seconds_F[:, None, None] * share_FXD for seconds_F in (alpha_F, launch_F))
-        message_FXD, operations_FXD = message_F[:, None, None] * share_FXD, loads.number_FWXD.sum(1)
+        message_FXD = message_F[:, None, None] * share_FXD
+        operations_FXD = loads.number_FWXD.sum(1)
         latency_XD = np.maximum(
             (alone_FXD * (operations_FXD > 0)).max(0),
             (launch_FXD * (operations_FXD > 0)).max(0) + (message_FXD * operations_FXD).sum(0),
@@ -140,10 +144,12 @@ class BatchModel:
         """When each node's adapters have sent and received all bytes so far."""
         if not len(plan):
             return np.zeros(0), free_D
-        messages_5M, round_M = plan.messages_5M, plan.round_M
+        messages_5M = plan.messages_5M
+        round_M = plan.round_M
         if backward:
             order_M = np.argsort(-round_M, kind="stable")
-            messages_5M, round_M = messages_5M[:, order_M], len(plan) - 1 - round_M[order_M]
+            messages_5M = messages_5M[:, order_M]
+            round_M = len(plan) - 1 - round_M[order_M]
         _, source_M, target_M, _, chunks_M = messages_5M
         ends_2M = np.stack([target_M, source_M] if backward else [source_M, target_M])
         number_X = np.bincount(round_M)
@@ -154,7 +160,8 @@ class BatchModel:
         finished = []
         for number, last in enumerate(number_X.cumsum().tolist()):
             some = slice(last - int(number_X[number]), last)
-            ends_2R, far_R = ends_2M[:, some], is_far_M[some]
+            ends_2R = ends_2M[:, some]
+            far_R = is_far_M[some]
             start_R = np.maximum(free_D[ends_2R].max(0), self.start)
             end_R = start_R + byte_M[some]
             if far_R.any():

@@ -82,7 +82,8 @@ def calibrated(cost: CostModel, factors: Factors) -> CostModel:
         return cost
     overlap = cost.overlap
     if overlap is not None:
-        forward, backward = factors.experts * overlap.forward, factors.experts * overlap.backward
+        forward = factors.experts * overlap.forward
+        backward = factors.experts * overlap.backward
         overlap = overlap._replace(forward=forward, backward=backward)
     profile = calibrated_profile(cost.profile, factors)
     return replace(cost, profile=profile, coding=factors.exchange * cost.coding, overlap=overlap)

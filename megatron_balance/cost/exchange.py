@@ -100,8 +100,11 @@ def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterP
 def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:
     """Return the bytes that the member `name` sends in each of its stages, as matrices [D, D] with zero diagonals."""
     ranks = np.arange(len(bytes_DD))
-    node, local, firsts = ranks // node_size, ranks % node_size, ranks[::node_size]
-    same_node, same_local = node[:, None] == node, local[:, None] == local
+    node = ranks // node_size
+    local = ranks % node_size
+    firsts = ranks[::node_size]
+    same_node = node[:, None] == node
+    same_local = local[:, None] == local
     if name == "flat":
         found = [bytes_DD * same_node, bytes_DD * ~same_node]
     elif name == "2dh":

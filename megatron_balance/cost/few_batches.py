@@ -43,7 +43,8 @@ def few_batches_each(
     busy_K: np.ndarray, extra_K: np.ndarray, numbers_27: np.ndarray, farther: float, least_rounds: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [K] `few_batches` of each pair of numbers."""
-    trans_K, agg_K = np.zeros(len(busy_K)), np.zeros(len(busy_K))
+    trans_K = np.zeros(len(busy_K))
+    agg_K = np.zeros(len(busy_K))
     for index in range(len(busy_K)):
         trans_K[index], agg_K[index] = few_batches(busy_K[index], extra_K[index], numbers_27, farther, least_rounds)
     return trans_K, agg_K

@@ -85,12 +85,14 @@ def _add_node(
             least = min(sums[way, 0], sums[way, 1])
             stays[way, end] = 1.0 if near else (least / sums[way, end] if least > 0 else 0.0)
     for rank in range(first, after):
-        alone, shared = tokens if rank == owner else 0.0, share_D[rank] * tokens
+        alone = tokens if rank == owner else 0.0
+        shared = share_D[rank] * tokens
         added_FD[0, rank] += shared - alone
         for end in range(2):
             before = (alone if end else counts_D[rank]) - min(counts_D[rank], alone)
             moved = (shared if end else counts_D[rank]) - min(counts_D[rank], shared)
-            near_before, near_moved = before * stays[0, end], moved * stays[1, end]
+            near_before = before * stays[0, end]
+            near_moved = moved * stays[1, end]
             added_FD[1 + end, rank] += near_moved - near_before
             added_FD[3 + end, rank] += (moved - near_moved) - (before - near_before)
 
@@ -117,9 +119,15 @@ def _add_guests(
         size: number of ranks of a node, or 1 if there is one kind of links.
         near: whether all ranks are on one node.
     """
-    ranks, first, share_D = added_AFBD.shape[3], 0, np.zeros(added_AFBD.shape[3])
+    ranks = added_AFBD.shape[3]
+    first = 0
+    share_D = np.zeros(added_AFBD.shape[3])
     while first < len(plan_K):
-        plan, expert, owner, after, left = plan_K[first], expert_K[first], owner_E[expert_K[first]], first, 0.0
+        plan = plan_K[first]
+        expert = expert_K[first]
+        owner = owner_E[expert_K[first]]
+        after = first
+        left = 0.0
         while after < len(plan_K) and plan_K[after] == plan and expert_K[after] == expert:
             share_D[rank_K[after]] = share_K[after]
             left += share_K[after]
@@ -130,9 +138,12 @@ def _add_guests(
         for index in range(first - 1, after):
             node = (owner if index < first else rank_K[index]) // size
             if node != done and (index < first or node != owner // size):
-                begin, end, done = node * size, min(node * size + size, ranks), node
+                begin = node * size
+                end = min(node * size + size, ranks)
+                done = node
                 for b in range(counts_EBD.shape[1]):
-                    counts_D, added_FD = counts_EBD[expert, b], added_AFBD[plan, :, b]
+                    counts_D = counts_EBD[expert, b]
+                    added_FD = added_AFBD[plan, :, b]
                     _add_node(added_FD, counts_D, share_D, tokens_EB[expert, b], owner, begin, end, near)
         share_D[owner] = 0.0
         for index in range(first, after):
@@ -155,20 +166,31 @@ def _time_guests(
     adapters: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `guest_times` of guests in order; `adapters` is 0 if ranks do not share any."""
-    busy_A, extra_A = np.zeros(plans), np.zeros(plans)
-    times_AD, entered_AN = np.zeros((plans, ranks)), np.zeros((plans, (ranks - 1) // node_size + 1))
+    busy_A = np.zeros(plans)
+    extra_A = np.zeros(plans)
+    times_AD = np.zeros((plans, ranks))
+    entered_AN = np.zeros((plans, (ranks - 1) // node_size + 1))
     first = 0
     while first < len(plan_K):
-        plan, owner, total, longest, sends, after = plan_K[first], owner_E[expert_K[first]], 0.0, 0.0, far, first
+        plan = plan_K[first]
+        owner = owner_E[expert_K[first]]
+        total = 0.0
+        longest = 0.0
+        sends = far
+        after = first
         while after < len(plan_K) and plan_K[after] == plan and expert_K[after] == expert_K[first]:
-            rank, time, node = rank_K[after], 1.0, rank_K[after] // node_size
+            rank = rank_K[after]
+            time = 1.0
+            node = rank_K[after] // node_size
             if node == owner // node_size:
                 sends = 1.0
             elif after == first or rank_K[after - 1] // node_size != node:
                 time = far
                 entered_AN[plan, node] += 1
             times_AD[plan, rank] += time
-            total, longest, after = total + time, max(longest, time), after + 1
+            total = total + time
+            longest = max(longest, time)
+            after = after + 1
         times_AD[plan, owner] += sends
         extra_A[plan] = max(extra_A[plan], total - longest)
         first = after

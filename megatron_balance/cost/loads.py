@@ -14,7 +14,8 @@ from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import shares
 
-COMPUTED, FEATURES = 0, 5
+COMPUTED = 0
+FEATURES = 5
 
 MOST_GROUPS = 8
 """Maximum number of load matrices of an iteration that plans are made for."""
@@ -72,7 +73,8 @@ def expert_loads(
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
     _, microbatches, ranks = counts_EBD.shape
-    counts_EBD, loads_1FBD = np.ascontiguousarray(counts_EBD, np.float64), np.zeros((1, FEATURES, microbatches, ranks))
+    counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
+    loads_1FBD = np.zeros((1, FEATURES, microbatches, ranks))
     alone_ED = (owner_E[:, None] == np.arange(ranks)).astype(np.int64)
     add_loads(loads_1FBD, counts_EBD, alone_ED, owner_E, network.node_size, False)
     return loads_1FBD[0]
@@ -82,7 +84,8 @@ def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placem
     """Return [5, B, D]: the loads of all experts of a placement."""
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
     loads_1FBD = np.zeros((1, FEATURES, *counts_BDE.shape[:2]))
-    shares_ED, primary_E = shares(placement), np.array(placement.primary, dtype=np.int64)
+    shares_ED = shares(placement)
+    primary_E = np.array(placement.primary, dtype=np.int64)
     add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
     return loads_1FBD[0]
 

@@ -59,10 +59,12 @@ def _hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
 @compiled(None)
 def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, size: int) -> None:
     """Do what `_add` does for an expert with one host, which receives all tokens of other ranks."""
-    ranks, first = loads_FBD.shape[2], host - host % size
+    ranks = loads_FBD.shape[2]
+    first = host - host % size
     last = min(first + size, ranks)
     for b in range(loads_FBD.shape[1]):
-        near, far = 0.0, 0.0
+        near = 0.0
+        far = 0.0
         for d in range(first, last):
             loads_FBD[1, b, d] += sign * counts_BD[b, d]
             near += counts_BD[b, d]
@@ -95,7 +97,9 @@ def _add(
     local: bool,
 ) -> None:
     """Add `expert_loads` of an expert, times `sign`, with nodes of `size` ranks, by `local_first` or `proportional`."""
-    ranks, weight, hosts = loads_FBD.shape[2], 0, 0
+    ranks = loads_FBD.shape[2]
+    weight = 0
+    hosts = 0
     for d in range(ranks):
         weight += shares_D[d]
         hosts += shares_D[d] > 0
@@ -103,13 +107,16 @@ def _add(
         _add_alone(loads_FBD, sign, counts_BD, primary, size)
         return
     for b in range(loads_FBD.shape[1]):
-        total, hosted = 0.0, 0.0
+        total = 0.0
+        hosted = 0.0
         for d in range(ranks):
             total += counts_BD[b, d]
             hosted += counts_BD[b, d] if shares_D[d] > 0 else 0.0
         each = total / weight
         for first in range(0, ranks, size):
-            last, out, into = min(first + size, ranks), 0.0, 0.0
+            last = min(first + size, ranks)
+            out = 0.0
+            into = 0.0
             for d in range(first, last):
                 rest = total - hosted if d == primary else 0.0
                 quota = _quota(counts_BD[b, d], shares_D[d], local, each, rest)
@@ -119,11 +126,13 @@ def _add(
             near = min(out, into)
             near_out, near_in = (near / out, near / into) if near > 0 else (0.0, 0.0)
             if size >= ranks:
-                near_out, near_in = 1.0, 1.0
+                near_out = 1.0
+                near_in = 1.0
             for d in range(first, last):
                 rest = total - hosted if d == primary else 0.0
                 quota = _quota(counts_BD[b, d], shares_D[d], local, each, rest)
-                sent, received = max(counts_BD[b, d] - quota, 0.0), max(quota - counts_BD[b, d], 0.0)
+                sent = max(counts_BD[b, d] - quota, 0.0)
+                received = max(quota - counts_BD[b, d], 0.0)
                 loads_FBD[0, b, d] += sign * quota
                 loads_FBD[1, b, d] += sign * (sent * near_out)
                 loads_FBD[2, b, d] += sign * (received * near_in)
@@ -134,18 +143,27 @@ def _add(
 @compiled(None)
 def _send(times_D: np.ndarray, sign: float, shares_D: np.ndarray, owner: int, size: int, far: float) -> float:
     """Add the times of `SendingModel.link_times`, times `sign`, and return the extra time of the expert's chain."""
-    ranks, total, most, sends, home = len(times_D), 0.0, 0.0, 0.0, owner // size
+    ranks = len(times_D)
+    total = 0.0
+    most = 0.0
+    sends = 0.0
+    home = owner // size
     for first in range(0, ranks, size):
-        enters, place, is_home, last = -1, size, first // size == home, min(first + size, ranks)
+        enters = -1
+        place = size
+        is_home = first // size == home
+        last = min(first + size, ranks)
         for d in range(first, last):
             if shares_D[d] > 0 and d != owner and (d - owner) % size < place:
-                enters, place = d, (d - owner) % size
+                enters = d
+                place = (d - owner) % size
         if enters < 0:
             continue
         for d in range(first, last):
             if shares_D[d] > 0 and d != owner:
                 time = far if d == enters and not is_home else 1.0
-                total, most = total + time, max(most, time)
+                total = total + time
+                most = max(most, time)
                 times_D[d] += sign * time
         sends = 1.0 if is_home or sends == 1.0 else far
     times_D[owner] += sign * sends
@@ -181,7 +199,9 @@ def _shared(work_S: np.ndarray, size: int, one_way: float) -> float:
     """Return when the last rank of a node has done its work; see `Network.sharing`."""
     if one_way == 1.0:
         return work_S.max()
-    done, before, at_work = 0.0, 0.0, len(work_S)
+    done = 0.0
+    before = 0.0
+    at_work = len(work_S)
     for work in np.sort(work_S):
         done += (work - before) * max(at_work / size, one_way)
         before = work
@@ -200,17 +220,25 @@ def _seconds(
     per_token_D: np.ndarray,
 ) -> tuple[float, float]:
     """Return `CostModel.work_of` the sum of two loads, and set `CostModel.rank_seconds`."""
-    ranks, exchanging, computed = loads_FBD.shape[2], 0.0, 0.0
+    ranks = loads_FBD.shape[2]
+    exchanging = 0.0
+    computed = 0.0
     near_S = np.empty(min(size, ranks))
     for b in range(loads_FBD.shape[1]):
-        longest, most_near, most_far, coded = 0.0, 0.0, 0.0, 0.0
+        longest = 0.0
+        most_near = 0.0
+        most_far = 0.0
+        coded = 0.0
         for first in range(0, ranks, size):
             last = min(first + size, ranks)
-            sent, received = 0.0, 0.0
+            sent = 0.0
+            received = 0.0
             for d in range(first, last):
                 tokens = loads_FBD[0, b, d] + more_FBD[0, b, d]
-                near_out, near_in = loads_FBD[1, b, d] + more_FBD[1, b, d], loads_FBD[2, b, d] + more_FBD[2, b, d]
-                far_out, far_in = loads_FBD[3, b, d] + more_FBD[3, b, d], loads_FBD[4, b, d] + more_FBD[4, b, d]
+                near_out = loads_FBD[1, b, d] + more_FBD[1, b, d]
+                near_in = loads_FBD[2, b, d] + more_FBD[2, b, d]
+                far_out = loads_FBD[3, b, d] + more_FBD[3, b, d]
+                far_in = loads_FBD[4, b, d] + more_FBD[4, b, d]
                 near = _busiest(near_out, near_in, price_P[NEAR_WAY])
                 far = _busiest(far_out, far_in, price_P[FAR_WAY])
                 exchanged = 4 * max(price_P[NEAR] * near, price_P[FAR] * far)
@@ -218,7 +246,8 @@ def _seconds(
                 longest = max(longest, tokens / rate_D[d])
                 near_S[d - first], most_far = near, max(most_far, far)
                 coded = max(coded, near_out + far_out, near_in + far_in)
-                sent, received = sent + far_out, received + far_in
+                sent = sent + far_out
+                received = received + far_in
             most_near = max(most_near, _shared(near_S[: last - first], size, price_P[NEAR_WAY]))
             most_far = max(most_far, _busiest(sent, received, price_P[FAR_WAY]) / price_P[ADAPTERS])
         exchanging += max(price_P[NEAR] * most_near, price_P[FAR] * most_far) + price_P[CODING] * coded
@@ -309,15 +338,22 @@ def try_(
         expert_KA: -1 for none.
         begins_A: whether a candidate is on its own; otherwise it comes after the one before it.
     """
-    far, more_FBD, more_D, extra = price_P[SENT_FAR], np.zeros_like(loads_FBD), np.zeros_like(sent_D), longest
+    far = price_P[SENT_FAR]
+    more_FBD = np.zeros_like(loads_FBD)
+    more_D = np.zeros_like(sent_D)
+    extra = longest
     for a in range(len(begins_A)):
         if begins_A[a]:
-            more_FBD, more_D, extra = np.zeros_like(loads_FBD), np.zeros_like(sent_D), longest
+            more_FBD = np.zeros_like(loads_FBD)
+            more_D = np.zeros_like(sent_D)
+            extra = longest
         for k in range(len(expert_KA)):
             e = expert_KA[k, a]
             if e < 0:
                 continue
-            owner, counts_BD, shares_D = owner_E[e], counts_EBD[e], shares_KAD[k, a]
+            owner = owner_E[e]
+            counts_BD = counts_EBD[e]
+            shares_D = shares_KAD[k, a]
             _move(more_FBD, more_D, -1.0, counts_BD, shares_ED[e], primary_E[e], owner, node_size, local_first, far)
             extra = max(
                 extra,
@@ -326,10 +362,14 @@ def try_(
         found_7A[0, a], found_7A[1, a] = _seconds(
             loads_FBD, more_FBD, work_ABD[a], node_size, price_P, rate_D, per_token_D
         )
-        busy, more = 0.0, 0.0
+        busy = 0.0
+        more = 0.0
         for d in range(len(sent_D)):
-            busy, more = max(busy, sent_D[d] + more_D[d]), more + more_D[d]
-        found_7A[2, a], found_7A[3, a], found_7A[4, a] = busy, extra, more
+            busy = max(busy, sent_D[d] + more_D[d])
+            more = more + more_D[d]
+        found_7A[2, a] = busy
+        found_7A[3, a] = extra
+        found_7A[4, a] = more
         found_7A[5, a], found_7A[6, a] = few_batches(busy, extra, numbers_27, far, least_rounds)
 
 
@@ -358,8 +398,10 @@ def involve(
     found_A: np.ndarray,
 ) -> None:
     """Add `Hosting.involved_seconds`, without Trans and Agg; candidates' seconds of `rank` are reduced in place."""
-    more_FBD, rest_BD = np.zeros_like(loads_FBD), np.empty_like(work_BD)
-    shares_D, ranks = shares_ED[expert], work_BD.shape[1]
+    more_FBD = np.zeros_like(loads_FBD)
+    rest_BD = np.empty_like(work_BD)
+    shares_D = shares_ED[expert]
+    ranks = work_BD.shape[1]
     primary = _hosted_by(shares_D, primary_E[expert], owner_E[expert])
     _add(more_FBD, -1.0, counts_EBD[expert], shares_D, primary, node_size, local_first)
     _seconds(loads_FBD, more_FBD, rest_BD, node_size, price_P, rate_D, per_token_D)
@@ -370,7 +412,8 @@ def involve(
         next_ = max(rest_BD[b, rank] - mean, 0.0)
         for a in range(len(found_A)):
             work_ABD[a, b, rank] -= next_
-            most, everyone = 0.0, True
+            most = 0.0
+            everyone = True
             for d in range(ranks):
                 everyone &= involved_AD[a, d]
                 most = max(most, work_ABD[a, b, d] if involved_AD[a, d] else 0.0)

@@ -49,7 +49,8 @@ def variance_ratio(tokens_BD: np.ndarray) -> float:
 
 def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
     """Return Pro-Prophet's RB: standard deviation of ranks' loads before balancing over that after; more is better."""
-    before, after = float(np.std(before_D)), float(np.std(after_D))
+    before = float(np.std(before_D))
+    after = float(np.std(after_D))
     if after == 0:
         return float("inf") if before else 1.0
     return before / after
@@ -155,8 +156,12 @@ class CostModel:
     @cached_property
     def prices(self) -> Prices:
         """The numbers that compiled loops take."""
-        network, near, far = self.network, self.network.near, self.network.far
-        token, line, back = self.token_bytes * self.exchange.scale, self.profile.forward, self.profile.backward
+        network = self.network
+        near = self.network.near
+        far = self.network.far
+        token = self.token_bytes * self.exchange.scale
+        line = self.profile.forward
+        back = self.profile.backward
         prices = near.beta * token, far.beta * token, near.one_way, far.one_way, network.adapters, self.coding
         return Prices(
             network.node_size,
@@ -213,9 +218,11 @@ class CostModel:
         Args:
             rates: speeds of the ranks, if the loads are not those of all ranks.
         """
-        line, back = self.profile.forward, self.profile.backward
+        line = self.profile.forward
+        back = self.profile.backward
         per_token = line.seconds_per_token + back.seconds_per_token
-        exchange, network = self.exchange, self.network
+        exchange = self.exchange
+        network = self.network
         per_exchange = 4 * self.token_bytes * exchange.scale
         busy_XBD = (
             per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
@@ -241,7 +248,8 @@ class CostModel:
             computed: tokens of the rank that computes longest, at the mean rate.
             trans, agg: seconds of Trans and Agg before any are hidden.
         """
-        forward, backward = self.forward_seconds(computed), self.backward_seconds(computed)
+        forward = self.forward_seconds(computed)
+        backward = self.backward_seconds(computed)
         trans, agg = self.exposed(computed, trans, agg)
         if self.degrees == (1,):
             all_to_all = 4 * (self.microbatches * self.exchange.latency + exchanging)

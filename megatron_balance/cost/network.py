@@ -75,7 +75,8 @@ class Network:
     def of(cls, profile: ClusterProfile) -> "Network":
         """Return the network that a profile describes."""
         levels = [_level(profile, kind) for kind in ("intra", "inter")]
-        size, shared = profile.node_size, profile.link("p2p", "ep").beta
+        size = profile.node_size
+        shared = profile.link("p2p", "ep").beta
         adapters = size * levels[1].beta / shared if shared and profile.num_ranks > size else size
         return cls(profile.num_ranks, size, *levels, adapters=min(max(adapters, 1.0), size))
 
@@ -124,7 +125,8 @@ class Network:
         """
         if self.near.one_way == 1:
             return work_XD
-        size, nodes = self.node_size, len(self.first_N)
+        size = self.node_size
+        nodes = len(self.first_N)
         work_XNS = np.zeros((*work_XD.shape[:-1], nodes * size))
         work_XNS[..., : self.num_ranks] = work_XD
         work_XNS = work_XNS.reshape(*work_XD.shape[:-1], nodes, size)
@@ -164,6 +166,8 @@ SAME = 0.1
 
 
 def _level(profile: ClusterProfile, kind: str) -> Level:
-    launch, both, one_way = profile.messages[kind], profile.link("p2p", kind).beta, profile.link("one_way", kind).beta
+    launch = profile.messages[kind]
+    both = profile.link("p2p", kind).beta
+    one_way = profile.link("one_way", kind).beta
     share = min(max(one_way / both, 0.5), 1.0) if both else 1.0
     return Level(launch.alpha, launch.beta, both, share if share < 1 - SAME else 1.0)

@@ -101,7 +101,8 @@ class SendingModel:
 
     def _line(self, kind: str, level: str, ways: int) -> Fit:
         """Return the line of a rank that sends or receives experts, or does both (`ways` is 2)."""
-        line, launch = self.profile.link(kind, level), self.profile.launch(kind, level)
+        line = self.profile.link(kind, level)
+        launch = self.profile.launch(kind, level)
         size = self.param_bytes if kind == ROUNDS[0] else self.grad_bytes
         more = ways * (self.profile.tensors - 1) * launch.beta / size if size else 0.0
         return line._replace(alpha=max(line.alpha, launch.seconds(1)), beta=line.beta + more)
@@ -156,7 +157,8 @@ class SendingModel:
         self._choice_of[placement] = sending, found
 
     def _messages(self, placement: Placement, sending: Sending, found: Hops | None) -> TransferPlan:
-        route, node_size = sending.route, self.profile.node_size
+        route = sending.route
+        node_size = self.profile.node_size
         if route in FANOUTS:
             return plan_transfers(placement, node_size, sending.chunks, FANOUTS[route], self.far)
         return plan_hops(found or hops(placement, node_size, route), sending.chunks)
@@ -221,7 +223,8 @@ class SendingModel:
         self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, route: str
     ) -> tuple[np.ndarray, float]:
         """Return `link_lines` of guests in any order along a route of FANOUTS."""
-        ranks, node_size = self.profile.num_ranks, self.profile.node_size
+        ranks = self.profile.num_ranks
+        node_size = self.profile.node_size
         found = find_links(
             owner_M, expert_M, rank_M, num_ranks=ranks, node_size=node_size, fanout=FANOUTS[route], far=self.far
         )
@@ -292,7 +295,8 @@ class SendingModel:
         Args:
             guests_AD: bool, ranks that receive the expert.
         """
-        network, rows_A = self.network, np.arange(len(owner_A))
+        network = self.network
+        rows_A = np.arange(len(owner_A))
         times_AD = guests_AD.astype(np.float64)
         if len(network.first_N) == 1:
             times_AD[rows_A, owner_A] += guests_AD.any(1)

@@ -35,7 +35,8 @@ class AcrossHeadsSelfAttention(SelfAttention):
         # their gradients over tensor-parallel ranks, but here each rank has its own part of the norm
         bare = dataclasses.replace(submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         super().__init__(config, bare, *args, **kwargs)
-        channels, group = self.hidden_size_per_attention_head, self.pg_collection.tp
+        channels = self.hidden_size_per_attention_head
+        group = self.pg_collection.tp
         self.q_layernorm = AcrossHeadsNorm(config, channels, config.num_attention_heads, group)
         self.k_layernorm = AcrossHeadsNorm(config, channels, config.num_query_groups, group)
 
@@ -107,7 +108,9 @@ class ContextParallelAttention(LatentDotProductAttention):
         # The base class refuses any other size
         alone.context_parallel_size = 1
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
-        self.config, self.cp_group, self.splits_heads = config, pg_collection.cp, cp_comm_type == "a2a"
+        self.config = config
+        self.cp_group = pg_collection.cp
+        self.splits_heads = cp_comm_type == "a2a"
         if self.splits_heads:
             self.hidden_size_per_partition //= self.cp_group.size()
 
@@ -133,7 +136,9 @@ class ContextParallelAttention(LatentDotProductAttention):
         # The gradients of keys and values are summed over ranks
         gathered = (gather_from_sequence_parallel_region(one, group=self.cp_group) for one in (key, value))
         key, value = (_in_order(one, self.cp_group) for one in gathered)
-        parts, length, own = [], len(query) // 2, sequence_chunks(self.cp_group.rank(), self.cp_group.size())
+        parts = []
+        length = len(query) // 2
+        own = sequence_chunks(self.cp_group.rank(), self.cp_group.size())
         for part, chunk in zip(query.chunk(2), own, strict=True):
             seen = (chunk + 1) * length
             mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).triu(seen - length + 1)
@@ -151,14 +156,16 @@ def _whole_sequence(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 def _own_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange the output [s, b, width / ranks] of a part of the heads for [s / ranks, b, width]."""
     _, samples, width = whole.shape
-    chunks, ranks = whole.chunk(2 * group.size()), group.size()
+    chunks = whole.chunk(2 * group.size())
+    ranks = group.size()
     by_rank = torch.cat([chunks[chunk] for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)])
     return all_to_all_hp2sp(by_rank.view(-1, width), group).view(-1, samples, width * ranks)
 
 
 def _in_order(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the chunks of all ranks in the order of the sequence."""
-    chunks, ranks = by_rank.chunk(2 * group.size()), group.size()
+    chunks = by_rank.chunk(2 * group.size())
+    ranks = group.size()
     held = [chunk for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)]
     return torch.cat([chunks[held.index(chunk)] for chunk in range(2 * ranks)])
 

@@ -24,7 +24,8 @@ class Compiled(Generic[Arguments, Result]):
 
     def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, function)
-        self._signature, self._function = signature, function
+        self._signature = signature
+        self._function = function
 
     def prepare(self) -> None:
         """Compile the function, or read its code from disk, so that no later call takes seconds for it."""

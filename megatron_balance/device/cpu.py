@@ -42,7 +42,8 @@ FACTORIES = (
 MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (the latter at its maximum), in bytes."""
 
-_TENSOR_TO, _TENSOR_TYPE = torch.Tensor.to, torch.Tensor.type
+_TENSOR_TO = torch.Tensor.to
+_TENSOR_TYPE = torch.Tensor.type
 
 
 class _Stream:

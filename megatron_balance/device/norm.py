@@ -37,7 +37,9 @@ class AcrossHeadsNorm(torch.nn.Module):
             heads: number of heads on all tensor-parallel ranks together.
         """
         super().__init__()
-        self.channels, self.eps, self.tp_group = heads * hidden_size, config.layernorm_epsilon, tp_group
+        self.channels = heads * hidden_size
+        self.eps = config.layernorm_epsilon
+        self.tp_group = tp_group
         mine = heads // tp_group.size() * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
 

@@ -43,7 +43,9 @@ class PassMemory:
         self._current = defaultdict(list) if torch.is_grad_enabled() else None
 
     def _end(self, chunk: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        decisions, self._current, self._is_forward = self._current, None, False
+        decisions = self._current
+        self._current = None
+        self._is_forward = False
         if decisions is None:
             return
         for tensor in tree_leaves(outputs):

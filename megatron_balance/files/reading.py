@@ -18,7 +18,8 @@ import yaml
 
 from megatron_balance.messages import cleaned
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 
 MAX_DEPTH = 32
 """Maximum nesting depth of JSON arrays and objects."""
@@ -188,7 +189,8 @@ def inside(directory: Path, name: str) -> Path:
     Raises:
         ValueError: a link leads out of the directory, or to itself.
     """
-    path, root = directory / name, directory.resolve()
+    path = directory / name
+    root = directory.resolve()
     try:
         target = path.resolve()
     except (OSError, RuntimeError) as error:

@@ -41,7 +41,8 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
         whole: whether `splits_DH` is needed in full. Otherwise, it has the row and the column of `rank`, and -1
             elsewhere.
     """
-    tables, counts_DE = plan.placement.tables, plan.counts_DE.numpy()
+    tables = plan.placement.tables
+    counts_DE = plan.counts_DE.numpy()
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
     rows, stays, splits_DH, received_DS = _cut(
         counts_DE,
@@ -87,15 +88,21 @@ def _cut(
     """
     ranks, experts = counts_DE.shape
     group_D = np.arange(ranks) if whole else _groups(ranks, own, node_size)
-    each_D, sums_GE = np.arange(ranks), counts_DE if whole else _added_up(counts_DE, group_D)
-    room_G, room_D = room_of(first_E, len(sums_GE)), room_of(first_E, ranks)
-    received_DS, more_HD = np.zeros((ranks, slots), np.int64), np.zeros((ranks if whole else 0, ranks), np.int64)
+    each_D = np.arange(ranks)
+    sums_GE = counts_DE if whole else _added_up(counts_DE, group_D)
+    room_G = room_of(first_E, len(sums_GE))
+    room_D = room_of(first_E, ranks)
+    received_DS = np.zeros((ranks, slots), np.int64)
+    more_HD = np.zeros((ranks if whole else 0, ranks), np.int64)
     # The experts with one host, by host, and what this rank sends
-    alone_N, sizes_N = np.full(len(physical_N), -1), np.empty_like(physical_N)
+    alone_N = np.full(len(physical_N), -1)
+    sizes_N = np.empty_like(physical_N)
     for expert in range(experts):
-        begin, end = first_E[expert], first_E[expert + 1]
+        begin = first_E[expert]
+        end = first_E[expert + 1]
         if end - begin == 1:
-            alone_N[begin], sizes_N[begin] = expert, counts_DE[own, expert]
+            alone_N[begin] = expert
+            sizes_N[begin] = counts_DE[own, expert]
             if host_N[begin] == own:
                 received_DS[:, physical_N[begin] % slots] = counts_DE[:, expert]
             continue
@@ -123,14 +130,16 @@ def _cut(
     blocks, _ = write_blocks(sizes_N, by_physical_N, room, 0, 0)
     if len(room) == 2:
         # The rest of the table has empty blocks
-        room[0, blocks:], room[1, blocks:] = 0, rows
+        room[0, blocks:] = 0
+        room[1, blocks:] = rows
     return rows, blocks == 0, splits_DH, received_DS
 
 
 @compiled(None)
 def _groups(ranks: int, own: int, node_size: int) -> np.ndarray:
     """Return [D] the group of each rank: the nodes; on this rank's node, it and those before and after it."""
-    group_D, group = np.zeros(ranks, np.int64), 0
+    group_D = np.zeros(ranks, np.int64)
+    group = 0
     for rank in range(1, ranks):
         group += rank % node_size == 0 or rank == own or rank == own + 1
         group_D[rank] = group
@@ -143,7 +152,8 @@ def _added_up(counts_DE: np.ndarray, group_D: np.ndarray) -> np.ndarray:
     ranks, experts = counts_DE.shape
     sums_GE = np.zeros((group_D[-1] + 1, experts), np.int64)
     for rank in range(ranks):
-        sums_E, counts_E = sums_GE[group_D[rank]], counts_DE[rank]
+        sums_E = sums_GE[group_D[rank]]
+        counts_E = counts_DE[rank]
         for expert in range(experts):
             sums_E[expert] += counts_E[expert]
     return sums_GE
@@ -174,7 +184,10 @@ def _all_splits(
     ranks, experts = counts_DE.shape
     splits_DH = np.empty((ranks, ranks), np.int64)
     # Without a sign, so that no index is checked for one
-    experts_W, first_H, wholes, host = np.empty(experts, np.uint64), np.empty(ranks + 1, np.uint64), 0, 0
+    experts_W = np.empty(experts, np.uint64)
+    first_H = np.empty(ranks + 1, np.uint64)
+    wholes = 0
+    host = 0
     for n in by_physical_N:
         while host <= host_N[n]:
             first_H[host] = wholes
@@ -195,7 +208,9 @@ def _add_up(counts_DE: np.ndarray, experts_W: np.ndarray, first_H: np.ndarray, s
     """
     until_W = np.empty(len(experts_W) + 1, np.int64)
     for rank in range(len(splits_DH)):
-        total, counts_E, splits_H = 0, counts_DE[rank], splits_DH[rank]
+        total = 0
+        counts_E = counts_DE[rank]
+        splits_H = splits_DH[rank]
         for w, expert in enumerate(experts_W):
             until_W[w] = total
             total += counts_E[expert]

@@ -63,7 +63,8 @@ def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) 
     each = tokens * min(config.moe_router_topk, slots)
     if config.moe_expert_capacity_factor is not None:
         assert config.num_moe_experts is not None
-        chosen, factor = tokens * config.moe_router_topk, config.moe_expert_capacity_factor
+        chosen = tokens * config.moe_router_topk
+        factor = config.moe_expert_capacity_factor
         each = min(each, slots * int(get_capacity(chosen, config.num_moe_experts, factor)))
     return sources * each
 
@@ -76,7 +77,8 @@ class DeviceDispatcher:
     """Sends rows by HybridEP into room for the most rows that can arrive."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-        self.config, self.group = config, groups.tp_ep
+        self.config = config
+        self.group = groups.tp_ep
         chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
         self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
         self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
@@ -115,7 +117,8 @@ class _OnDevice(AtOnce):
     def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
         """Send rows to their experts; return this rank's, and rows that hold anything."""
         with record_function("dispatch"):
-            dispatcher, slots = self.dispatcher, self.placement.slots_per_rank
+            dispatcher = self.dispatcher
+            slots = self.placement.slots_per_rank
             probs_TP, map_TP = self.reroute(*chosen)
             self.rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
             rows_RH, probs_R, _, tokens_S, self.sent = fused_a2a.hybrid_ep_dispatch(
@@ -134,5 +137,6 @@ class _OnDevice(AtOnce):
     def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
         with record_function("combine"):
             more = {name: value for name, value in self.dispatcher.options.items() if name == "fused"}
-            sent, self.sent = self.sent, None
+            sent = self.sent
+            self.sent = None
             return fused_a2a.hybrid_ep_combine(rows_RH, sent, self.rows, None, **more)

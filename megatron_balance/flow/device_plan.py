@@ -69,13 +69,15 @@ def _within_nodes(moved_2MD: torch.Tensor, node_size: int) -> torch.Tensor:
         return moved_2MD
     node_D = torch.arange(ranks, device=moved_2MD.device) // node_size
     total_2MN = moved_2MD.new_zeros(*moved_2MD.shape[:2], -(-ranks // node_size)).index_add_(2, node_D, moved_2MD)
-    part_MD, total_2MD = total_2MN.amin(0)[:, node_D], total_2MN.clamp(min=1)[..., node_D]
+    part_MD = total_2MN.amin(0)[:, node_D]
+    total_2MD = total_2MN.clamp(min=1)[..., node_D]
     until_2MD = moved_2MD.cumsum(2) - (total_2MN.cumsum(2) - total_2MN)[..., node_D]
     return until_2MD * part_MD // total_2MD - (until_2MD - moved_2MD) * part_MD // total_2MD
 
 
 def _paired(out_MD: torch.Tensor, in_MK: torch.Tensor, source: int) -> torch.Tensor:
-    own_M1, out_end_M1 = out_MD[:, source, None], out_MD[:, : source + 1].sum(1, keepdim=True)
+    own_M1 = out_MD[:, source, None]
+    out_end_M1 = out_MD[:, : source + 1].sum(1, keepdim=True)
     in_end_MK = in_MK.cumsum(1)
     first_MK = torch.maximum(out_end_M1 - own_M1, in_end_MK - in_MK)
     return (torch.minimum(out_end_M1, in_end_MK) - first_MK).clamp(min=0)

@@ -100,7 +100,10 @@ class AllToAllDispatcher(Dispatcher):
         If no part will move, copy the rows as well. When the plan is there, the first exchange of rows starts at once.
         """
         # `mixture` gives the tokens their gradient
-        tokens_TH, map_TE, order, ahead = tokens_TH.detach(), chosen.map_TE, None, None
+        tokens_TH = tokens_TH.detach()
+        map_TE = chosen.map_TE
+        order = None
+        ahead = None
         with record_function("dispatch"):
             # Not len: torch's is a function of Python
             most_rows = map_TE.shape[0] * self.rows_per_token
@@ -130,7 +133,8 @@ class AllToAllDispatcher(Dispatcher):
         self, plan: DispatchPlan, ordered: Callable[[int], RowOrder], most_rows: int, device: torch.device
     ) -> tuple[RowOrder, ChunkedDispatch]:
         """Return the order of the rows that are sent, and where they go, given the order of some number of rows."""
-        chunking, ranks = UNSPLIT if self.chunks is None else self.chunks(plan), plan.placement.num_ranks
+        chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
+        ranks = plan.placement.num_ranks
         one_by_one = plan.counts_DE.shape[0] == ranks and not self.parallel.splits_rows
         if device.type == "cpu" or chunking.chunks > 1 or not one_by_one:
             return self._decide_by_matrix(plan, chunking, ordered, device)
@@ -142,9 +146,12 @@ class AllToAllDispatcher(Dispatcher):
         self, plan: DispatchPlan, chunking: Chunking, ordered: Callable[[int], RowOrder], device: torch.device
     ) -> tuple[RowOrder, ChunkedDispatch]:
         """Do the same for any number of chunks and of sources."""
-        parallel, hosts = self.parallel, plan.placement.num_ranks
+        parallel = self.parallel
+        hosts = plan.placement.num_ranks
         tokens_CDP = chunking.split(plan).numpy()
-        there, back, moved = STAYS, None, dict[str, Any]()
+        there = STAYS
+        back = None
+        moved = dict[str, Any]()
         if chunking.chunks > 1:
             moves = [
                 sending(plan.placement, tokens_CDP[:, parallel.members]),
@@ -219,7 +226,10 @@ class MegatronDispatcher(Dispatcher):
 
     def __init__(self, config: TransformerConfig, rank: int, source: int, groups: ProcessGroupCollection) -> None:
         """`rank` and `source`: this rank among the hosts and among the sources."""
-        self.config, self.rank, self.source, self.groups = config, rank, source, groups
+        self.config = config
+        self.rank = rank
+        self.source = source
+        self.groups = groups
         self._stages: dict[int, MoETokenDispatcher] = {}
 
     def _stages_for(self, placement: Placement) -> MoETokenDispatcher:

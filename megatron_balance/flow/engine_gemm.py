@@ -36,9 +36,11 @@ class EngineGemm(GroupedGemm):
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], split: Split, width: int, **options: Any
     ) -> torch.Tensor:
         assert not isinstance(split, DeviceSplit), "the numbers of rows are arguments"
-        output, sizes = rows.new_empty(len(rows), width), list(split.sizes)
+        output = rows.new_empty(len(rows), width)
+        sizes = list(split.sizes)
         if len(rows):
-            matrices, parts = [*slots_of(weights)], [*rows.contiguous().split(sizes)]
+            matrices = [*slots_of(weights)]
+            parts = [*rows.contiguous().split(sizes)]
             self._call(matrices, parts, [output], m_splits=sizes, single_output=True, **options)
         return output
 

@@ -79,7 +79,8 @@ class GroupedExperts(MegatronModule):
 
     def _initialize(self) -> None:
         """Draw weights from the expert-parallel generator, by expert in megatron-core's order; biases stay zero."""
-        first, second = self.linear_fc1, self.linear_fc2
+        first = self.linear_fc1
+        second = self.linear_fc2
         for weight1, weight2 in zip(first.weight.data, second.weight.data, strict=True):
             _initialize_affine_weight_gpu(weight1, self.config.init_method, partition_dim=0, is_expert=True)
             _initialize_affine_weight_gpu(
@@ -149,7 +150,8 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
-        guests, device = len(tokens_per_slot) - len(self.home_experts), rows_RH.device
+        guests = len(tokens_per_slot) - len(self.home_experts)
+        device = rows_RH.device
         first, second = (linear(guests) for linear in (self.linear_fc1, self.linear_fc2))
         if not tokens_per_slot.is_cpu:
             linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
@@ -196,7 +198,8 @@ class GroupedExperts(MegatronModule):
         if config.gated_linear_unit:
             gate, linear = inner.chunk(2, dim=-1)
             if (limit := config.activation_func_clamp_value) is not None:
-                gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+                gate = gate.clamp(max=limit)
+                linear = linear.clamp(min=-limit, max=limit)
             # Adding zero would cost a tensor, which autograd keeps
             linear = linear + config.glu_linear_offset if config.glu_linear_offset else linear
             activated = config.activation_func(gate) * linear
@@ -227,7 +230,8 @@ class GroupedExperts(MegatronModule):
         return [main_grad(tensor)[index] for tensor, index in self._tensors(slot)]
 
     def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:
-        home, tensors = len(self.home_experts), []
+        home = len(self.home_experts)
+        tensors = []
         for linear in (self.linear_fc1, self.linear_fc2):
             projection, index = (linear.home(), slot) if slot < home else (_guests(linear), slot - home)
             tensors += [(tensor, index) for tensor in projection.tensors()]
@@ -305,7 +309,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
-        graph, ctx.graph = ctx.graph, None
+        graph = ctx.graph
+        ctx.graph = None
         return *graph.backward(gradients[0]), None, None, None, *ctx.gradients.finish()
 
 

@@ -125,13 +125,15 @@ def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
     """Multiply the rows of each slot by its matrix [K, N]: -> [R, N]."""
-    first_SKN, width = matrices[0], matrices[0].shape[-1]
+    first_SKN = matrices[0]
+    width = matrices[0].shape[-1]
     grouped = len(first_SKN)
     if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SKN):
         # The rows after the last end are left to the products of guest slots
         output_RN = F.grouped_mm(rows_RK, first_SKN, offs=split.ends[:grouped])
     else:
-        output_RN, grouped = rows_RK.new_empty(len(rows_RK), width), 0
+        output_RN = rows_RK.new_empty(len(rows_RK), width)
+        grouped = 0
     each = zip(rows_RK.split(split.sizes), output_RN.split(split.sizes), slots_of(matrices), strict=True)
     for number, (rows, output, matrix_KN) in enumerate(each):
         if number >= grouped and len(rows):

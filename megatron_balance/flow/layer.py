@@ -217,7 +217,8 @@ class BalancedMoELayer(MoELayer):
         return load, decided
 
     def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Reading, Callable[[], Handle]]:
-        gathered, load = _unwanted, Reading(_unwanted)
+        gathered = _unwanted
+        load = Reading(_unwanted)
         if self.host is not None:
             gathered = self._gather_counts(chosen.map_TE, late=True)
             load = self._reader.read(gathered)

@@ -91,7 +91,8 @@ def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
     The part that stays on the rank counts too. With times of collectives as functions of these sizes, the sums are
     Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
     """
-    tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
+    tokens = shape.tokens * shape.hidden
+    rows = shape.rows * shape.hidden
     each = {
         TokenStep.EP_ALL_TO_ALL: rows * (shape.esp if schedule == "baseline" else 1),
         TokenStep.EP_ESP_ALL_TO_ALL: rows * shape.esp // shape.mp,
@@ -125,7 +126,8 @@ class ParallelDispatch:
             gather_group: a second group of the tensor-parallel ranks, over which s2 forwards rows while it receives
                 others (SAA); None: s2 receives all rows, then gathers.
         """
-        self.steps, self.groups = tuple(steps), groups
+        self.steps = tuple(steps)
+        self.groups = groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
         """Ranks that hold the same tokens."""
         self.simultaneous: Simultaneous | None = None
@@ -237,7 +239,8 @@ class ParallelDispatch:
         if self.copies == 1 or self.splits_tokens:
             return self.groups
         chosen = ProcessGroupCollection(**vars(self.groups))
-        chosen.tp_cp, chosen.tp_dp_cp = self.groups.cp, self.groups.dp_cp
+        chosen.tp_cp = self.groups.cp
+        chosen.tp_dp_cp = self.groups.dp_cp
         return chosen
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:

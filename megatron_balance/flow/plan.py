@@ -43,10 +43,12 @@ class DispatchPlan:
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
         """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
-        placement, counts_DE = self.placement, self.counts_DE
+        placement = self.placement
+        counts_DE = self.counts_DE
         if placement.tables.in_place:
             return counts_DE
-        tables, counts_HE = placement.tables, by_host(counts_DE, placement.num_ranks)
+        tables = placement.tables
+        counts_HE = by_host(counts_DE, placement.num_ranks)
         return torch.from_numpy(
             _planned(
                 np.ascontiguousarray(counts_DE.numpy()),
@@ -123,11 +125,16 @@ def _planned(
 ) -> np.ndarray:
     """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, `Tables.hosting` of the
     placement, rules and slots of a host."""
-    sources, hosts, experts = len(counts_DE), len(counts_HE), counts_DE.shape[1]
-    tokens_DP, alone_E = np.zeros((sources, hosts * slots), dtype=np.int64), np.full(experts, -1)
-    group_H, room = np.arange(hosts), room_of(first_E, hosts)
+    sources = len(counts_DE)
+    hosts = len(counts_HE)
+    experts = counts_DE.shape[1]
+    tokens_DP = np.zeros((sources, hosts * slots), dtype=np.int64)
+    alone_E = np.full(experts, -1)
+    group_H = np.arange(hosts)
+    room = room_of(first_E, hosts)
     for expert in range(experts):
-        begin, end = first_E[expert], first_E[expert + 1]
+        begin = first_E[expert]
+        end = first_E[expert + 1]
         if end - begin == 1:
             alone_E[expert] = physical_N[begin]
             continue
@@ -205,9 +212,13 @@ def send(
 
     The other arguments are those of `_planned`, for one source per host.
     """
-    begin, end = first_E[expert], first_E[expert + 1]
+    begin = first_E[expert]
+    end = first_E[expert + 1]
     sent_KG, out_G, in_K, left_K = room
-    sent_KG, host_K, ranks, hosts = sent_KG[: end - begin], host_N[begin:end], len(group_D), end - begin
+    sent_KG = sent_KG[: end - begin]
+    host_K = host_N[begin:end]
+    ranks = len(group_D)
+    hosts = end - begin
     sent_KG[:] = 0
     total = 0
     for group in range(len(out_G)):
@@ -251,8 +262,12 @@ def _send_within(
     if received == 0:
         return
     sent = out_G[first_group:after_group].sum()
-    part, at, received_until = min(sent, received), 0, 0
-    group, sent_until, group_end = first_group - 1, 0, 0
+    part = min(sent, received)
+    at = 0
+    received_until = 0
+    group = first_group - 1
+    sent_until = 0
+    group_end = 0
     if part == 0:
         return
     for k in range(first, after):
@@ -288,11 +303,14 @@ def _share(
     `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_K`.
     """
     assert total <= MOST_TOKENS, "a product of two counts fits an int64"
-    missing, hosts, shares = total, range(len(host_K)), share_K.sum()
+    missing = total
+    hosts = range(len(host_K))
+    shares = share_K.sum()
     for k in hosts:
         computed_K[k] = 0
         if not local_first:
-            product, divisor = total * share_K[k], max(shares, 1)
+            product = total * share_K[k]
+            divisor = max(shares, 1)
             computed_K[k] = product // divisor
             left_K[k] = product - computed_K[k] * divisor
         elif share_K[k]:

@@ -139,13 +139,15 @@ def _add(
         loss: the same with it.
         tokens: number of this rank's tokens.
     """
-    config, size = router.config, router.tp_cp_group.size()
+    config = router.config
+    size = router.tp_cp_group.size()
     repeats = 1
     if getattr(router, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False):
         assert config.mtp_num_layers is not None
         repeats = config.mtp_num_layers
     if repeats > 1:
-        value, loss = value / repeats, loss / repeats
+        value = value / repeats
+        loss = loss / repeats
     if router.layer_number is not None:
         record: Any = moe_utils.save_to_aux_losses_tracker
         if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19

@@ -119,7 +119,8 @@ def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:
         tokens_CMP: rows of each chunk that each member sends to each physical expert.
     """
     tables = placement.tables
-    physical_N, by_physical_N = tables.physical_N, tables.by_physical_N
+    physical_N = tables.physical_N
+    by_physical_N = tables.by_physical_N
     chunks, members, _ = tokens_CMP.shape
     sizes_MNC = tokens_CMP[:, :, physical_N].transpose(1, 2, 0)
     order_MCN = np.arange(members * len(physical_N) * chunks)

@@ -39,7 +39,8 @@ def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
 def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
     """Return, for each line of ParallelLines, the fewest and the most bytes for which ScheduleModel needs its time."""
     s1, s2 = (dict(volumes(schedule, shape)) for schedule in ("s1", "s2"))
-    exchanged, rows = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes, shape.rows * shape.hidden * element_bytes
+    exchanged = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes
+    rows = shape.rows * shape.hidden * element_bytes
     found: dict[str, tuple[float, float]] = {"all_to_all": (exchanged, exchanged), "gathered": (rows, rows)}
     if shape.mp > 1:
         low, high = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
@@ -66,7 +67,8 @@ class ScheduleModel:
             schedule: s1 (Eq. 13), s2 (Eq. 14) or megatron.
             simultaneous: whether s2 gathers rows while it receives others (SAA).
         """
-        sizes, rows_bytes = dict(volumes(schedule, shape)), shape.rows * shape.hidden * element_bytes
+        sizes = dict(volumes(schedule, shape))
+        rows_bytes = shape.rows * shape.hidden * element_bytes
         if schedule == "megatron":
             repeated = (self.mp - 1) * shape.rows * self.esp / self.mp
             return (

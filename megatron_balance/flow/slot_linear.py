@@ -73,14 +73,16 @@ class _SlotLinear(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RI: torch.Tensor, scale_R: torch.Tensor | None, linear: SlotLinear, split: Split
     ) -> torch.Tensor:
-        ctx.linear, ctx.split = linear, split
+        ctx.linear = linear
+        ctx.split = split
         # Saving the weights lets autograd notice if something overwrites them before the backward pass
         ctx.save_for_backward(rows_RI, scale_R, *linear.weights, *linear.biases)
         return linear.outputs(rows_RI, split, scale_R)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        linear, split = ctx.linear, ctx.split
+        linear = ctx.linear
+        split = ctx.split
         rows_RI, scale_R, *_ = ctx.saved_tensors
         # Grouped products refuse the expanded gradient that a plain sum() sends
         gradient_RO = gradients[0].contiguous()

@@ -36,7 +36,8 @@ def swiglu_linear(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
-        ctx.linear, ctx.split = linear, split
+        ctx.linear = linear
+        ctx.split = split
         # Saving the weights lets autograd notice if something overwrites them before the backward pass
         ctx.save_for_backward(inner, probs_R, *linear.weights, *linear.biases)
         gate_RF, linear_RF = inner.chunk(2, dim=-1)
@@ -45,10 +46,12 @@ class _SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        linear, split = ctx.linear, ctx.split
+        linear = ctx.linear
+        split = ctx.split
         inner, probs_R, *_ = ctx.saved_tensors
         gate_RF, linear_RF = inner.chunk(2, dim=-1)
-        gradient_RO, probs_R1 = gradients[0].contiguous(), probs_R.unsqueeze(-1)
+        gradient_RO = gradients[0].contiguous()
+        probs_R1 = probs_R.unsqueeze(-1)
         gradient_RF = linear.to_rows(gradient_RO, split)
         silu_RF = F.silu(gate_RF)
         units_RF = silu_RF * linear_RF

@@ -32,7 +32,8 @@ class LinearGradients:
 
     def __init__(self, linear: GroupedWeights, slots: int, gemm: GroupedGemm) -> None:
         """`slots` is the number of slots in use: home slots, then guest slots."""
-        self.linear, self.gemm = linear, gemm
+        self.linear = linear
+        self.gemm = gemm
         self.parts: list[list[_Part]] = [[] for _ in range(slots)]
         self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
         """Rows of all slots and the gradient of their products, where only the device knows the numbers of rows."""
@@ -49,7 +50,8 @@ class LinearGradients:
         if isinstance(split, DeviceSplit):
             self._uncounted.append((gradient_RO, rows_RI, split))
             return
-        rows, gradients = rows_RI.split(split.sizes), gradient_RO.split(split.sizes)
+        rows = rows_RI.split(split.sizes)
+        gradients = gradient_RO.split(split.sizes)
         scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
         for slot, part in enumerate(map(_Part, rows, gradients, scales), first):
             if len(part.rows_RI):
@@ -85,7 +87,8 @@ class LinearGradients:
 
     def _add(self, gradient_SOI: torch.Tensor) -> None:
         """Add a weight gradient of every slot in use."""
-        home, guests = self.linear.weight, self.linear.guests
+        home = self.linear.weight
+        guests = self.linear.guests
         if home.requires_grad:
             self._sums[0].add_(gradient_SOI[: len(home)])
         if len(gradient_SOI) > len(home):

@@ -178,7 +178,8 @@ def _twice(rank: int, first: str, second: str) -> str:
 
 
 def _wait_until_read(store: dist.Store, me: Member, seconds: float) -> None:
-    readers, deadline = store.add("readers", 1), time.monotonic() + seconds
+    readers = store.add("readers", 1)
+    deadline = time.monotonic() + seconds
     while me.holds_store and readers < me.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         readers = store.add("readers", 0)

@@ -114,7 +114,8 @@ def differences(records: Mapping[int, Record]) -> list[Difference]:
         sides = _sides(key, channel, records)
         if len(sides) < 2:
             continue
-        first, last = max(side.first for side in sides.values()), min(side.last for side in sides.values())
+        first = max(side.first for side in sides.values())
+        last = min(side.last for side in sides.values())
         for number in range(first, last + 1):
             entered = {rank: side.at(number) for rank, side in sides.items()}
             text = _mismatch(channel, entered)
@@ -181,7 +182,8 @@ def _exchange_mismatch(channel: Channel, entered: Mapping[int, Operation]) -> st
         for other_number, other in enumerate(channel.ranks):
             if rank not in entered or other not in entered or not entered[rank].sent:
                 continue
-            sent, expected = entered[rank].sent[other_number], entered[other].received[number]
+            sent = entered[rank].sent[other_number]
+            expected = entered[other].received[number]
             if sent != expected:
                 by = entered[rank].ours or entered[rank].caller
                 verb = entered[rank].verb
@@ -240,7 +242,8 @@ def find_cycle(events: Mapping[int, Sequence[Event]], messages: Iterable[str] = 
     for ordered in events.values():
         before: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for event in ordered:
-            operation, earlier = (event.channel, event.number), before[event.thread]
+            operation = (event.channel, event.number)
+            earlier = before[event.thread]
             if event.is_wait:
                 if event.channel in posted:
                     earlier.append(operation)
@@ -259,7 +262,9 @@ def _find_cycle(after: Mapping[Any, set[Any]]) -> list[Any]:
     for start in list(after):
         if start in done:
             continue
-        path, on_path, stack = [start], {start}, [iter(sorted(after[start]))]
+        path = [start]
+        on_path = {start}
+        stack = [iter(sorted(after[start]))]
         while stack:
             node = next(stack[-1], None)
             if node is None:

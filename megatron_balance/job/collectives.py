@@ -157,7 +157,9 @@ class _Track:
     """The recording of one channel."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], is_message: bool, kept: int | None) -> None:
-        self.name, self.ranks, self.is_message = name, ranks, is_message
+        self.name = name
+        self.ranks = ranks
+        self.is_message = is_message
         self.numbers = itertools.count(1)
         self.notes: deque[tuple[int, _Note]] = deque(maxlen=kept)
 
@@ -222,7 +224,8 @@ class Collectives:
     def _message(self, method: Callable, verb: str, sends: bool) -> Callable:
         def noted(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
             ends = (group.rank(), peer) if sends else (peer, group.rank())
-            key, sizes = f"{group.group_name}:{ends[0]}->{ends[1]}", (tensors[0].numel(),)
+            key = f"{group.group_name}:{ends[0]}->{ends[1]}"
+            sizes = (tensors[0].numel(),)
             if tag and dist.get_backend(group) == "gloo":
                 # NCCL matches messages by order alone; with gloo, threads may send messages that only tags tell apart
                 key += f" tag {tag}"

@@ -70,7 +70,9 @@ class _Unbreakable:
     other: Any = None
 
     def __init__(self, stream: Any, name: str) -> None:
-        self._stream, self._name, self._reported = stream, name, False
+        self._stream = stream
+        self._name = name
+        self._reported = False
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))

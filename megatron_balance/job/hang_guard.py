@@ -88,17 +88,22 @@ class HangGuard:
                 ranks.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())
-        self._rank, self._world_size = rank, world_size
-        self._limit, self._store_rank, self._collectives = limit, store_rank, collectives
+        self._rank = rank
+        self._world_size = world_size
+        self._limit = limit
+        self._store_rank = store_rank
+        self._collectives = collectives
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
         self._progress = self._answered = time.monotonic()
-        self._idle, self._first_iteration = 0.0, 0
+        self._idle = 0.0
+        self._first_iteration = 0
         self._failure: BaseException | None = None
         self._report: Report | None = None
         self._lost = self._ended = False
         self._wake, self._concluded = threading.Event(), threading.Event()
-        self._printing, self._printed = threading.Lock(), False
+        self._printing = threading.Lock()
+        self._printed = False
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watchdog, self._reporter)]
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -158,10 +163,13 @@ class HangGuard:
     # Watchdog
 
     def _watchdog(self) -> None:
-        last_steps, last, since = -1, None, time.monotonic()
+        last_steps = -1
+        last = None
+        since = time.monotonic()
         before = since
         while not self._wake.wait(self._period):
-            now, steps = time.monotonic(), self._position.steps
+            now = time.monotonic()
+            steps = self._position.steps
             # The next layer's wait has the same stack but follows another operation
             here = steps, self._entered(), stack_of(_frame())
             self._count_idle(steps != last_steps, now - before)
@@ -170,7 +178,8 @@ class HangGuard:
                 self._progress = now
             if here != last:
                 since = now
-            last_steps, last = steps, here
+            last_steps = steps
+            last = here
             if now - since > self._limit and self._activity()[0] == "waited":
                 self._wake.set()
         if self._ended:
@@ -249,7 +258,8 @@ class HangGuard:
         """Return whether the default stream still has work after a period."""
         if self._device is None:
             return False
-        stream, empty = torch.cuda.default_stream(self._device), threading.Event()
+        stream = torch.cuda.default_stream(self._device)
+        empty = threading.Event()
 
         def wait() -> None:
             # A broken device counts as busy: the main thread has not seen its error yet

@@ -101,7 +101,8 @@ def _name(world_size: int, local_world_size: int) -> str:
     The name is needed because ranks of a killed job may survive for a while and find the next job's store at the same
     address.
     """
-    known, parts = os.environ, []
+    known = os.environ
+    parts = []
     agent = launcher.find() if world_size == local_world_size else None
     nodes = known.get("SLURM_STEP_NUM_NODES", "")
     if agent is not None:
@@ -177,7 +178,8 @@ def start(
     timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
     if launch.world_size > 1:
-        meeting, where = dist.PrefixStore(AGREEMENT, store), f"{launch.address}:{launch.port}"
+        meeting = dist.PrefixStore(AGREEMENT, store)
+        where = f"{launch.address}:{launch.port}"
         agreement.agree(meeting, _member(launch), facts(), timeout_minutes=timeout_minutes, where=where)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
@@ -233,7 +235,8 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
     """Connect to the store in a thread, because another program at that address may accept and never answer."""
     found: list[dist.Store] = []
     errors: list[Exception] = []
-    holds, deadline = launch.rank == launch.store_rank, time.monotonic() + timeout_minutes * 60
+    holds = launch.rank == launch.store_rank
+    deadline = time.monotonic() + timeout_minutes * 60
     listening = holds or _wait_for_listener(address, launch.port, deadline)
     seconds = max(1.0, deadline - time.monotonic())
 

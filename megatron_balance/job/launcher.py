@@ -51,9 +51,11 @@ def find() -> Launcher | None:
     """Return the torchrun agent that started this process; None if another program started it."""
     if any(name not in os.environ for name in AGENT_VARIABLES):
         return None
-    child, process = os.getpid(), os.getppid()
+    child = os.getpid()
+    process = os.getppid()
     while process > 1 and _has_our_variables(process) and (parent := _parent(process)):
-        child, process = process, parent
+        child = process
+        process = parent
     return Launcher(process, _field(process, 22), child)
 
 

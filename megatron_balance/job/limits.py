@@ -62,7 +62,8 @@ def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Pat
     """
     if not workers or not directory.is_dir():
         return
-    free, needed = os.statvfs(directory), processes * workers * 2 * batch_bytes
+    free = os.statvfs(directory)
+    needed = processes * workers * 2 * batch_bytes
     available = free.f_bavail * free.f_frsize
     remedy = "give the container more (docker run --ipc host, or --shm-size 8g), or use --num-workers 0"
     if not os.access(directory, os.W_OK):

@@ -29,7 +29,9 @@ _NONE = tl.constexpr(-(1 << 62))
 _ALL = tl.constexpr(1 << 62)
 """A key above all others."""
 _PARTS = tl.constexpr(PARTS)
-_FILLING, _LEAST_FIRST, _WHOLE = tl.constexpr(FILLING), tl.constexpr(LEAST_FIRST), tl.constexpr(WHOLE)
+_FILLING = tl.constexpr(FILLING)
+_LEAST_FIRST = tl.constexpr(LEAST_FIRST)
+_WHOLE = tl.constexpr(WHOLE)
 
 EXPERTS_PER_WARP = 512
 """A thread then keeps 16 keys of experts."""
@@ -165,11 +167,15 @@ def fit_kernel(
     rank = tl.arange(0, RANKS_BLOCK)
     node = rank // NODE_SIZE
     above, rooms, slots = _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS, NODE_SIZE)
-    number, busiest, giving, stuck = 0, tl.max(above), tl.max(above), tl.min(above) >> _BITS
+    number = 0
+    busiest = tl.max(above)
+    giving = tl.max(above)
+    stuck = tl.min(above) >> _BITS
     tl.store(states, busiest >> _BITS)
     while (busiest >> _BITS) > 0:
         giving = _giver(above, busiest, giving, ORDER)
-        excess, source = giving >> _BITS, giving & _INDEX
+        excess = giving >> _BITS
+        source = giving & _INDEX
         largest = tl.max(tl.where(owner == source, movable, 0))
         wanted = largest >> _BITS if ORDER == _FILLING else tl.minimum(largest >> _BITS, excess)
         chosen = tl.max(tl.where(node == source // NODE_SIZE, rooms, 0))
@@ -186,14 +192,17 @@ def fit_kernel(
             # Without a slot, a rank has no room
             rooms -= tl.where(rank == target, tl.where(slots != 0, moved, chosen >> _BITS) << _BITS, 0)
             rooms += tl.where((rank == source) & (slots != 0), tl.maximum(moved - excess, 0) << _BITS, 0)
-            busiest, giving = tl.max(above), tl.max(tl.where(rank == source, above, _NONE))
+            busiest = tl.max(above)
+            giving = tl.max(tl.where(rank == source, above, _NONE))
             _write_move(moves + number * 4, largest & _INDEX, source, target, moved)
             tl.store(quotas + (largest & _INDEX) * RANKS + target, moved)
             number += 1
             tl.store(states + number, tl.maximum(busiest >> _BITS, stuck))
         else:
-            stuck, above = tl.maximum(stuck, excess), tl.where(rank == source, _NONE, above)
-            busiest, giving = tl.max(above), _NONE
+            stuck = tl.maximum(stuck, excess)
+            above = tl.where(rank == source, _NONE, above)
+            busiest = tl.max(above)
+            giving = _NONE
     tl.store(number_L + layer, number)
     tl.store(quotas + (movable & _INDEX) * RANKS + owner, movable >> _BITS, mask=(movable >> _BITS) > 0)
 
@@ -202,7 +211,8 @@ def fit_kernel(
 def _read_experts(tokens_LDS, experts_LDS, layer, RANKS: tl.constexpr, HOMES: tl.constexpr, HOMES_BLOCK: tl.constexpr):
     """Return keys (tokens, expert) of all ranks' experts, and the experts' owners."""
     home = tl.arange(0, HOMES_BLOCK)
-    at, present = layer * (RANKS * HOMES) + home, home < RANKS * HOMES
+    at = layer * (RANKS * HOMES) + home
+    present = home < RANKS * HOMES
     tokens = tl.load(tokens_LDS + at, mask=present, other=0)
     return (tokens << _BITS) + tl.load(experts_LDS + at, mask=present, other=0), home // HOMES
 
@@ -210,7 +220,8 @@ def _read_experts(tokens_LDS, experts_LDS, layer, RANKS: tl.constexpr, HOMES: tl
 @triton.jit
 def _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS: tl.constexpr, NODE_SIZE: tl.constexpr):
     """Return keys (excess, rank) and (room, mirrored rank), and the number of slots."""
-    at, present = layer * RANKS + rank, rank < RANKS
+    at = layer * RANKS + rank
+    present = rank < RANKS
     slots = tl.load(slots_LD + at, mask=present, other=0)
     excess = tl.load(loads_LD + at, mask=present, other=0) - tl.load(capacities_LD + at, mask=present, other=0)
     room = tl.where((excess < 0) & (slots != 0), -excess, 0)
@@ -230,7 +241,8 @@ def _mirrored(rank, RANKS: tl.constexpr, NODE_SIZE: tl.constexpr):
 @triton.jit
 def _worth(wanted, near, other, far):
     """Return the key of the room to use: the roomiest one on the source's node, or of all."""
-    takes, reached = tl.minimum(wanted, near >> _BITS), tl.minimum(wanted, other >> _BITS)
+    takes = tl.minimum(wanted, near >> _BITS)
+    reached = tl.minimum(wanted, other >> _BITS)
     return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
 
 

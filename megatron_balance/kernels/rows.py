@@ -186,7 +186,8 @@ def block_index_kernel(ends_N, shift_N, index_R, rows, blocks, steps, BLOCK: tl.
 @triton.jit
 def copy_kernel(tokens_TH, rows_RH, by_token_R, first_T, tokens, number, hidden, HIDDEN_BLOCK: tl.constexpr):
     """Copy a part of this token to all its rows."""
-    token, column = tl.program_id(0), tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
     present = column < hidden
     values = tl.load(tokens_TH + token.to(tl.int64) * hidden + column, mask=present)
     begin, end = _range(first_T, token, tokens, number)
@@ -208,7 +209,8 @@ def sum_kernel(
     WIDE: tl.constexpr,
 ):
     """Add up a part of this token's rows, one after another, and round once."""
-    token, column = tl.program_id(0), tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
     present = column < hidden
     total = tl.zeros([HIDDEN_BLOCK], WIDE)
     begin, end = _range(first_T, token, tokens, number)

@@ -242,7 +242,8 @@ def _measured(
     Args:
         computation: functions that return the seconds of two directions.
     """
-    groups, given = sorted(set(kinds.values())), loads(sizes_bytes)
+    groups = sorted(set(kinds.values()))
+    given = loads(sizes_bytes)
     calls: dict[tuple[str, Members], Callable[[], list[float]]] = {
         **{
             (name, members): functools.partial(bench.transfer, name, members, given)

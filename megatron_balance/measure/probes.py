@@ -19,7 +19,8 @@ def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
 def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passes:
     """Return passes over `tokens_per_slot` [S] int64 rows per expert, in the experts' dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
-    tokens, hidden = int(tokens_per_slot.sum()), weight_SOH.shape[-1]
+    tokens = int(tokens_per_slot.sum())
+    hidden = weight_SOH.shape[-1]
     # Not the default generator: measuring must not change the training
     generator = torch.Generator(weight_SOH.device).manual_seed(0)
     new = {"dtype": weight_SOH.dtype, "device": weight_SOH.device, "generator": generator}
@@ -62,14 +63,17 @@ def schedule_call(
     if line == "all_gather":
         buffer = torch.zeros(-(-num_bytes // dtype.itemsize), dtype=dtype, device=device)
         return OPERATIONS["all_gather"](groups.tp, buffer, 1)
-    sources, hosts, row_bytes = groups.tp_ep.size(), groups.ep.size(), hidden * dtype.itemsize
+    sources = groups.tp_ep.size()
+    hosts = groups.ep.size()
+    row_bytes = hidden * dtype.itemsize
 
     def rows_of(number: int) -> torch.Tensor:
         return torch.zeros(number, hidden, dtype=dtype, device=device)
 
     if line == "sorting":
         return _sorting(rows_of(-(-num_bytes // row_bytes)), hosts)
-    wire, sharding = default_all_to_all(dispatch.wire), dispatch.sharding()
+    wire = default_all_to_all(dispatch.wire)
+    sharding = dispatch.sharding()
     each = -(-num_bytes // (row_bytes * (hosts if line == "gathered" else sources)))
     splits_DH = torch.full((sources, hosts), each)
     results = rows_of(each * sources)

@@ -137,7 +137,8 @@ class Stopwatch:
         for call in calls:
             call()
         numbers = self._numbers(calls, together)
-        most, found = max(numbers, default=0), [[] for _ in calls]
+        most = max(numbers, default=0)
+        found = [[] for _ in calls]
         for repeat in range(most):
             # The repeats of each call are spread over all of them
             (turns,) = ((repeat + 1) * numbers // most > repeat * numbers // most).nonzero()
@@ -183,7 +184,8 @@ class Stopwatch:
         # The host's clock would stop when the work is queued, not when it is done. The device begins when the host has
         # queued everything: in training, too, the host is ahead most of the time
         torch.cuda._sleep(QUEUING_CYCLES)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
         before.record()
         call()
         after.record()
@@ -226,21 +228,24 @@ class GroupBench:
     def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
         if members not in self.groups:
             return self.stopwatch.typical([_idle] * len(sizes_bytes))
-        group, step = self.groups[members], self._step(members)
+        group = self.groups[members]
+        step = self._step(members)
         prepare = OPERATIONS[collective]
         return self.stopwatch.typical([prepare(group, self._buffer(size), step) for size in sizes_bytes])
 
     def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
         if members not in self.groups:
             return self.stopwatch.typical([_idle] * len(loads))
-        prepare, dtype = TRANSFERS[kind], torch.float32 if kind == "agg" else self.dtype
+        prepare = TRANSFERS[kind]
+        dtype = torch.float32 if kind == "agg" else self.dtype
         place = self.groups[members], self._step(members)
         return self.stopwatch.typical([prepare(*place, load, self._slots(load, dtype)) for load in loads])
 
     def send(self, members: Members, counts: Sequence[int]) -> list[float]:
         if members not in self.groups:
             return self.stopwatch.typical([_idle] * len(counts))
-        group, buffer = self.groups[members], self._buffer(SMALL_BYTES)
+        group = self.groups[members]
+        buffer = self._buffer(SMALL_BYTES)
         return self.stopwatch.typical([_messages(group, buffer, count) for count in counts])
 
     def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
@@ -306,7 +311,9 @@ SMALL_BYTES = 256
 
 def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
     """Return a call in which each rank sends to the rank `step` after it and receives from the one `step` before it."""
-    received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
+    received = torch.empty_like(buffer)
+    rank = group.rank()
+    size = group.size()
 
     def run() -> None:
         send = dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size)
@@ -319,7 +326,9 @@ def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
 
 def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
     """Return a call in which ranks of every other run of `step` ranks send to the rank `step` after them."""
-    received, rank, size = torch.empty_like(buffer), group.rank(), group.size()
+    received = torch.empty_like(buffer)
+    rank = group.rank()
+    size = group.size()
     sends = rank // step % 2 == 0
 
     def run() -> None:
@@ -336,7 +345,9 @@ def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
 
 def _messages(group: dist.ProcessGroup, buffer: torch.Tensor, count: int) -> Call:
     """Return a call in which each rank sends its buffer `count` times, to the other ranks in turn."""
-    received, rank, size = [torch.empty_like(buffer) for _ in range(count)], group.rank(), group.size()
+    received = [torch.empty_like(buffer) for _ in range(count)]
+    rank = group.rank()
+    size = group.size()
     steps = [1 + index % (size - 1) for index in range(count)]
 
     def run() -> None:

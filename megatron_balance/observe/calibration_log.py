@@ -46,7 +46,8 @@ class CalibrationLog:
     """
 
     def __init__(self, directory: Path, job: Job, first_iteration: int) -> None:
-        flag, path = f"--balance-log-dir {directory}", directory / NAME
+        flag = f"--balance-log-dir {directory}"
+        path = directory / NAME
         header = json.dumps(job._asdict()).encode() + b"\n"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,8 @@ def read_record(path: str, job: Job) -> Record:
     """
     flag = f"--balance-calibrate {path}"
     lines = read_text(path, MAX_BYTES, "--balance-calibrate").splitlines()
-    iterations, factors = [], []
+    iterations = []
+    factors = []
     try:
         if len(lines) < 2:
             raise ValueError("has no iterations")

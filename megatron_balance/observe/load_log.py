@@ -43,7 +43,8 @@ class LoadLog:
     """
 
     def __init__(self, directory: Path, rank: int, first_iteration: int = 0) -> None:
-        self.directory, self.rank = directory, rank
+        self.directory = directory
+        self.rank = rank
         self._attempts = Attempts(f"--balance-log-dir {directory}")
         self._iterations: list[int] = []
         self._loads: dict[int, list[np.ndarray]] = {}
@@ -77,7 +78,9 @@ class LoadLog:
         if not self._iterations:
             return
         if self._attempts.run(self._write, last):
-            self._iterations, self._loads, self._placements = [], {}, {}
+            self._iterations = []
+            self._loads = {}
+            self._placements = {}
             return
         each = sum(loads[0].nbytes for loads in self._loads.values())
         excess = len(self._iterations) - max(1, MOST_BYTES // each)

@@ -53,7 +53,8 @@ class Attempts:
         if self.failing:
             lost = f"; {self.dropped} records were dropped in the meantime" if self.dropped else ""
             logger.warning("%s: writing works again%s", self.flag, lost)
-            self._next, self.dropped = None, 0
+            self._next = None
+            self.dropped = 0
         return True
 
 
@@ -84,7 +85,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, flag: str, size: int = 0) -> None:
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size
         self.attempts = Attempts(flag)
         self._pending: deque[bytes] = deque()
         self._bytes = 0

@@ -10,7 +10,8 @@ from megatron_balance.observe.optional import AppendedFile
 
 TIME = "%Y-%m-%d %H:%M:%S"
 MOST_BYTES = 64 * MIB
-START, SAVED = "Starting job", "Saved checkpoint"
+START = "Starting job"
+SAVED = "Saved checkpoint"
 
 
 class ProgressLog:
@@ -23,11 +24,14 @@ class ProgressLog:
     """
 
     def __init__(self, directory: Path, *, flops_per_sample: float, tokens_per_sample: int, world_size: int) -> None:
-        self.path, self.world_size = directory / "progress.txt", world_size
-        self._flops, self._tokens = flops_per_sample, tokens_per_sample
+        self.path = directory / "progress.txt"
+        self.world_size = world_size
+        self._flops = flops_per_sample
+        self._tokens = tokens_per_sample
         size = self.path.stat().st_size if self.path.is_file() else 0
         self._file = AppendedFile(self.path, f"--log-progress {self.path}", size)
-        self._began, self._begun_with = time.time(), 0.0
+        self._began = time.time()
+        self._begun_with = 0.0
 
     def start(self, samples: int) -> None:
         """Add the line of a job that starts.
@@ -44,7 +48,8 @@ class ProgressLog:
         Args:
             samples: number of samples that the run had consumed at this iteration.
         """
-        now, operations = time.time(), samples * self._flops
+        now = time.time()
+        operations = samples * self._flops
         since, before = first_job(self._text(), self.world_size) or (self._began, self._begun_with)
         job = self._throughput(operations - self._begun_with, now - self._began)
         cumulative = self._throughput(operations - before, now - since)
@@ -65,7 +70,8 @@ class ProgressLog:
             return ""
 
     def _add(self, text: str) -> None:
-        now, job = datetime.datetime.now(), os.environ.get("SLURM_JOB_ID", "")
+        now = datetime.datetime.now()
+        job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{now.strftime(TIME)}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n"
         self._file.add(line.encode())
         self._file.flush(last=True)
@@ -80,7 +86,8 @@ def first_job(text: str, world_size: int) -> tuple[float, float] | None:
     Returns:
         seconds since the epoch, and floating-point operations; None if there is no such job.
     """
-    found, saved = None, 0.0
+    found = None
+    saved = 0.0
     for fields in (line.split("\t") for line in text.splitlines()):
         try:
             ranks = int(fields[2].removeprefix("# GPUs: "))

@@ -53,7 +53,8 @@ class RoutingTrace:
         *,
         first_step: int = 0,
     ) -> None:
-        self.rank, self.step = rank, step
+        self.rank = rank
+        self.step = step
         self._calls: list[_Call] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)

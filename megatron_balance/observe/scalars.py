@@ -29,7 +29,8 @@ class Scalars:
     """
 
     def __init__(self, directory: Path, queue_size: int) -> None:
-        flag, now = f"--tensorboard-dir {directory}", time.time()
+        flag = f"--tensorboard-dir {directory}"
+        now = time.time()
         path = directory / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self.queue_size, self._written = queue_size, time.monotonic()
         self._file = AppendedFile(path, flag)

@@ -122,7 +122,9 @@ class Timeline:
     """
 
     def __init__(self, directory: Path, rank: int, iterations: int = 10) -> None:
-        self.path, self.rank, self.iterations = directory / f"rank{rank:05d}.json", rank, iterations
+        self.path = directory / f"rank{rank:05d}.json"
+        self.rank = rank
+        self.iterations = iterations
         self._base = time.time() // _ERA_SECONDS * _ERA_SECONDS
         self._attempts = Attempts(f"--balance-timeline {directory}")
         self._pending: dict[int, _Iteration] = {}
@@ -158,7 +160,8 @@ class Timeline:
         self._attempts.run(self._write, last)
 
     def _record(self, span: Span, anchor: clock.Mark, now: _Moment) -> Record:
-        start, end = now.microseconds(span.start, anchor), now.microseconds(span.end, anchor)
+        start = now.microseconds(span.start, anchor)
+        end = now.microseconds(span.end, anchor)
         issued = None if span.issued is None else now.microseconds(span.issued, anchor)
         return Record(self.rank, span.iteration, span.stream, span.name, start, end, issued, span.num_bytes)
 

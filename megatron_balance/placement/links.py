@@ -91,38 +91,53 @@ def _links(
     The results are the target of each link, the link that brings the expert to its source, its time, and the time from
     the owner to its source. Owners are sources of links from nowhere, whose numbers are M and more.
     """
-    guests, nodes = len(rank_M), max(rank_M.max(), owner_M.max()) // node_size + 1
-    target_M, by_M, time_M, before_M = rank_M.copy(), np.zeros_like(rank_M), np.zeros(guests), np.zeros(guests)
+    guests = len(rank_M)
+    nodes = max(rank_M.max(), owner_M.max()) // node_size + 1
+    target_M = rank_M.copy()
+    by_M = np.zeros_like(rank_M)
+    time_M = np.zeros(guests)
+    before_M = np.zeros(guests)
     # Links by which ranks got the expert, and the number of ranks to which they send it
-    has, left, first = np.zeros(2 * guests + 1, np.int64), np.zeros(2 * guests + 1, np.int64), 0
+    has = np.zeros(2 * guests + 1, np.int64)
+    left = np.zeros(2 * guests + 1, np.int64)
+    first = 0
     while first < guests:
         # Guests of a node, of which the owner's comes first, follow each other
-        next_N, end_N, after, home = (
-            np.zeros(nodes, np.int64),
-            np.zeros(nodes, np.int64),
-            first,
-            owner_M[first] // node_size,
-        )
+        next_N = np.zeros(nodes, np.int64)
+        end_N = np.zeros(nodes, np.int64)
+        after = first
+        home = owner_M[first] // node_size
         while after < guests and expert_M[after] == expert_M[first]:
             node = rank_M[after] // node_size
             if end_N[node] == 0:
                 next_N[node] = after
             after += 1
             end_N[node] = after
-        link, entered, index, number = first, max(first, end_N[home]), 0, 1
-        has[0], left[0] = guests + first, fanout
+        link = first
+        entered = max(first, end_N[home])
+        index = 0
+        number = 1
+        has[0] = guests + first
+        left[0] = fanout
         while index < number:
-            by, more = has[index], left[index] - 1
+            by = has[index]
+            more = left[index] - 1
             source = home if by >= guests else target_M[by] // node_size
-            node, index = source, index + 1
+            node = source
+            index = index + 1
             if entered < after and (more or next_N[node] == end_N[node]):
                 node = rank_M[entered] // node_size
                 entered = end_N[node]
             if next_N[node] < end_N[node]:
-                target_M[link], by_M[link], time_M[link] = rank_M[next_N[node]], by, 1.0 if node == source else far
+                target_M[link] = rank_M[next_N[node]]
+                by_M[link] = by
+                time_M[link] = 1.0 if node == source else far
                 before_M[link] = 0.0 if by >= guests else before_M[by] + time_M[by]
-                has[number], left[number], next_N[node] = link, fanout, next_N[node] + 1
-                link, number = link + 1, number + 1
+                has[number] = link
+                left[number] = fanout
+                next_N[node] = next_N[node] + 1
+                link = link + 1
+                number = number + 1
                 if more:
                     has[number], left[number], number = by, more, number + 1
         first = after
@@ -136,21 +151,27 @@ def _behind(by_M: np.ndarray, time_M: np.ndarray, before_M: np.ndarray) -> tuple
     The pairs [M, 2] are those of the links of one rank and expert: what has the most time behind it is sent first.
     """
     guests = len(by_M)
-    behind_M, pairs_M2 = np.zeros(guests), np.zeros((guests, 2))
+    behind_M = np.zeros(guests)
+    pairs_M2 = np.zeros((guests, 2))
     # The first link by which an expert is sent on, and for each link the next one
-    sends, next_M = np.full(2 * guests, -1), np.full(guests, -1)
+    sends = np.full(2 * guests, -1)
+    next_M = np.full(guests, -1)
     for index in range(2 * guests):
         holder = index if index >= guests else guests - 1 - index
-        spent, longest, link = 0.0, 0.0, sends[holder]
+        spent = 0.0
+        longest = 0.0
+        link = sends[holder]
         while link >= 0:
             spent += time_M[link]
             end = spent + behind_M[link]
             pairs_M2[link, 0], pairs_M2[link, 1] = spent, before_M[link] + end - spent
-            longest, link = max(longest, end), next_M[link]
+            longest = max(longest, end)
+            link = next_M[link]
         if holder < guests:
             behind_M[holder], earlier, later = longest, -1, sends[by_M[holder]]
             while later >= 0 and (behind_M[later], time_M[later]) > (longest, time_M[holder]):
-                earlier, later = later, next_M[later]
+                earlier = later
+                later = next_M[later]
             next_M[holder] = later
             if earlier < 0:
                 sends[by_M[holder]] = holder
@@ -178,11 +199,14 @@ def _ends(
     adapters.
     """
     nodes = (ranks - 1) // node_size + 1
-    busy_X, before_X = np.zeros(2 * (ranks + nodes)), np.full(2 * (ranks + nodes), np.inf)
+    busy_X = np.zeros(2 * (ranks + nodes))
+    before_X = np.full(2 * (ranks + nodes), np.inf)
     after_X = before_X.copy()
     for link in range(len(time_M)):
-        source, target = source_M[link], target_M[link]
-        source_node, target_node = 2 * ranks + source // node_size, 2 * ranks + target // node_size
+        source = source_M[link]
+        target = target_M[link]
+        source_node = 2 * ranks + source // node_size
+        target_node = 2 * ranks + target // node_size
         crosses = adapters > 0 and source_node != target_node
         for index, end in enumerate((source, ranks + target, source_node, nodes + target_node)):
             if index < 2 or crosses:

@@ -218,7 +218,8 @@ class Placement:
     @cached_property
     def physicals(self) -> tuple[tuple[int, ...], ...]:
         """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
-        physical_N, first_E = self.tables.physical_N.tolist(), self.tables.first_E.tolist()
+        physical_N = self.tables.physical_N.tolist()
+        first_E = self.tables.first_E.tolist()
         return tuple(tuple(physical_N[first:after]) for first, after in pairwise(first_E))
 
     @cached_property
@@ -336,10 +337,13 @@ class Placement:
                     raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
 
     def _check_hosts(self) -> None:
-        num_ranks, rows = self.num_ranks, zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
+        num_ranks = self.num_ranks
+        rows = zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
         moved = [expert for expert, row in enumerate(rows) if row[0] != row[1] or row[2] != row[3]]
         for expert in moved:
-            ranks, owner, primary = self.hosts[expert], self.owners[expert], self.primary[expert]
+            ranks = self.hosts[expert]
+            owner = self.owners[expert]
+            primary = self.primary[expert]
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):
@@ -378,7 +382,8 @@ def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[i
     if max(slots, default=EMPTY) == EMPTY and len(wanted) <= len(slots):
         return (*wanted, *slots[len(wanted) :])
     new = [expert for expert in wanted if expert not in slots]
-    filled, left = [], new[::-1]
+    filled = []
+    left = new[::-1]
     for expert in slots:
         filled.append(expert if expert in wanted and expert != EMPTY else left.pop() if left else EMPTY)
     if left:

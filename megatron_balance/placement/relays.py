@@ -36,7 +36,8 @@ class Hops(NamedTuple):
 
 def hops(placement: Placement, node_size: int, route: str) -> Hops:
     """Return the hops of all guests along a route of ROUTES, ordered by stage and expert."""
-    (owner_M, expert_M, rank_M), nodes = placement.tables.guests_3M, -(-placement.num_ranks // node_size)
+    (owner_M, expert_M, rank_M) = placement.tables.guests_3M
+    nodes = -(-placement.num_ranks // node_size)
     away_M = (rank_M // node_size - owner_M // node_size) % nodes
     # As in `find_links`: the parts of different owners then enter a node at different ranks
     order_M = np.lexsort(((rank_M - owner_M) % node_size, away_M, expert_M))

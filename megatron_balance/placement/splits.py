@@ -26,7 +26,8 @@ def shares(placement: Placement, experts: Sequence[int] | None = None) -> np.nda
     """
     if experts is None:
         return placement.tables.shares_ED.copy()
-    hosts, quotas = placement.hosts, placement.quotas
+    hosts = placement.hosts
+    quotas = placement.quotas
     return shares_of([hosts[e] for e in experts], [quotas[e] for e in experts if quotas], placement.num_ranks)
 
 
@@ -115,7 +116,8 @@ def within_nodes(moved_2AD: np.ndarray, node_size: int) -> np.ndarray:
     if moved_2AD.dtype.kind == "f":
         share_2AN = np.divide(part_AN, total_2AN, out=np.zeros_like(total_2AN), where=part_AN > 0)
         return moved_2AD * share_2AN[..., node_D]
-    total_2AD, part_AD = np.maximum(total_2AN, 1)[..., node_D], part_AN[..., node_D]
+    total_2AD = np.maximum(total_2AN, 1)[..., node_D]
+    part_AD = part_AN[..., node_D]
     before_2AN = total_2AN.cumsum(-1) - total_2AN
     until_2AD = moved_2AD.cumsum(-1) - before_2AN[..., node_D]
     return until_2AD * part_AD // total_2AD - (until_2AD - moved_2AD) * part_AD // total_2AD
@@ -131,7 +133,8 @@ def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_siz
     quotas_ED = SPLITS[split](counts_ED, shares(placement), np.asarray(placement.primary))
     moved = sent(counts_ED, quotas_ED, node_size)
     node_D = np.arange(placement.num_ranks) // node_size
-    is_near_DD, first_N = node_D[:, None] == node_D, np.arange(0, placement.num_ranks, node_size)
+    is_near_DD = node_D[:, None] == node_D
+    first_N = np.arange(0, placement.num_ranks, node_size)
     near_ED = np.add.reduceat(moved.near_in_AD, first_N, axis=1)[:, node_D]
     traffic_DD = _over(moved.near_out_AD, near_ED).T @ moved.near_in_AD * is_near_DD
     traffic_DD += _over(moved.far_out_AD, moved.far_in_AD.sum(1, keepdims=True)).T @ moved.far_in_AD

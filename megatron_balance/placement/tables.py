@@ -115,7 +115,8 @@ class Tables:
     @cached_property
     def physicals_EK(self) -> np.ndarray:
         """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
-        first_E1, after_E1 = self.first_E[:-1, None], self.first_E[1:, None]
+        first_E1 = self.first_E[:-1, None]
+        after_E1 = self.first_E[1:, None]
         return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
 
 
@@ -125,7 +126,8 @@ def hosts_of(hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) ->
     Args:
         quotas: empty if no expert has quotas.
     """
-    expert_M, rank_M = np.repeat(np.arange(len(hosts)), [len(row) for row in hosts]), _flat(hosts)
+    expert_M = np.repeat(np.arange(len(hosts)), [len(row) for row in hosts])
+    rank_M = _flat(hosts)
     share_M = np.ones_like(rank_M)
     if quotas:
         share_M = _flat([own or (1,) * len(row) for own, row in zip(quotas, hosts, strict=True)])

@@ -78,7 +78,8 @@ class TransferPlan:
 
     def split(self, rounds: int) -> tuple["TransferPlan", "TransferPlan"]:
         """Split after `rounds` rounds. Trans runs the first part first, Agg the second part first."""
-        first_X, rest_X = self.ends_X[:rounds], self.ends_X[rounds:]
+        first_X = self.ends_X[:rounds]
+        rest_X = self.ends_X[rounds:]
         sent = int(first_X[-1]) if len(first_X) else 0
         return (
             TransferPlan(self.messages_5M[:, :sent], first_X),
@@ -135,11 +136,16 @@ def schedule_links(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the fields of a TransferPlan; the arguments are those of `Links`. Here, M counts links."""
     links = len(expert_M)
-    messages_5N, ends_X = np.empty((5, links * chunks), np.int64), np.empty(links * chunks, np.int64)
-    left_M, urgency_M, ready_M = np.full(links, chunks), np.empty(links), np.empty(links, np.int64)
+    messages_5N = np.empty((5, links * chunks), np.int64)
+    ends_X = np.empty(links * chunks, np.int64)
+    left_M = np.full(links, chunks)
+    urgency_M = np.empty(links)
+    ready_M = np.empty(links, np.int64)
     # The last round in which a rank has sent, or received
-    sent_D, received_D = np.full(num_ranks, -1), np.full(num_ranks, -1)
-    done, number = 0, 0
+    sent_D = np.full(num_ranks, -1)
+    received_D = np.full(num_ranks, -1)
+    done = 0
+    number = 0
     while done < links * chunks:
         ready = 0
         for link in range(links):
@@ -149,7 +155,8 @@ def schedule_links(
                 ready_M[ready] = link
                 ready += 1
         by_left = ready_M[:ready][np.argsort(-left_M[ready_M[:ready]], kind="mergesort")]
-        chosen_R, chosen = np.empty(ready, np.int64), 0
+        chosen_R = np.empty(ready, np.int64)
+        chosen = 0
         for link in by_left[np.argsort(-urgency_M[by_left], kind="mergesort")]:
             if sent_D[source_M[link]] < number and received_D[target_M[link]] < number:
                 sent_D[source_M[link]] = received_D[target_M[link]] = number
@@ -158,12 +165,11 @@ def schedule_links(
         chosen_R = chosen_R[:chosen]
         name_R = (expert_M[chosen_R] * num_ranks + source_M[chosen_R]) * num_ranks + target_M[chosen_R]
         for link in chosen_R[np.argsort(name_R, kind="mergesort")]:
-            messages_5N[0, done], messages_5N[1, done], messages_5N[2, done] = (
-                expert_M[link],
-                source_M[link],
-                target_M[link],
-            )
-            messages_5N[3, done], messages_5N[4, done] = chunks - left_M[link], chunks
+            messages_5N[0, done] = expert_M[link]
+            messages_5N[1, done] = source_M[link]
+            messages_5N[2, done] = target_M[link]
+            messages_5N[3, done] = chunks - left_M[link]
+            messages_5N[4, done] = chunks
             left_M[link] -= 1
             done += 1
         ends_X[number] = done

@@ -150,26 +150,39 @@ def leveled(
     Of equal ranks and experts, the last one comes first; of nodes with equal room, the first one; see also `_giver` and
     `_tightest`.
     """
-    ranks, most, stuck, source = len(above_D), 0, above_D[0], _largest(above_D, 0, len(above_D))
-    room_D, most_N = np.zeros(ranks, np.int64), np.zeros((ranks - 1) // node_size + 1, np.int64)
+    ranks = len(above_D)
+    most = 0
+    stuck = above_D[0]
+    source = _largest(above_D, 0, len(above_D))
+    room_D = np.zeros(ranks, np.int64)
+    most_N = np.zeros((ranks - 1) // node_size + 1, np.int64)
     for rank in range(ranks):
-        most, stuck = most + slots_D[rank], min(stuck, above_D[rank])
+        most = most + slots_D[rank]
+        stuck = min(stuck, above_D[rank])
         if slots_D[rank] and above_D[rank] < 0:
             room_D[rank] = -above_D[rank]
             most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
-    moves_MF, excess_N, number = np.zeros((most, 4), np.int64), np.zeros(most + 1, np.int64), 0
+    moves_MF = np.zeros((most, 4), np.int64)
+    excess_N = np.zeros(most + 1, np.int64)
+    number = 0
     while True:
         busiest = _largest(above_D, 0, ranks)
         excess_N[number] = max(above_D[busiest], stuck)
         if above_D[busiest] <= 0:
             return moves_MF[:number], excess_N[: number + 1]
         source = _giver(above_D, busiest, source, order)
-        excess, home = above_D[source], source // node_size
-        tokens, expert, place = 0, 0, 0
+        excess = above_D[source]
+        home = source // node_size
+        tokens = 0
+        expert = 0
+        place = 0
         for slot in range(tokens_DS.shape[1]):
             if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
-                tokens, expert, place = tokens_DS[source, slot], experts_DS[source, slot], slot
-        wanted, node = tokens if order == FILLING else min(tokens, excess), home
+                tokens = tokens_DS[source, slot]
+                expert = experts_DS[source, slot]
+                place = slot
+        wanted = tokens if order == FILLING else min(tokens, excess)
+        node = home
         if far and most_N[home] < wanted:
             roomiest = most_N.argmax()
             if min(wanted, most_N[roomiest]) * PARTS > most_N[home] * far:
@@ -185,8 +198,10 @@ def leveled(
             node = target // node_size
         else:
             target = _largest(room_D, node * node_size, (node + 1) * node_size)
-        moves_MF[number, 0], moves_MF[number, 1] = expert, source
-        moves_MF[number, 2], moves_MF[number, 3] = target, moved
+        moves_MF[number, 0] = expert
+        moves_MF[number, 1] = source
+        moves_MF[number, 2] = target
+        moves_MF[number, 3] = moved
         number += 1
         tokens_DS[source, place] -= moved
         above_D[source] -= moved
@@ -210,7 +225,9 @@ def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_si
         far: time of an expert between nodes; within a node it is 1.
     """
     sent_2K = np.zeros((2, len(pairs_K2) + 1))
-    times_D, total_E, longest_E = np.zeros(ranks), np.zeros(len(owner_E)), np.zeros(len(owner_E))
+    times_D = np.zeros(ranks)
+    total_E = np.zeros(len(owner_E))
+    longest_E = np.zeros(len(owner_E))
     for index in range(len(pairs_K2)):
         expert, rank = pairs_K2[index]
         owner = owner_E[expert]
@@ -255,7 +272,10 @@ def cheapest(
         farther, numbers_27, least_rounds: as in `few_batches`.
         negligible: seconds.
     """
-    best_MF, least, given, ranks = moves_MF, np.inf, len(pairs_K2), len(above_D)
+    best_MF = moves_MF
+    least = np.inf
+    given = len(pairs_K2)
+    ranks = len(above_D)
     for order in range(-1, 4):
         found_MF = moves_MF
         if order >= 0:
@@ -266,10 +286,12 @@ def cheapest(
                 continue
         all_K2 = np.empty((given + len(found_MF), 2), np.int64)
         all_K2[:given] = pairs_K2
-        all_K2[given:, 0], all_K2[given:, 1] = found_MF[:, 0], found_MF[:, 2]
+        all_K2[given:, 0] = found_MF[:, 0]
+        all_K2[given:, 1] = found_MF[:, 2]
         sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
         trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_27, farther, least_rounds)
         more = trans + agg - least
         if more < -negligible or (more <= negligible and len(found_MF) < len(best_MF)):
-            best_MF, least = found_MF, trans + agg
+            best_MF = found_MF
+            least = trans + agg
     return best_MF

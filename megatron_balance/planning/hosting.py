@@ -98,12 +98,13 @@ class Hosting:
     @classmethod
     def of(cls, layer: Layer, placement: Placement, **more: Any) -> Self:
         """Return the hosts of `placement`, without quotas."""
-        cost, counts_BDE = layer.cost, layer.counts_EBD.transpose(1, 2, 0)
-        loads_FBD, extra_E = (
-            placement_loads(cost.network, cost.split, counts_BDE, placement),
-            np.zeros(len(layer.owner_E)),
-        )
-        shares_ED, primary_E, sent_D = shares(placement), np.array(placement.primary), np.zeros(placement.num_ranks)
+        cost = layer.cost
+        counts_BDE = layer.counts_EBD.transpose(1, 2, 0)
+        loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
+        extra_E = np.zeros(len(layer.owner_E))
+        shares_ED = shares(placement)
+        primary_E = np.array(placement.primary)
+        sent_D = np.zeros(placement.num_ranks)
         guest_M = np.flatnonzero(((shares_ED > 0) & ~layer.owned_ED).any(1))
         if len(guest_M):
             guests_MD = (shares_ED[guest_M] > 0) & ~layer.owned_ED[guest_M]
@@ -122,8 +123,11 @@ class Hosting:
     def changed(self, expert_A: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray, **more: Any) -> Self:
         """Return the state in which experts, each of them once, have other hosts."""
         layer = self.layer
-        loads_FBD, sent_D = np.zeros_like(self.loads_FBD), np.zeros_like(self.sent_D)
-        extra_E, shares_ED, primary_E = self.extra_E.copy(), self.shares_ED.copy(), self.primary_E.copy()
+        loads_FBD = np.zeros_like(self.loads_FBD)
+        sent_D = np.zeros_like(self.sent_D)
+        extra_E = self.extra_E.copy()
+        shares_ED = self.shares_ED.copy()
+        primary_E = self.primary_E.copy()
         change(
             *(loads_FBD, sent_D, extra_E, layer.counts_EBD, shares_ED, primary_E, layer.owner_E),
             *(expert_A, shares_AD, primary_A, *layer.cost.prices),
@@ -153,8 +157,10 @@ class Hosting:
             expert_KA: -1 for none.
             begins_A: whether a candidate is on its own; otherwise it comes after the one before it. None: all are.
         """
-        layer, ways = self.layer, expert_KA.shape[1]
-        work_ABD, found_7A = np.empty((ways, *self.loads_FBD.shape[1:])), np.empty((7, ways))
+        layer = self.layer
+        ways = expert_KA.shape[1]
+        work_ABD = np.empty((ways, *self.loads_FBD.shape[1:]))
+        found_7A = np.empty((7, ways))
         begins_A = np.ones(ways, dtype=bool) if begins_A is None else begins_A
         try_(
             *(self.loads_FBD, self.sent_D, self.longest),
@@ -196,7 +202,8 @@ class Hosting:
         return self._seconds(0.0, 0.0)
 
     def _seconds(self, trans: float, agg: float) -> float:
-        exchanging, computed = float(self.now.exchanging_A[0]), float(self.now.computed_A[0])
+        exchanging = float(self.now.exchanging_A[0])
+        computed = float(self.now.computed_A[0])
         return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
 
     @cached_property
@@ -231,7 +238,8 @@ class Hosting:
         is what the slow `rank` computes of other experts beyond the mean counted, because they are next; it is taken
         off `tried.work_ABD`.
         """
-        layer, found_A = self.layer, np.zeros(len(involved_AD))
+        layer = self.layer
+        found_A = np.zeros(len(involved_AD))
         involve(
             *(self.loads_FBD, layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E, expert, rank),
             *(involved_AD, *layer.cost.prices, self.work_BD, tried.work_ABD, found_A),
@@ -240,8 +248,11 @@ class Hosting:
 
     def expert_loads(self, expert_A: np.ndarray, shares_AD: np.ndarray) -> np.ndarray:
         """Return [A, 5, B, D]: the loads of experts with these hosts."""
-        owner_A, primary_A, row_A = self.layer.owner_E[expert_A], self.primary_E[expert_A], np.arange(len(expert_A))
+        owner_A = self.layer.owner_E[expert_A]
+        primary_A = self.primary_E[expert_A]
+        row_A = np.arange(len(expert_A))
         first_A = np.where(shares_AD[row_A, owner_A], owner_A, (shares_AD > 0).argmax(1))
         primary_A = np.where(shares_AD[row_A, primary_A], primary_A, first_A)
-        cost, counts_ABD = self.layer.cost, self.layer.counts_EBD[expert_A]
+        cost = self.layer.cost
+        counts_ABD = self.layer.counts_EBD[expert_A]
         return expert_loads(cost.network, cost.split, counts_ABD, shares_AD, primary_A)

@@ -30,11 +30,13 @@ class Moves(NamedTuple):
 @compiled(None)
 def _heaviest(room_D: np.ndarray, rate_D: np.ndarray) -> int:
     """Return the rank that takes longest for the tokens beyond its limit."""
-    heaviest, least = 0, room_D[0] / rate_D[0]
+    heaviest = 0
+    least = room_D[0] / rate_D[0]
     for rank in range(1, len(room_D)):
         room = room_D[rank] / rate_D[rank]
         if room < least:
-            heaviest, least = rank, room
+            heaviest = rank
+            least = room
     return heaviest
 
 
@@ -43,7 +45,9 @@ def _candidates(
     room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, reach: int
 ) -> tuple[np.ndarray, int]:
     """Return the ranks that may take an expert, in order, and the least number that should."""
-    ranks, home, able = len(room_D), owner // node_size, 0
+    ranks = len(room_D)
+    home = owner // node_size
+    able = 0
     able_R = np.empty(ranks, np.int64)
     for d in range(ranks):
         # The owner's room is below 0
@@ -54,7 +58,9 @@ def _candidates(
     able_R = able_R[np.argsort(-room_D[able_R], kind="mergesort")]
     if reach != ALL_NODES:
         return able_R, 1
-    is_seen_N, order_R, first = np.zeros(ranks // node_size + 1, np.bool_), np.empty(able, np.int64), 0
+    is_seen_N = np.zeros(ranks // node_size + 1, np.bool_)
+    order_R = np.empty(able, np.int64)
+    first = 0
     is_seen_N[home] = True
     is_first_R = np.zeros(able, np.bool_)
     for r in range(able):
@@ -79,14 +85,17 @@ def _even(able_R: np.ndarray, least: int, room_D: np.ndarray, size: float, kept:
         kept: tokens that the owner may keep.
         given_R: set to the tokens that each guest computes.
     """
-    most, number, smallest = kept - size, 0, kept
+    most = kept - size
+    number = 0
+    smallest = kept
     for index in range(len(able_R)):
         smallest = min(smallest, room_D[able_R[index]])
         if smallest <= most:
             break
         slack = smallest - size / (index + 2)
         if index + 1 >= least and slack > most:
-            most, number = slack, index + 1
+            most = slack
+            number = index + 1
             if slack >= -ROUNDING * size:
                 break
     for index in range(number):
@@ -110,7 +119,9 @@ def _local(
     The former are the ranks with most of the expert's tokens; they come first in `able_R`. Return their number, or -1
     for the latter, which is then the first in `able_R`.
     """
-    left, number, lightest = size, 0, -1
+    left = size
+    number = 0
+    lightest = -1
     order_R = able_R[np.argsort(-tokens_D[able_R], kind="mergesort")]
     for d in able_R:
         if lightest < 0 or room_D[d] > room_D[lightest]:
@@ -119,15 +130,18 @@ def _local(
         if left <= kept + ROUNDING * size and number >= least:
             break
         if 0 < tokens_D[d] <= room_D[d]:
-            able_R[number], given_R[number] = d, tokens_D[d]
-            left, number = left - tokens_D[d], number + 1
+            able_R[number] = d
+            given_R[number] = tokens_D[d]
+            left = left - tokens_D[d]
+            number = number + 1
     lent = size - tokens_D[owner]
     if (
         lightest >= 0
         and left > kept + ROUNDING * size
         and max(lent - room_D[lightest], size - lent - kept) < left - kept
     ):
-        able_R[0], given_R[0] = lightest, lent
+        able_R[0] = lightest
+        given_R[0] = lent
         return -1
     return number
 
@@ -158,10 +172,16 @@ def level(
         tokens_ED: tokens of each rank: a guest computes its own, as under `local_first`. Without rows, all hosts
             compute equally many.
     """
-    ranks, experts, moves = len(rate_D), len(tokens_E), 0
-    free_D, room_D, left_D = free_D.copy(), busiest * rate_D - loads_D, np.full(ranks, experts_DH.shape[1])
-    expert_M, primary_M = np.empty(experts, np.int64), np.empty(experts, np.int64)
-    guests_MD, given_R = np.zeros((experts, ranks), np.bool_), np.empty(ranks)
+    ranks = len(rate_D)
+    experts = len(tokens_E)
+    moves = 0
+    free_D = free_D.copy()
+    room_D = busiest * rate_D - loads_D
+    left_D = np.full(ranks, experts_DH.shape[1])
+    expert_M = np.empty(experts, np.int64)
+    primary_M = np.empty(experts, np.int64)
+    guests_MD = np.zeros((experts, ranks), np.bool_)
+    given_R = np.empty(ranks)
     while True:
         owner = _heaviest(room_D, rate_D)
         excess = room_D[owner] / rate_D[owner]
@@ -173,7 +193,8 @@ def level(
         if size <= 0:
             # The rank stays the heaviest
             break
-        kept, primary = size + room_D[owner], owner
+        kept = size + room_D[owner]
+        primary = owner
         if kept * ranks < size:
             # The owner's other experts alone exceed the limit: all of them are reduced alike
             kept = size * busiest / (busiest - excess)
@@ -181,7 +202,8 @@ def level(
         if len(tokens_ED):
             number = _local(able_R, least, room_D, owner, size, kept, tokens_ED[expert], given_R)
             if number < 0:
-                number, primary = 1, able_R[0]
+                number = 1
+                primary = able_R[0]
         else:
             number = _even(able_R, least, room_D, size, kept, given_R)
         total = 0.0
@@ -193,6 +215,7 @@ def level(
             guests_MD[moves, rank] = True
         room_D[owner] += total
         if number:
-            expert_M[moves], primary_M[moves] = expert, primary
+            expert_M[moves] = expert
+            primary_M[moves] = primary
             moves += 1
     return expert_M[:moves], primary_M[:moves], guests_MD[:moves]

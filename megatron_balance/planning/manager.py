@@ -125,7 +125,8 @@ class Question:
         gains: tuple[float, ...] = ()
         if getattr(self.policy, "must_pay", False) and self.latest_BDE is not None:
             gains = self.tried.under(self.latest_BDE, self.cost)
-        tried, placement = Tried(answer, gains), answer if pays(gains) else owners_host(answer)
+        tried = Tried(answer, gains)
+        placement = answer if pays(gains) else owners_host(answer)
         if not self.transfers:
             return Decision(self.expected_BDE, placement, tried=tried)
         placement, settlement, wanted = settle(placement, self.expected_BDE, self.held, self.cost, self.ages)
@@ -154,8 +155,12 @@ class Manager:
             interval: number of iterations from one plan to the next.
             transfers: whether experts may change owners (see `ownership.settle`).
         """
-        self.policy, self.cost, self.predictor, self.interval = policy, cost, predictor, interval
-        self.placement, self.transfers = owners, transfers
+        self.policy = policy
+        self.cost = cost
+        self.predictor = predictor
+        self.interval = interval
+        self.placement = owners
+        self.transfers = transfers
         self.held: dict[Guest, int] = {}
         """Number of iterations that each guest has been on its rank."""
         self.wanted: dict[int, int] = {}
@@ -175,7 +180,8 @@ class Manager:
 
     def observe(self, counts_BDE: np.ndarray) -> float | None:
         """Record an iteration's loads and return their `prediction_error`; None if there was no prediction."""
-        expected_BDE, self.iterations = self.expected_BDE, self.iterations + 1
+        expected_BDE = self.expected_BDE
+        self.iterations = self.iterations + 1
         self.held = lasting(self.held, self.placement)
         self.latest_BDE = condensed(counts_BDE, owners(self.placement))
         self.history = self.predictor.observe(self.history, self.latest_BDE)
@@ -264,6 +270,7 @@ class Manager:
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
-        self.pause, self.resumes = state["pause"], state["resumes"]
+        self.pause = state["pause"]
+        self.resumes = state["resumes"]
         tried = state["tried"]
         self.tried = Tried(tried and Placement.parse(tried), tuple(state["gains"]))

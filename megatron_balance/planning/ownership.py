@@ -150,18 +150,22 @@ def settle(
     """
     time = cost.layer_time(counts_BDE, placement)
     best, settled = _own_guests(placement, counts_BDE, held, cost, time)
-    guests, reached, wanted = best, (settled, ()), frozenset[int]()
+    guests = best
+    reached = (settled, ())
+    wanted = frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
     starts = [settled]
     # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
     if not settled.is_identity and cost.layer_seconds(counts_BDE, alone := owners_host(settled)) >= limit:
         starts.append(alone)
     for start in starts:
-        chain, fewest = (), limit
+        chain = ()
+        fewest = limit
         for exchange, seconds in _swaps(start, counts_BDE, cost, limit):
             chain = (*chain, exchange)
             if seconds < fewest * (1 - LEAST_GAIN):
-                fewest, wanted = seconds, wanted | {swap.experts[0] for swap in chain}
+                fewest = seconds
+                wanted = wanted | {swap.experts[0] for swap in chain}
             lifetimes = [ages.get(swap.experts[0], 0) + 1 for swap in chain]
             lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
             if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
@@ -171,7 +175,8 @@ def settle(
                 (*guests.exchanges, *chain), time.total - seconds, lifetime, cost.transfer_seconds(pairs)
             )
             if pairs and proposal.gain > best.gain:
-                best, reached = proposal, (start, chain)
+                best = proposal
+                reached = (start, chain)
     return Settled(exchanged(*reached), best, wanted)
 
 
@@ -179,10 +184,13 @@ def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
     """Return the placement after exchanges between owners, of experts that their owners alone compute."""
     if not exchanges:
         return placement
-    hosts, primary, quotas = [*placement.hosts], [*placement.primary], [*placement.quotas]
+    hosts = [*placement.hosts]
+    primary = [*placement.primary]
+    quotas = [*placement.quotas]
     for experts, (source, target) in exchanges:
         for expert, rank in zip(experts, (target, source), strict=True):
-            hosts[expert], primary[expert] = (rank,), rank
+            hosts[expert] = (rank,)
+            primary[expert] = rank
             if quotas:
                 quotas[expert] = ()
     return placement.rehost(hosts, primary, home_of(placement, exchanges), quotas)
@@ -193,7 +201,8 @@ def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
     home = [[*row] for row in placement.home]
     for (expert, other), (source, target) in exchanges:
         there = home[source].index(expert), home[target].index(other)
-        home[source][there[0]], home[target][there[1]] = other, expert
+        home[source][there[0]] = other
+        home[target][there[1]] = expert
     return tuple(map(tuple, home))
 
 
@@ -211,7 +220,8 @@ def _swaps(
     if floor >= limit * (1 - LEAST_GAIN):
         return
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
-    owner_E, alone = owners(placement), _Alone.of(cost, counts_EBD)
+    owner_E = owners(placement)
+    alone = _Alone.of(cost, counts_EBD)
     loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
     pairs = zip(placement.hosts, placement.owners, strict=True)
     is_free_E = np.array([ranks == (owner,) for ranks, owner in pairs])
@@ -261,27 +271,27 @@ class _Alone:
 
     def loads_on(self, expert_A: np.ndarray, host_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
         """Return [A, 5, B]: the loads of one rank each."""
-        node_D, own_AB, total_AB = (
-            self.cost.network.node_D,
-            self.counts_EBD[expert_A, :, rank_A],
-            self.total_EB[expert_A],
-        )
+        node_D = self.cost.network.node_D
+        own_AB = self.counts_EBD[expert_A, :, rank_A]
+        total_AB = self.total_EB[expert_A]
         near_AB = self.node_EBN[expert_A, :, node_D[host_A]]
-        is_host_A1, is_near_A1 = (host_A == rank_A)[:, None], (node_D[host_A] == node_D[rank_A])[:, None]
+        is_host_A1 = (host_A == rank_A)[:, None]
+        is_near_A1 = (node_D[host_A] == node_D[rank_A])[:, None]
         loads_FAB = np.zeros((FEATURES, *own_AB.shape))
-        loads_FAB[COMPUTED], loads_FAB[1], loads_FAB[3] = (
-            is_host_A1 * total_AB,
-            is_near_A1 * own_AB,
-            ~is_near_A1 * own_AB,
-        )
+        loads_FAB[COMPUTED] = is_host_A1 * total_AB
+        loads_FAB[1] = is_near_A1 * own_AB
+        loads_FAB[3] = ~is_near_A1 * own_AB
         loads_FAB[1] -= is_host_A1 * own_AB
-        loads_FAB[2], loads_FAB[4] = is_host_A1 * (near_AB - own_AB), is_host_A1 * (total_AB - near_AB)
+        loads_FAB[2] = is_host_A1 * (near_AB - own_AB)
+        loads_FAB[4] = is_host_A1 * (total_AB - near_AB)
         return loads_FAB.swapaxes(0, 1)
 
     def slower_after(self, pairs_A2: np.ndarray, ranks_A2: np.ndarray, loads_FBD: np.ndarray) -> np.ndarray:
         """Return [A, B]: the seconds of the slower of two owners after they exchange a pair of experts."""
         # Both owners' loads, from both experts, after the exchange and before it
-        size, ranks_2A, pairs_2A = (2, 2, 2, len(pairs_A2)), ranks_A2.T, pairs_A2.T
+        size = (2, 2, 2, len(pairs_A2))
+        ranks_2A = ranks_A2.T
+        pairs_2A = pairs_A2.T
         rank_X = np.broadcast_to(ranks_2A[:, None, None], size).ravel()
         expert_X = np.broadcast_to(pairs_2A[:, None], size).ravel()
         host_X = np.broadcast_to(np.stack([ranks_2A[::-1], ranks_2A], axis=1), size).ravel()
@@ -295,7 +305,8 @@ def _pairs(
     owner_E: np.ndarray, is_free_E: np.ndarray, tokens_ED: np.ndarray, heaviest: int, seconds_D: np.ndarray
 ) -> np.ndarray:
     """Return [A, 2]: experts of the heaviest rank, and experts of light ranks or of those with most of their tokens."""
-    tokens_E, found = tokens_ED.sum(1), []
+    tokens_E = tokens_ED.sum(1)
+    found = []
     own = (is_free_E & (owner_E == heaviest)).nonzero()[0]
     light = np.argsort(seconds_D, kind="stable")[:LIGHT].tolist()
     for expert in own[np.argsort(-tokens_E[own], kind="stable")][:HEAVY].tolist():
@@ -314,8 +325,12 @@ def _own_guests(
 
     Each exchange leaves fewer guests and takes no more seconds.
     """
-    best, settled, reached = Settlement(), placement, Settlement()
-    start, seconds, budget = placement, time.total, BUDGET
+    best = Settlement()
+    settled = placement
+    reached = Settlement()
+    start = placement
+    seconds = time.total
+    budget = BUDGET
     # No set of exchanges saves more than all of Trans and Agg, or costs less than one exchange
     least = cost.transfer_seconds([(0, 0)])
     held = {guest: stay for guest, stay in held.items() if stay * (time.trans + time.agg) > least}
@@ -337,7 +352,8 @@ def _own_guests(
             cost.transfer_seconds((move.source, move.target) for move in moves(start, placement)),
         )
         if reached.gain > best.gain:
-            best, settled = reached, placement
+            best = reached
+            settled = placement
     return best, settled
 
 
@@ -351,7 +367,9 @@ def _candidates(
     if not guests:
         return
     expert_A, target_A = np.array(guests).T
-    owner_E, hosts_ED, ranks = owners(placement), shares(placement) > 0, np.arange(placement.num_ranks)
+    owner_E = owners(placement)
+    hosts_ED = shares(placement) > 0
+    ranks = np.arange(placement.num_ranks)
     times_ED, _ = cost.transport.link_times(owner_E, hosts_ED & (owner_E[:, None] != ranks))
     after_AD, _ = cost.transport.link_times(target_A, hosts_ED[expert_A] & (target_A[:, None] != ranks))
     busiest_A = (times_ED.sum(0) - times_ED[expert_A] + after_AD).max(1)
@@ -369,7 +387,8 @@ def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
 
     First, the expert that gave up its home slot is computed by its new owner, not the old one; then its hosts stay.
     """
-    (expert, other), (source, target) = exchange.experts, exchange.ranks
+    (expert, other) = exchange.experts
+    (source, target) = exchange.ranks
     before = placement.hosts[other]
     follows = tuple(source if rank == target else rank for rank in before)
     for ranks in dict.fromkeys((follows, before)):
@@ -380,7 +399,8 @@ def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
         staying = [len({*placement.guests[rank]} - {expert, other, EMPTY}) for rank in (source, target)]
         wanted = staying[0] + (source in placement.hosts[expert]), staying[1] + (target in ranks)
         if max(wanted) <= placement.guest_slots:
-            hosts, primary = [*placement.hosts], [*placement.primary]
+            hosts = [*placement.hosts]
+            primary = [*placement.primary]
             hosts[other] = ranks
             primary[other] = primary[other] if primary[other] in ranks else source
             yield placement.rehost(hosts, primary, home_of(placement, [exchange]), placement.quotas)

@@ -51,7 +51,9 @@ class PolicyProcess(Policy):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         """Start the process without waiting for it; see `ready`. `split` is the policy's once `ready` returns."""
         self.name, self._arguments = name, dict(options)
-        self._deaths, self._stopped, self._greeted = 0, False, False
+        self._deaths = 0
+        self._stopped = False
+        self._greeted = False
         self._process, self._pipe = self._start()
 
     def ready(self, seconds: float) -> None:

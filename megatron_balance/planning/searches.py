@@ -19,9 +19,12 @@ def leveled(plain: Selection, *, even: bool = False) -> Iterator[Moves]:
         plain: a selection without guests.
         even: whether hosts share tokens evenly under any split.
     """
-    cost, current = plain.layer.cost, plain.current
-    local, home_DH = cost.split == "local_first" and not even, np.array(current.home)
-    node_size, rate_D = cost.prices.node_size, cost.prices.rate_D
+    cost = plain.layer.cost
+    current = plain.current
+    local = cost.split == "local_first" and not even
+    home_DH = np.array(current.home)
+    node_size = cost.prices.node_size
+    rate_D = cost.prices.rate_D
     for counts_ED in _totals(plain):
         tokens_E = counts_ED.sum(1)
         loads_D = tokens_E[home_DH].sum(1)
@@ -36,7 +39,8 @@ def leveled(plain: Selection, *, even: bool = False) -> Iterator[Moves]:
 
 def _totals(plain: Selection) -> Iterator[np.ndarray]:
     """Yield loads [E, D] that stand for all microbatches: their sum, and each owner's heaviest one, as large as all."""
-    counts_EBD, owner_E = plain.layer.counts_EBD, plain.layer.owner_E
+    counts_EBD = plain.layer.counts_EBD
+    owner_E = plain.layer.owner_E
     yield counts_EBD.sum(1)
     if counts_EBD.shape[1] > 1:
         tokens_B = counts_EBD.sum((0, 2))

@@ -45,7 +45,8 @@ class Selection(Hosting):
         Args:
             guest_slots: number of guests that a rank may have; None: one for each guest slot.
         """
-        layer, num_ranks = Layer.of(counts, current, cost), current.num_ranks
+        layer = Layer.of(counts, current, cost)
+        num_ranks = current.num_ranks
         return cls(
             layer=layer,
             shares_ED=layer.owned_ED.astype(np.int64),
@@ -64,11 +65,10 @@ class Selection(Hosting):
 
     def without(self, expert: int) -> "Selection":
         """Return the selection in which only the owner computes an expert."""
-        owner, owned_1D = self.layer.owner_E[[expert]], self.layer.owned_ED[[expert]]
-        free_D, left = (
-            self.free_D + ((self.shares_ED[expert] > 0) & ~owned_1D[0]),
-            tuple(each for each in self.chosen if each != expert),
-        )
+        owner = self.layer.owner_E[[expert]]
+        owned_1D = self.layer.owned_ED[[expert]]
+        free_D = self.free_D + ((self.shares_ED[expert] > 0) & ~owned_1D[0])
+        left = tuple(each for each in self.chosen if each != expert)
         return self.changed(np.array([expert]), owned_1D.astype(np.int64), owner, free_D=free_D, chosen=left)
 
     def seconds_along_chains(self) -> float:
@@ -83,7 +83,8 @@ class Selection(Hosting):
         """Return the placement in which owners host, and the selected guests."""
         hosts: list[tuple[int, ...]] = [*zip(self.layer.owner_E.tolist(), strict=True)]
         row_M, rank_M = self.shares_ED[[*self.chosen]].nonzero()
-        ranks, stops = rank_M.tolist(), np.bincount(row_M, minlength=len(self.chosen)).cumsum().tolist()
+        ranks = rank_M.tolist()
+        stops = np.bincount(row_M, minlength=len(self.chosen)).cumsum().tolist()
         for expert, start, stop in zip(self.chosen, (0, *stops), stops, strict=False):
             hosts[expert] = (*ranks[start:stop],)
         return self.current.rehost(hosts, self.primary_E.tolist())
@@ -108,7 +109,8 @@ class Selection(Hosting):
         to the budget. Return the fastest selection on the way.
         """
         state = best = self
-        tokens_E, examined = self.layer.tokens_E, {*self.chosen}
+        tokens_E = self.layer.tokens_E
+        examined = {*self.chosen}
         if not self.chosen:
             budget += int((self.work_BD >= NEARLY * self.work_BD.max(-1, keepdims=True)).any(0).sum()) - 1
         while budget and not state.is_balanced(alpha) and state.floor < best.seconds * (1 - min_gain):
@@ -117,7 +119,8 @@ class Selection(Hosting):
             waiting = [expert for expert in sorted(home) if expert not in examined]
             if not waiting:
                 break
-            expert, budget = max(waiting, key=tokens_E.__getitem__), budget - 1
+            expert = max(waiting, key=tokens_E.__getitem__)
+            budget = budget - 1
             examined.add(expert)
             if (better := state.relieved(expert, place)) is not None:
                 state = better
@@ -126,7 +129,8 @@ class Selection(Hosting):
 
     def repeated(self, budget: int, min_gain: float) -> "Selection":
         """Choose the guests of some selected experts again, given all others, where that makes the layer faster."""
-        best, waiting = self, deque(self.chosen)
+        best = self
+        waiting = deque(self.chosen)
         for _ in range(min(budget, len(self.chosen))):
             expert = waiting.popleft()
             state = best.without(expert)
@@ -160,9 +164,12 @@ class Selection(Hosting):
         Guests are the lightest ranks, anywhere or on the owner's node. Under `local_first` they are the ranks with most
         of the expert's tokens, or one guest is the primary, which computes the tokens of all ranks that are not hosts.
         """
-        (microbatch, owner), cost, work_BD = place, self.layer.cost, self.work_BD
+        (microbatch, owner) = place
+        cost = self.layer.cost
+        work_BD = self.work_BD
         able_D = (self.free_D > 0) & (work_BD[microbatch] < work_BD[microbatch, owner])
-        tokens_D, total_D = self.layer.counts_EBD[expert].sum(0), work_BD.sum(0)
+        tokens_D = self.layer.counts_EBD[expert].sum(0)
+        total_D = work_BD.sum(0)
         loans_D = order_D = np.argsort(total_D, kind="stable")
         local = cost.split == "local_first"
         if local:
@@ -195,7 +202,9 @@ def _sets(
         loans: maximum number of ranks that may become the primary.
     """
     most = 1 + 2 * (len(SIZES) + 1) + loans
-    shares_AD, primary_A, a = np.zeros((most, len(able_D)), np.int64), np.full(most, owner), 1
+    shares_AD = np.zeros((most, len(able_D)), np.int64)
+    primary_A = np.full(most, owner)
+    a = 1
     for near in range(1 + (node_size > 0)):
         able_R = np.empty(len(able_D), np.int64)
         found = 0
@@ -212,7 +221,8 @@ def _sets(
     for d in loans_D:
         if able_D[d] and loans > 0:
             shares_AD[a, d], primary_A[a] = 1, d
-            loans, a = loans - 1, a + 1
+            loans = loans - 1
+            a = a + 1
     for row in range(a):
         shares_AD[row, owner] = 1
     return shares_AD[:a], primary_A[:a]

@@ -208,7 +208,8 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
     if not isinstance(content, dict):
         fields = ", ".join(field.name for field in dataclasses.fields(wanted))
         raise ValueError(f"{where or 'the file'}: write a mapping of {fields}")
-    hints, known = typing.get_type_hints(wanted), {field.name: field for field in dataclasses.fields(wanted)}
+    hints = typing.get_type_hints(wanted)
+    known = {field.name: field for field in dataclasses.fields(wanted)}
     dotted = f"{where}." if where else ""
     for name in content:
         if name not in known:
@@ -258,7 +259,8 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     """
     _check(cluster, ranks)
     base = builtin(ranks.num_ranks, ranks.node_size, hidden, ffn, dtype_bytes)
-    near, far = base.link("p2p", "intra"), base.link("p2p", "inter")
+    near = base.link("p2p", "intra")
+    far = base.link("p2p", "inter")
     together = ranks.node_size * ranks.expert_tensor_parallel <= 2
     near = _line(cluster.pair if cluster.pair is not None and together else cluster.node, near.alpha)
     shared = far

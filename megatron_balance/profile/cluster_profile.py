@@ -54,13 +54,15 @@ def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
     Raises:
         ValueError: there are too few sizes, the lengths differ, or a time is not a positive number.
     """
-    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    sizes = np.asarray(sizes_bytes, dtype=float)
+    times = np.asarray(seconds, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape:
         raise ValueError(f"fit: sizes {sizes.shape} and seconds {times.shape} must be lists of the same length")
     if not (np.isfinite(sizes).all() and np.isfinite(times).all() and (times > 0).all() and (sizes >= 0).all()):
         raise ValueError("fit: sizes must be at least 0 and seconds above 0, all of them finite")
     order = np.argsort(sizes, kind="stable")
-    sizes, times = sizes[order], times[order]
+    sizes = sizes[order]
+    times = times[order]
     if len(np.unique(sizes[::2])) < 2 or len(np.unique(sizes[1::2])) < 2:
         raise ValueError(f"fit: give at least four different sizes, not {sorted(set(sizes.tolist()))}")
     alpha, beta = _line(sizes, times)
@@ -73,9 +75,11 @@ def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[float, float]:
     scaled = np.stack([1 / times, sizes / times], axis=1)
     alpha, beta = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0].tolist()
     if alpha < 0:
-        alpha, beta = 0.0, scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum()
+        alpha = 0.0
+        beta = scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum()
     if beta < 0:
-        alpha, beta = scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum(), 0.0
+        alpha = scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum()
+        beta = 0.0
     return float(alpha), float(beta)
 
 
@@ -247,7 +251,8 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     """
     flops = 200e12 if dtype_bytes <= 2 else 100e12
     per_token = 4 * hidden * ffn / flops
-    near, far = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
+    near = Fit(10e-6, 1 / 150e9, 0.0, 0.0)
+    far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
     return from_links(
         num_ranks,
         node_size,

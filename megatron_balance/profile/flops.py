@@ -33,9 +33,11 @@ def attention_flops(config: TransformerConfig, seq_length: int) -> float:
 
 def attention_weights(config: TransformerConfig) -> int:
     """Return the number of weights in the matrices of one layer's attention."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     if isinstance(config, MLATransformerConfig):
-        query, rank = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.q_lora_rank
+        query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        rank = config.q_lora_rank
         queries = (hidden + query) * rank if rank else hidden * query
         keys_values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
         latent = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)

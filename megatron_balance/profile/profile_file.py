@@ -23,7 +23,9 @@ from megatron_balance.profile.cluster_profile import (
 MAX_BYTES = 4 * MIB
 """Maximum size of a file; a profile for 64 ranks has 60 kB."""
 
-_SECONDS, _ERROR, _COUNT = (0, 60, "seconds"), (0, 1e9, "times"), (1, 10**6, "")
+_SECONDS = (0, 60, "seconds")
+_ERROR = (0, 1e9, "times")
+_COUNT = (1, 10**6, "")
 RANGES: Mapping[str, tuple[float, float, str]] = {
     "alpha": _SECONDS,
     **dict.fromkeys(("trans", "agg"), _SECONDS),
@@ -73,11 +75,15 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
 
 def _parse(content: Any) -> ClusterProfile:
     _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
-    links, batches = _keys(content["links"], COLLECTIVES, "links"), _keys(content["messages"], LEVELS, "messages")
-    codecs, members, rates = content["codecs"], content["all_to_alls"], content["rates"]
+    links = _keys(content["links"], COLLECTIVES, "links")
+    batches = _keys(content["messages"], LEVELS, "messages")
+    codecs = content["codecs"]
+    members = content["all_to_alls"]
+    rates = content["rates"]
     if not (isinstance(codecs, dict) and isinstance(members, dict) and isinstance(rates, list)):
         raise ValueError("codecs, all_to_alls, rates: are not two objects and a list")
-    parallel, num_ranks = content["parallel"], _number(content["num_ranks"], "num_ranks")
+    parallel = content["parallel"]
+    num_ranks = _number(content["num_ranks"], "num_ranks")
     if len(rates) not in (0, num_ranks):
         raise ValueError(f"rates: has {len(rates)} numbers for {num_ranks} ranks")
     return ClusterProfile(

@@ -199,7 +199,8 @@ class Engine:
     def _execute(self, number: int, team: _Team, command: Command) -> bool:
         """Execute a command; return False if it has to be repeated later."""
         if isinstance(command, Compute):
-            begin_R, team.now_R = team.now_R, team.now_R + command.seconds_R
+            begin_R = team.now_R
+            team.now_R = team.now_R + command.seconds_R
             self._observer.computed(number, command.label, begin_R, team.now_R)
         elif isinstance(command, Start):
             self._start(number, team, command)
@@ -248,7 +249,8 @@ class Engine:
         """Begin a collective, or its bytes after its latency."""
         latency, resources, seconds = collective.work
         if collective.version == 0:
-            collective.start, collective.version = now, 1
+            collective.start = now
+            collective.version = 1
             if latency and len(resources):
                 self._push(now + latency, "begin", collective)
                 return
@@ -262,7 +264,8 @@ class Engine:
         self._share(collective, now)
 
     def _finish(self, collective: _Collective, now: float) -> None:
-        collective.end, collective.left = now, 0.0
+        collective.end = now
+        collective.left = 0.0
         resources = collective.work.resources
         for resource in resources.tolist():
             self._users[resource].remove(collective)
@@ -282,7 +285,8 @@ class Engine:
 
     def _share(self, collective: _Collective, now: float) -> list[_Collective]:
         """Change and return the collectives that share resources with this one, directly or indirectly, and itself."""
-        together, found = [collective], {id(collective)}
+        together = [collective]
+        found = {id(collective)}
         for one in together:
             for resource in one.work.resources.tolist():
                 for other in self._users[resource]:

@@ -107,7 +107,9 @@ class Simulation:
 
     def iteration(self, number: int, spans_of: Collection[int] = ()) -> Result:
         """Simulate one iteration; iterations follow each other."""
-        programs, teams_ranks, ends = [], [], []
+        programs = []
+        teams_ranks = []
+        ends = []
         for stage in self.job.stages:
             self.progress(f"iteration {number}: plans of stage {stage.stage.number}")
             works: list[dict[int, LayerWork]] = [{} for _ in stage.ranks]
@@ -131,19 +133,23 @@ class Simulation:
         self, stage: SimulatedStage, layer: int, number: int, index: int
     ) -> tuple[list[LayerWork], list[Callable[[], object]]]:
         """Return a layer's work of each team, and functions that end the iteration and adopt the next plans."""
-        job, works, ends = self.job, [], []
+        job = self.job
+        works = []
+        ends = []
         loads = [
             model.wire.repeated(self.loads.draw(number, layer, team, job.microbatches))
             for team, model in enumerate(stage.models)
         ]
         keys = [(stage.stage.number, team, layer) for team in range(len(loads))]
         if job.moves_owners:
-            total_BDE, teams = np.sum(loads, axis=0), len(loads)
+            total_BDE = np.sum(loads, axis=0)
+            teams = len(loads)
             keys, decided = keys[:1] * teams, [self._decided(keys[0], (total_BDE + teams // 2) // teams)] * teams
             ends.append(decided[0].end)
             transfer = self._transfer(stage, keys[0], decided[0].moves)
         else:
-            decided, transfer = [self._decided(*one) for one in zip(keys, loads, strict=True)], NOTHING
+            decided = [self._decided(*one) for one in zip(keys, loads, strict=True)]
+            transfer = NOTHING
             ends += [one.end for one in decided]
         for key, one, model, counts_BDE in zip(keys, decided, stage.models, loads, strict=True):
             parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], one.transfers)
@@ -154,14 +160,18 @@ class Simulation:
 
     def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
         """Return what one manager decides in an iteration with this load."""
-        job, manager = self.job, self._managers[key]
+        job = self.job
+        manager = self._managers[key]
         observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
-        planned, end, after = NOTHING, observe, None
+        planned = NOTHING
+        end = observe
+        after = None
         if job.plans and job.exact:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
             planned, adopt, _ = self._plan(key, manager)
             adopt()
-        transfers, placement = self._transfers.get(key, EMPTY_PLAN), manager.placement
+        transfers = self._transfers.get(key, EMPTY_PLAN)
+        placement = manager.placement
         if job.plans and not job.exact:
             observe()
             planned, end, after = self._plan(key, manager)
@@ -185,7 +195,8 @@ class Simulation:
         if not manager.is_due(0 if self.job.exact else 1):
             return NOTHING, lambda: None, None
         assert manager.expected_BDE is not None
-        question, start = manager.question(manager.expected_BDE, self.job.microbatches), time.thread_time()
+        question = manager.question(manager.expected_BDE, self.job.microbatches)
+        start = time.thread_time()
         plan = plan_for(question)
         seconds = time.thread_time() - start if self.job.plan_seconds is None else self.job.plan_seconds
 

@@ -48,7 +48,8 @@ class LayerModel:
             plan: time of the thread that makes the next plan, and its rank.
         """
         traffic_BHH = self.cost.traffic(counts_BHE, placement).astype(np.float64)
-        transport, network = self.cost.transport, self.network
+        transport = self.cost.transport
+        network = self.network
         return LayerWork(
             forward_B=self._directions(traffic_BHH, self.cost.profile.forward),
             backward_B=self._directions(traffic_BHH, self.cost.profile.backward),
@@ -80,7 +81,8 @@ class LayerModel:
         return chunks, order
 
     def _direction(self, traffic_HH: np.ndarray, line: Throughput, chunks: int, order: Order) -> Direction:
-        exchange, computed_H = self._exchange(traffic_HH / chunks), traffic_HH.sum(0) / chunks
+        exchange = self._exchange(traffic_HH / chunks)
+        computed_H = traffic_HH.sum(0) / chunks
         seconds_H = (line.overhead * (computed_H > 0) + line.seconds_per_token * computed_H) / self.cost.rate_D
         back = self.wire.returning(exchange, chunks)
         spread, collect = self.wire.among_shards(computed_H)

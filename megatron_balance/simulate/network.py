@@ -138,7 +138,8 @@ class TeamNetwork:
 
     def _work(self, crossing: Crossing, whole: float) -> Work:
         """Return the work of stages whose bytes cross links one after another; all shards of a host do the same."""
-        network, shards = self.network, len(self.ranks_D) // crossing.near_2XD.shape[-1]
+        network = self.network
+        shards = len(self.ranks_D) // crossing.near_2XD.shape[-1]
         crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
         near_D = network.near_seconds(crossing)
         far_D = network.far.beta * network.far.busiest(*crossing.far_2XD)
@@ -170,7 +171,8 @@ def ring(
     members_GN = np.zeros((int(group_D.max()) + 1, len(nodes)))
     np.add.at(members_GN, (group_D, node_D), 1)
     spans_G = (members_GN > 0).sum(1) > 1
-    members_D, spans_D = members_GN[group_D, node_D], spans_G[group_D]
+    members_D = members_GN[group_D, node_D]
+    spans_D = spans_G[group_D]
     near_D = np.where(members_D > 1, network.near.beta * sent, 0.0)
     far_D = np.where(spans_D, network.far.beta * sent / members_D, 0.0)
     node_N = ((members_GN > 0) & spans_G[:, None]).sum(0) * (network.far.beta * sent / network.adapters)
@@ -181,13 +183,15 @@ def ring(
 
 def at_once(works: Sequence[Work]) -> Work:
     """Return the work of the same collective of several teams at the same time."""
-    both, whole = one_after_another(works), max(work.alone for work in works)
+    both = one_after_another(works)
+    whole = max(work.alone for work in works)
     return both._replace(latency=max(0.0, whole - float(both.seconds.max(initial=0.0))))
 
 
 def one_after_another(works: Sequence[Work]) -> Work:
     """Return the work of collectives of the same ranks, one after another."""
-    whole, used = sum(work.alone for work in works), [work for work in works if len(work.resources)]
+    whole = sum(work.alone for work in works)
+    used = [work for work in works if len(work.resources)]
     if not used:
         return NOTHING if not whole else Work(whole, NOTHING.resources, NOTHING.seconds)
     resources, place = np.unique(np.concatenate([work.resources for work in used]), return_inverse=True)

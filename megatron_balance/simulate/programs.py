@@ -123,7 +123,10 @@ def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int
 
 class _Writer:
     def __init__(self, stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
-        self.stage, self.layers, self.team, self.ranks = stage, layers, team, ranks
+        self.stage = stage
+        self.layers = layers
+        self.team = team
+        self.ranks = ranks
         self.steps = deque(stage.schedule)
         self.started: set[Action] = set()
         self.asked: list[Action] = []
@@ -170,7 +173,8 @@ class _Writer:
             yield Wait(key)
 
     def _pass(self, one: Pass) -> Iterator[Command]:
-        numbers, start = self.stage.blocks[one.chunk], chunk_start(one.chunk)
+        numbers = self.stage.blocks[one.chunk]
+        start = chunk_start(one.chunk)
         if one.forward:
             yield from self._gathered(start)
         if not numbers:
@@ -197,7 +201,8 @@ class _Writer:
         """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
         step = self._take(operation)
         yield from self._begin(step)
-        block, forward = step.computation.block, operation is Operation.FNEC
+        block = step.computation.block
+        forward = operation is Operation.FNEC
         yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
         if not forward:
             yield from self._reduced(block, step.computation.microbatch)
@@ -222,7 +227,8 @@ class _Writer:
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""
-        first, experts = self._take(Operation.A2A, part), self._take(operation)
+        first = self._take(Operation.A2A, part)
+        experts = self._take(operation)
         second = self._take(Operation.A2A, part + 1)
         yield from self._begin(first)
         computing = [index for index, step in enumerate(direction.order) if step.task is ChunkTask.E]
@@ -241,7 +247,8 @@ class _Writer:
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         """Yield the commands of each task of a pass."""
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
-        first, last = self._gather(direction.first, dispatch, "first"), self._gather(direction.last, combine, "last")
+        first = self._gather(direction.first, dispatch, "first")
+        last = self._gather(direction.last, combine, "last")
         for index, (task, chunk) in enumerate(direction.order):
             there, back = ((self.stage.number, self.team, label, chunk) for label in (dispatch, combine))
             if task is ChunkTask.C1:

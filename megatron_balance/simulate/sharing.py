@@ -19,7 +19,8 @@ def speeds(use_FR: np.ndarray) -> np.ndarray:
     Args:
         use_FR: share of each resource that a collective uses at speed 1; the sum over collectives may exceed 1.
     """
-    speed_F, grows_F = np.zeros(len(use_FR)), np.ones(len(use_FR), dtype=bool)
+    speed_F = np.zeros(len(use_FR))
+    grows_F = np.ones(len(use_FR), dtype=bool)
     left_R = np.ones(use_FR.shape[1])
     while grows_F.any():
         wanted_R = use_FR[grows_F].sum(0)

@@ -112,7 +112,8 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(f"action {text!r}: give one like 'j:L3 TRANS.1/2' or 'j:L3 FEC m0'")
         found = match.groupdict()
-        part, parts = int(found["part"] or 1), int(found["parts"] or 1)
+        part = int(found["part"] or 1)
+        parts = int(found["parts"] or 1)
         if not 1 <= part <= parts or found["operation"] not in list(Operation):
             raise ValueError(f"action {text!r}: no such operation or part")
         microbatch = None if found["microbatch"] is None else int(found["microbatch"])

@@ -76,7 +76,8 @@ class Compared:
         }
 
     def _outcome(self, plan: Plan, digests: list[bytes]) -> Outcome:
-        rank, problem = self.group.rank(), plan.decision.problem
+        rank = self.group.rank()
+        problem = plan.decision.problem
         if len(set(digests)) == 1 and plan.decision.placement is not None:
             return Outcome(plan, True)
         if GIVEN_UP in digests:
@@ -94,7 +95,8 @@ class Shared:
         Args:
             numbers: all layers that the group plans for, in the same order on all ranks.
         """
-        self.group, self._room = group, LEAST_BYTES
+        self.group = group
+        self._room = LEAST_BYTES
         self._planner_of = {number: position % group.size() for position, number in enumerate(numbers)}
 
     def plans(self, number: int) -> bool:

@@ -40,7 +40,8 @@ MOMENTS = {
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
     """Return the order in which megatron-core's schedules compute microbatches on a pipeline stage."""
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size
     if chunks is None:
         return one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, stages - stage - 1)
     group = config.microbatch_group_size_per_vp_stage

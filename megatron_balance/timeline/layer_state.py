@@ -113,7 +113,8 @@ class LayerState:
             beside: rounds of Trans and of Agg that overlap with the non-MoE computation, if that rank has counted them.
         """
         self.manager.cost.transport.follow(self.placement, sending)
-        self._beside, self.fresh = (self.placement, beside) if beside else None, False
+        self._beside = (self.placement, beside) if beside else None
+        self.fresh = False
 
     def keep_loads(self) -> None:
         """Copy the loads that have arrived, so that their memory on the device and their pinned memory become free."""
@@ -133,7 +134,8 @@ class LayerState:
     def observe(self, counts_BDE: np.ndarray) -> None:
         """Report the loads [B, D, E] of the whole iteration to the manager."""
         error = self.manager.observe(counts_BDE)
-        self.observed, self.prediction_error = True, error if error is not None else 0.0
+        self.observed = True
+        self.prediction_error = error if error is not None else 0.0
 
     def part(self, action: Action) -> TransferPlan:
         """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
@@ -165,9 +167,11 @@ class LayerState:
         _, source_M, target_M, _, chunks_M = self.part(action).messages_5M
         cost = self.manager.cost
         if action.operation is Operation.TRANS:
-            sent_M, size = source_M == rank, cost.param_bytes
+            sent_M = source_M == rank
+            size = cost.param_bytes
         else:
-            sent_M, size = target_M == rank, cost.grad_bytes
+            sent_M = target_M == rank
+            size = cost.grad_bytes
         return round(float((size / chunks_M[sent_M]).sum()))
 
     def close(self, placement: Placement, transfers: TransferPlan) -> None:
@@ -189,8 +193,12 @@ class LayerState:
             plan_seconds=self.plan_seconds,
             prediction_error=self.prediction_error,
         )
-        self.loads, self._counts_BDE, self.observed = [], None, False
-        self.spans, self.waits, self.plan_seconds = [], [], 0.0
+        self.loads = []
+        self._counts_BDE = None
+        self.observed = False
+        self.spans = []
+        self.waits = []
+        self.plan_seconds = 0.0
 
     def moved(self, experts: int, total_bytes: float) -> None:
         """Record a Transfer after the iteration: number of experts, and bytes that one replica's ranks sent."""
@@ -246,7 +254,8 @@ class LayerState:
 
     def _sporadic(self, last: "Iteration") -> dict[str, float]:
         """Return the SPORADIC fields of an iteration, and 1 iteration."""
-        cost, waited = self.manager.cost, _totals(last.waits)
+        cost = self.manager.cost
+        waited = _totals(last.waits)
         return {
             "iterations": 1,
             "hosts_added": last.placement.added_hosts,
@@ -272,8 +281,10 @@ class LayerState:
         # The plan has chosen these routes, without calibration
         sending = self.manager.cost.sending(last.placement)
         time = cost.time_of(*cost.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
-        worked, waited = _totals(last.spans), _totals(last.waits)
-        computing, exchanging = worked[Operation.FEC] + worked[Operation.BEC], worked[Operation.A2A]
+        worked = _totals(last.spans)
+        waited = _totals(last.waits)
+        computing = worked[Operation.FEC] + worked[Operation.BEC]
+        exchanging = worked[Operation.A2A]
         own = float((after_BD[:, rank] / cost.rate_D[rank]).sum())
         predicted = cost.forward_seconds(own) + cost.backward_seconds(own)
         # The slowest rank of each microbatch does not wait in its exchanges; the others do

@@ -117,7 +117,8 @@ def lower(
         reduce_early: whether the reduction of some experts' gradients overlaps with the backward pass of others. Each
             Agg is then waited for when the next one starts, instead of at the end.
     """
-    schedule, layers = compute_order(passes, blocks), sorted(number for chunk in blocks for number in chunk)
+    schedule = compute_order(passes, blocks)
+    layers = sorted(number for chunk in blocks for number in chunk)
     # The passes add no steps, so that one search for the places of computations serves all
     first, last = places(schedule)
     if overlap == "blockwise":
@@ -198,7 +199,8 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduc
 
     Block i is the block that computes next. After the first block only BNEC is left.
     """
-    steps, last_parts = list(schedule), ()
+    steps = list(schedule)
+    last_parts = ()
     for number in sorted(layers, key=lambda number: last[number, Operation.BEC, 1]):
         after = range(last[number, Operation.BEC, 1] + 1, len(steps))
         hiding = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]

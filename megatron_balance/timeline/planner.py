@@ -103,7 +103,9 @@ class Planner:
             stop: ends the policy after `give_up`, if that is possible.
             name: the policy's, for messages.
         """
-        self.patience, self.name, self.given_up = patience, name, False
+        self.patience = patience
+        self.name = name
+        self.given_up = False
         self._stop, self._kept = stop, list[Asked]()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._tasks,), name="Plan", daemon=True).start()

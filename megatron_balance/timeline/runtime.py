@@ -88,12 +88,16 @@ class Balancer:
             record: the factors to calibrate with; None: those that this run measures.
         """
         self.group, self.transfer, self.layers = group, transfer, dict(layers)
-        self.schedule, self.microbatches, self.guest_bytes = schedule, microbatches, guest_bytes
-        self.ownership, self.explain = ownership, explain
+        self.schedule = schedule
+        self.microbatches = microbatches
+        self.guest_bytes = guest_bytes
+        self.ownership = ownership
+        self.explain = explain
         self.deciders = (shards or group) if ownership is None else ownership.group
         """The ranks that have one placement."""
         self.agreement = Shared(self.deciders, self.layers) if shares else Compared(self.deciders)
-        self.calibrates, self.record = calibrates, record
+        self.calibrates = calibrates
+        self.record = record
         self.calibration, self.factors = Calibration(), UNCALIBRATED
         """What the finished iterations measured, and the factors of the iteration in progress."""
         self.timeline: Timeline | None = None
@@ -172,7 +176,8 @@ class Balancer:
         iterations.
         """
         for number, plan in self._new_owners.items():
-            state, placement = self.layers[number], plan.decision.placement
+            state = self.layers[number]
+            placement = plan.decision.placement
             assert self.ownership is not None and placement is not None
             start = clock.mark()
             changes = moves(state.placement, placement)
@@ -210,7 +215,8 @@ class Balancer:
         """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
         if self._now is not None and self._now[0] == computation:
             return
-        step, now = self._steps.popleft(), clock.mark()
+        step = self._steps.popleft()
+        now = clock.mark()
         assert step.computation == computation, f"the model computes {computation} where its schedule has {step}"
         if self._now is not None:
             self._record_computation(*self._now, now)
@@ -251,7 +257,8 @@ class Balancer:
     def _start_plan(self, number: int, ahead: int) -> Asked | None:
         """Ask the policy for a plan for this iteration or the next one, if a plan is due."""
         state = self.layers[number]
-        manager, microbatches = state.manager, self.microbatches()
+        manager = state.manager
+        microbatches = self.microbatches()
         with record_function("Plan"):
             if ahead:
                 self._observe(state)
@@ -289,7 +296,9 @@ class Balancer:
 
     def _wait_for_transfer(self, action: Action, start: clock.Mark) -> clock.Mark:
         """Wait for a Trans or an Agg, or for a part of one, from `start` on; return the mark of the end."""
-        state, work, end = self.layers[action.block], self._started.pop(action), start
+        state = self.layers[action.block]
+        work = self._started.pop(action)
+        end = start
         if work is not None:
             began, ended = work.wait()
             end = clock.mark()
@@ -310,7 +319,8 @@ class Balancer:
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return start
-        plans, deadline = {}, self._planner.deadline()
+        plans = {}
+        deadline = self._planner.deadline()
         for action, asked in due.items():
             if asked.plan is not None:
                 plans[action.block] = plan = self._planner.result(asked, deadline)
@@ -324,7 +334,8 @@ class Balancer:
         return end
 
     def _conclude(self, number: int, state: LayerState, outcome: Outcome) -> None:
-        plan, placement = outcome.plan, outcome.plan.decision.placement
+        plan = outcome.plan
+        placement = outcome.plan.decision.placement
         state.plan_seconds = plan.end - plan.start
         if outcome.agreed and placement is not None:
             if placement.home == state.placement.home:
@@ -367,7 +378,8 @@ class Balancer:
 
         It must be called when the device has finished the iteration, maybe during the next one.
         """
-        rank, factors = self.group.rank(), self.factors
+        rank = self.group.rank()
+        factors = self.factors
         reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}
         return lambda: {number: report() for number, report in reports.items()}
 

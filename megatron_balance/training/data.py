@@ -150,7 +150,9 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     Args:
         reads: whether this rank reads samples; rank 0 always checks the files, because it builds the index caches.
     """
-    prefixes, problem, contents = prefixes_of(data), None, None
+    prefixes = prefixes_of(data)
+    problem = None
+    contents = None
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
@@ -173,10 +175,12 @@ def _check_files(data: DataConfig, reads: bool) -> None:
 
 def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
     """Build the data sets; raise ValueError on every rank if a rank lacks an index that flags say is there."""
-    fast, deferred = data.dataloader_fast_cache_load, data.dataloader_defer_npy_index_mmap
+    fast = data.dataloader_fast_cache_load
+    deferred = data.dataloader_defer_npy_index_mmap
     if not fast and not deferred:
         return builder.build()
-    datasets, problem = [], None
+    datasets = []
+    problem = None
     try:
         datasets = builder.build()
         for dataset in datasets:
@@ -365,8 +369,11 @@ class MicrobatchSampler:
                 f"the dataset has {total} samples, {consumed_samples} of them consumed: too few for one microbatch on "
                 f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
             )
-        self.total, self.consumed_samples = total, consumed_samples
-        self.micro_batch_size, self.rank, self.ranks = micro_batch_size, rank, ranks
+        self.total = total
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.ranks = ranks
 
     def __len__(self) -> int:
         return (self.total - self.consumed_samples) // (self.micro_batch_size * self.ranks)

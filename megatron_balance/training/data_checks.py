@@ -29,7 +29,8 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     Raises:
         ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
     """
-    data, split = config.data, config.data.split
+    data = config.data
+    split = config.data.split
     bounds = None if split is None else _bounds(split)
     for flag, paths in sources(data).items():
         prefixes, _ = parse_blend(paths, flag)
@@ -77,7 +78,8 @@ def _check_documents(prefix: str, bounds: list[Bounds] | None, split: str | None
 
 def _check_length(config: RunConfig) -> None:
     """Check that the training data fill at least one sample."""
-    given, length = sources(config.data), config.model.seq_length
+    given = sources(config.data)
+    length = config.model.seq_length
     flag = "--data-path" if "--data-path" in given else "--train-data-path"
     if flag not in given:
         return
@@ -90,7 +92,8 @@ def _check_length(config: RunConfig) -> None:
 
 
 def _notices(config: RunConfig, bounds: list[Bounds] | None) -> list[str]:
-    interval, data = config.train.eval_interval, config.data
+    interval = config.train.eval_interval
+    data = config.data
     absent = bounds[1] is None if bounds is not None else not (data.valid_data_path or data.mock_data)
     if interval is None or not absent:
         return []

@@ -15,7 +15,8 @@ from numpy.lib import format as npy
 _HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the tokens' type, number of sequences, number of document boundaries."""
 
-_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
 
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Code of an integer type (megatron.core's DType) -> NumPy type. Codes 6 and 7 are floating-point types."""
@@ -155,7 +156,8 @@ def _check_cache(path: Path) -> None:
         if version not in readers:
             raise ValueError(f"format version {version}")
         shape, _, dtype = readers[version](file)
-        start, size = file.tell(), os.fstat(file.fileno()).st_size
+        start = file.tell()
+        size = os.fstat(file.fileno()).st_size
     if dtype.kind not in "iu":
         raise ValueError(f"its elements are {dtype}")
     if min(shape, default=0) < 0 or start + math.prod(shape) * dtype.itemsize != size:
@@ -202,7 +204,8 @@ def _check_index(idx_path: str, bin_path: str, thorough: bool) -> None:
 
 def _read_header(idx_path: str, bin_bytes: int) -> _Index:
     with open(idx_path, "rb") as file:
-        raw, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+        raw = file.read(_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
     if len(raw) < _HEADER.size:
         raise ValueError(f"has {size} bytes, its header alone takes {_HEADER.size}")
     magic, version, code, sequences, boundaries = _HEADER.unpack(raw)
@@ -242,7 +245,8 @@ def _check_sequences(index: _Index) -> None:
         ends += starts
         text = f"sequence {{}} ends at byte {{}} of the {index.bin_bytes} of the .bin file"
         _refuse(ends > index.bin_bytes, first, ends, text)
-        previous, tokens = int(starts[-1]), tokens + int(lengths.sum(dtype=np.int64))
+        previous = int(starts[-1])
+        tokens = tokens + int(lengths.sum(dtype=np.int64))
     if not tokens:
         raise ValueError("has no tokens")
 

@@ -186,11 +186,14 @@ class _Listener:
     """Hooks for the modules of a chunk, which count finished modules so that ranks can compare their order."""
 
     def __init__(self, chunk: Chunk, found: list[Finding]) -> None:
-        self.chunk, self.found = chunk, found
-        self.microbatch, self.finished = -1, 0
+        self.chunk = chunk
+        self.found = found
+        self.microbatch = -1
+        self.finished = 0
 
     def begin(self, *_: Any) -> None:
-        self.microbatch, self.finished = self.microbatch + 1, 0
+        self.microbatch = self.microbatch + 1
+        self.finished = 0
 
     def to(self, name: str) -> Callable[..., None]:
         def listen(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -236,7 +239,8 @@ def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
     if isinstance(layer, BalancedMoELayer):
         rank = layer.ep_group.rank()
         experts = layer.placement.home[rank] + layer.placement.guests[rank]
-    rows, sizes = tree_leaves(output)[0], args[1] if len(args) > 1 else None
+    rows = tree_leaves(output)[0]
+    sizes = args[1] if len(args) > 1 else None
     slots = _slot_in(name)
     # Modules that compute all experts together receive the number of consecutive rows of each expert
     if not slots and sizes is not None and len(sizes) == len(experts):

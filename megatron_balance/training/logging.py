@@ -127,7 +127,8 @@ class RunLog:
 
     def _line(self, progress: Progress) -> str:
         """Format Megatron's log line; scrapers parse its fields."""
-        reports, last = self._since_line, self._since_line[-1]
+        reports = self._since_line
+        last = self._since_line[-1]
         seconds = sum(report.seconds for report in reports) / len(reports)
         line = f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
         line += f" iteration {last.iteration:8d}/{self.iterations:8d} |"
@@ -204,7 +205,8 @@ def _writers(config: RunConfig) -> list[Writer]:
 def _wandb(config: RunConfig, project: str) -> Writer:
     from megatron_balance.observe.wandb_run import WandbRun
 
-    log, save = config.log, config.checkpoint.save
+    log = config.log
+    save = config.checkpoint.save
     directory = log.wandb_save_dir or f"{save}/wandb"
     # Which job of a chain this is, as Megatron-LM tells wandb
     job = {"world_size": dist.get_world_size(), "slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
@@ -237,12 +239,15 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
     A multiplication by a weight costs 2 operations forward and 4 backward. Attention scores count in full despite the
     causal mask, as is usual in reported throughputs.
     """
-    transformer, sequence = config.transformer, config.model.seq_length
+    transformer = config.transformer
+    sequence = config.model.seq_length
     hidden = transformer.hidden_size
     projections = 3 if transformer.gated_linear_unit else 2
     attention = attention_weights(transformer) + sequence * attended_width(transformer)
-    pattern, predictions = moe_layer_pattern(transformer), transformer.mtp_num_layers or 0
-    layers, moe_layers = len(pattern), sum(pattern)
+    pattern = moe_layer_pattern(transformer)
+    predictions = transformer.mtp_num_layers or 0
+    layers = len(pattern)
+    moe_layers = sum(pattern)
     assert transformer.ffn_hidden_size is not None
     dense = projections * hidden * transformer.ffn_hidden_size
     sparse = 0

@@ -55,7 +55,8 @@ def train(
         run: may be resumed; training continues after its `progress`.
         after_step: called after every iteration, with a report that may lack what the device has not finished.
     """
-    settings, progress = run.config.train, run.progress
+    settings = run.config.train
+    progress = run.progress
     stopping = stopping or Stopping(settings)
     reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     if progress.iteration >= run.length.iterations:
@@ -105,7 +106,8 @@ def queue_step(run: Run, read: bool = True) -> Queued:
         read: whether somebody reads the numbers about this iteration that cost time: its balance, if there is a
             policy, and those that flags ask for.
     """
-    progress, start = run.progress, clock.mark()
+    progress = run.progress
+    start = clock.mark()
     run.position.enter("forward-backward", progress.iteration + 1)
     run.batches.update(progress.consumed_samples, consistency_check=True)
     batch_size = run.batches.get_current_running_global_batch_size()
@@ -237,14 +239,16 @@ def _timed(config: RunConfig, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_timers(config: RunConfig) -> Iterator[None]:
-    timers, config.transformer.timers = config.transformer.timers, None
+    timers = config.transformer.timers
+    config.transformer.timers = None
     yield
     config.transformer.timers = timers
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
     """Run all microbatches and return this rank's losses of each; empty except on the last pipeline stage."""
-    config, stages = run.config.transformer, run.groups.pp.size()
+    config = run.config.transformer
+    stages = run.groups.pp.size()
     chunks: list[torch.nn.Module] = [*run.model]
     single = len(chunks) == 1
 
@@ -267,7 +271,8 @@ def forward_step(
     data: Iterator[Batch], model: torch.nn.Module, objective: Objective, timers: Callable | None = None
 ) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch through one model chunk; return the output and its loss function."""
-    first, last = get_attr_wrapped_model(model, "pre_process"), get_attr_wrapped_model(model, "post_process")
+    first = get_attr_wrapped_model(model, "pre_process")
+    last = get_attr_wrapped_model(model, "post_process")
     if timers is not None:
         timers("batch-generator", log_level=2).start()
     batch = next(data) if first or last else {}

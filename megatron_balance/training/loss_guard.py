@@ -68,7 +68,8 @@ class LossGuard:
         self.enabled = config.ddp.check_for_nan_in_grad
         self.limit = config.train.max_consecutive_bad_iterations
         self.spikes = SpikyLoss() if config.train.check_for_spiky_loss else None
-        self._model, self._groups = model, groups
+        self._model = model
+        self._groups = groups
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
         self._start = _Start(None)

@@ -60,7 +60,9 @@ class Objective:
         self, config: TransformerConfig, groups: ProcessGroupCollection, routed: ProcessGroupCollection
     ) -> None:
         """`routed` has the groups over which routers reduce auxiliary losses (`ParallelDispatch.router_groups`)."""
-        self.config, self.groups, self.routed = config, groups, routed
+        self.config = config
+        self.groups = groups
+        self.routed = routed
         self.depths = config.mtp_num_layers or 0
         balancing = config.moe_router_load_balancing_type
         kinds = [balancing] if isinstance(balancing, str) else balancing
@@ -80,7 +82,8 @@ class Objective:
         if not self.config.calculate_per_token_loss or not (self.depths or self.router_losses):
             return data
         device = torch.cuda.current_device()
-        tokens, last = torch.zeros(1 + self.depths, device=device), is_pp_last_stage(self.groups.pp)
+        tokens = torch.zeros(1 + self.depths, device=device)
+        last = is_pp_last_stage(self.groups.pp)
         if last:
             batches = list(islice(data[-1], microbatches))
             for batch in batches:

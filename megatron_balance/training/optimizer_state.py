@@ -102,7 +102,8 @@ def expert_fields(
 
 def state_bytes(optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], sharers: int) -> float:
     """Return the bytes of the parameters and of their optimizer state per rank, if `sharers` ranks share the state."""
-    names, total = state_names(optimizers(optimizer)[0].optimizer), 0.0
+    names = state_names(optimizers(optimizer)[0].optimizer)
+    total = 0.0
     for parameter in parameters:
         tensors = len(names) + (parameter.dtype in HALF)
         total += parameter.nbytes + 4 * parameter.numel() * tensors / sharers
@@ -110,7 +111,8 @@ def state_bytes(optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Para
 
 
 def _fields(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, gathered_late: bool) -> Iterator[Field]:
-    values, slot_size = parameter.data.view(-1), parameter.numel() // len(parameter)
+    values = parameter.data.view(-1)
+    slot_size = parameter.numel() // len(parameter)
     kept, state = _kept_state(optimizer, parameter)
     up_to_date = kept if gathered_late else (0, len(values))
     yield Field(slot_size, up_to_date, values[slice(*up_to_date)])
@@ -131,9 +133,11 @@ def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> 
                 continue
             kept = part._get_model_param_range_map(parameter)["param"]
             group, index = part.model_param_group_index_map[parameter]
-            main, interval = part.optimizer.param_groups[group]["params"][index], (kept.start, kept.end)
+            main = part.optimizer.param_groups[group]["params"][index]
+            interval = (kept.start, kept.end)
         else:
-            main, interval = _main_param(parameter) if half else parameter, (0, parameter.numel())
+            main = _main_param(parameter) if half else parameter
+            interval = (0, parameter.numel())
             if all(main is not other for group in part.optimizer.param_groups for other in group["params"]):
                 continue
         state = [part.optimizer.state[main][name] for name in state_names(part.optimizer)]

@@ -41,7 +41,8 @@ class Reports:
     """Completes reports in the order of their iterations; all ranks call every method at the same point."""
 
     def __init__(self, balancer: Balancer | None, num_layers: int) -> None:
-        self.balancer, self.num_layers = balancer, num_layers
+        self.balancer = balancer
+        self.num_layers = num_layers
         self._queued: Queued | None = None
         self._timed: tuple[StepReport, torch.Tensor | None] | None = None
 
@@ -65,7 +66,8 @@ class Reports:
         """Read the times of the iteration that was added last, which the device has finished."""
         if self._queued is None:
             return
-        (report, start, end, balance, squares), self._queued = self._queued, None
+        (report, start, end, balance, squares) = self._queued
+        self._queued = None
         table = None if balance is None else sum_over_ranks(balance(), self.num_layers)
         if squares is not None:
             report = replace(report, params_norm=math.sqrt(sum(squares.tolist())))
@@ -75,7 +77,8 @@ class Reports:
         """Return the report that has its time, if there is one; its sum over ranks has arrived."""
         if self._timed is None:
             return []
-        (report, table), self._timed = self._timed, None
+        (report, table) = self._timed
+        self._timed = None
         if table is not None:
             assert self.balancer is not None
             report = replace(report, balance=means(table))

@@ -24,7 +24,8 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
             train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO
         )
     start, increment, samples = train.rampup_batch_size
-    step, span = train.micro_batch_size * data_parallel_size, train.global_batch_size - start
+    step = train.micro_batch_size * data_parallel_size
+    span = train.global_batch_size - start
     if min(start, increment, samples, span) < 1 or start % step or increment % step or span % increment:
         raise ValueError(
             f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be multiples of {step} "
@@ -92,7 +93,8 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
             limits.append(-(-(grows_at - samples) // batch))
         if not (count := min(limits)):
             break
-        iterations, samples = iterations + count, samples + count * batch
+        iterations = iterations + count
+        samples = samples + count * batch
     if not iterations:
         raise ValueError(f"--train-samples {train.train_samples}: give at least one global batch, {batch}")
     return Length(iterations, samples)
@@ -109,7 +111,8 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
     Raises:
         ValueError: the settings contradict each other.
     """
-    scheduler, batch = config.scheduler, config.train.global_batch_size
+    scheduler = config.scheduler
+    batch = config.train.global_batch_size
     total = config.train.train_samples or length.samples
     decay = scheduler.lr_decay_samples or (scheduler.lr_decay_iters or 0) * batch or total
     warmup = scheduler.lr_warmup_samples or scheduler.lr_warmup_iters * batch
@@ -140,7 +143,9 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
 
 def _checked_rates(config: RunConfig, warmup: int, decay: int) -> tuple[float, float]:
     """Check the settings of the learning rate; return its maximum and minimum."""
-    rate, floor, start = config.optimizer.lr, config.optimizer.min_lr, config.scheduler.lr_warmup_init
+    rate = config.optimizer.lr
+    floor = config.optimizer.min_lr
+    start = config.scheduler.lr_warmup_init
     assert rate is not None and floor is not None, "--lr is required, and --min-lr has a default"
     if warmup >= decay:
         raise ValueError(

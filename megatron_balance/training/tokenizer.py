@@ -32,7 +32,8 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
     Raises:
         ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
     """
-    kind, model = config.tokenizer_type, config.tokenizer_model
+    kind = config.tokenizer_type
+    model = config.tokenizer_model
     if kind == "NullTokenizer" and not config.vocab_size:
         raise ValueError("--tokenizer-type NullTokenizer: also give --vocab-size N")
     if kind not in ("NullTokenizer", "GPT2BPETokenizer") and model is None:

@@ -110,9 +110,12 @@ class ForcedChoices(RouterReplay):
     ) -> None:
         """`decided` returns the microbatches of the current pass, for recomputation: see `PassMemory.of`."""
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
-        self.router, self.part = router, part
+        self.router = router
+        self.part = part
         self.workload, self.seed = workload.name, workload.seed + number_of(router)
-        self.step, self.microbatches, self.decided = step, microbatches, decided
+        self.step = step
+        self.microbatches = microbatches
+        self.decided = decided
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None
         self._drawn: tuple[int, ...] | None = None
@@ -125,11 +128,13 @@ class ForcedChoices(RouterReplay):
 
         Tokens are in the router's order: by sequence position, then by sample.
         """
-        step, total = self.step(), self.microbatches()
+        step = self.step()
+        total = self.microbatches()
         microbatch = self._microbatch(step, total)
         drawn = step, total, self.part.samples(len(scores)), scores.shape[1], topk
         if drawn != self._drawn:
-            self._choices_MTK, self._drawn = self._draw(*drawn), drawn
+            self._choices_MTK = self._draw(*drawn)
+            self._drawn = drawn
         choices_TK = torch.from_numpy(self._choices_MTK[microbatch].astype(np.int64)).to(scores.device)
         return scores.gather(1, choices_TK), choices_TK
 
@@ -159,7 +164,8 @@ class ForcedChoices(RouterReplay):
     def _next_call(self, step: int) -> int:
         """Count a call and return the number of earlier calls of its kind in the iteration."""
         if step != self._calls_of_step:
-            self._calls, self._calls_of_step = Counter(), step
+            self._calls = Counter()
+            self._calls_of_step = step
         kind = "evaluation" if not self.router.training else "first" if not torch.is_grad_enabled() else "gradients"
         self._calls[kind] += 1
         return self._calls[kind] - 1

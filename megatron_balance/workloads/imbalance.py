@@ -40,7 +40,8 @@ def choices(
     only. W4 is uniform. W5 uses the upper half of the experts. Every fourth step of W7 takes half of the rows from the
     first quarter; other steps are uniform.
     """
-    chosen_TK, first = np.empty((len(index_T), topk), dtype=np.int64), 0
+    chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
+    first = 0
     # Numbers are drawn in the order of the rows, so rows before a chosen one cannot be left out
     rows = int(index_T.max(initial=-1)) + 1
     assert rows <= total_tokens
@@ -88,7 +89,8 @@ def _blocks(
     random: np.random.RandomState, workload: str, num_experts: int, topk: int, tokens: int, step: int
 ) -> Iterator[np.ndarray]:
     """Yield the experts of rows 0 to `tokens`, block by block, [rows, K]."""
-    pool, everyone = _hot_pool(workload, num_experts, topk, step), np.arange(num_experts)
+    pool = _hot_pool(workload, num_experts, topk, step)
+    everyone = np.arange(num_experts)
     size = max(1, BLOCK_NUMBERS // num_experts)
     for first in range(0, tokens, size):
         index_T = np.arange(first, min(first + size, tokens))
@@ -99,7 +101,8 @@ def _blocks(
         # A permutation of n candidates takes n - 1 numbers
         needed_T = np.where(hot_T, len(pool), num_experts) - 1
         ends_T = needed_T.cumsum()
-        numbers, chosen_TK = _numbers(random, int(ends_T[-1])), np.empty((len(index_T), topk), dtype=np.int64)
+        numbers = _numbers(random, int(ends_T[-1]))
+        chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
         for of, candidates in ((hot_T, pool), (~hot_T, everyone)):
             chosen_TK[of] = candidates[_permuted(numbers, (ends_T - needed_T)[of], len(candidates), topk)]
         chosen_TK.sort(axis=1)
@@ -113,7 +116,8 @@ def _permuted(numbers: np.ndarray, starts_T: np.ndarray, candidates: int, topk: 
         numbers: random numbers of all rows.
         starts_T: where each row's numbers start.
     """
-    order, rows = np.tile(np.arange(candidates), (len(starts_T), 1)), np.arange(len(starts_T))
+    order = np.tile(np.arange(candidates), (len(starts_T), 1))
+    rows = np.arange(len(starts_T))
     for place in range(min(topk, candidates - 1)):
         other_T = place + (numbers[starts_T + place] % np.uint32(candidates - place)).astype(np.int64)
         order[rows, place], order[rows, other_T] = order[rows, other_T], order[rows, place]

@@ -157,7 +157,8 @@ def _weights(num_experts: int, hot: np.ndarray, shares: np.ndarray) -> np.ndarra
 
 def _draw(weights: np.ndarray, request: _Request) -> np.ndarray:
     """Draw K different experts for each token without replacement, by weight, [T, K]."""
-    topk, index_T = request.topk, request.index_T
+    topk = request.topk
+    index_T = request.index_T
     # Integers, because with rounding errors an expert could be drawn twice
     shares_E = np.maximum(1, np.round(weights / weights.sum() * 2**40)).astype(np.int64)
     ends_E = shares_E.cumsum()

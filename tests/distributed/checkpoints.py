@@ -72,7 +72,8 @@ def train_and_save(
     checkpoints.load()
     if spoil is not None:
         spoil(run)
-    losses, placements = [], []
+    losses = []
+    placements = []
     for count in range(1, iterations + 1):
         report = train_step(run)
         losses.append((report.losses.get("lm loss"), report.grad_norm))
@@ -199,7 +200,8 @@ def tensors_of(directory: str) -> dict[str, torch.Tensor]:
 
 def unequal_tensors(left: str, right: str) -> tuple[int, list[str]]:
     """Return the number of tensors in the left checkpoint, and the names that differ between the two."""
-    mine, theirs = tensors_of(left), tensors_of(right)
+    mine = tensors_of(left)
+    theirs = tensors_of(right)
     unequal = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
     return len(mine), unequal + [name for name in theirs if name not in mine]
 

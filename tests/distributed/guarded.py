@@ -19,7 +19,8 @@ def replace_forward(action: Callable[[], None], victims: tuple[int, ...], calls:
     """Make the victims call `action` once, before the forward pass of microbatch number `calls`."""
     from megatron_balance.training import loop
 
-    original, count = loop.forward_step, 0
+    original = loop.forward_step
+    count = 0
 
     def forward_step(*arguments):
         nonlocal count

@@ -62,7 +62,8 @@ class Job:
             log.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        port, flags_of = free_port(), (lambda _: flags) if isinstance(flags, str) else flags
+        port = free_port()
+        flags_of = (lambda _: flags) if isinstance(flags, str) else flags
         self.ranks: list[BaseProcess] = [
             context.Process(target=_rank, args=(rank, world_size, port, self.logs[rank], flags_of(rank), prepare))
             for rank in range(world_size)
@@ -88,7 +89,8 @@ class Job:
 
     def await_iteration(self, iteration: int | None = None, seconds: float = 300.0) -> None:
         """Wait until the last rank, which prints, has logged this iteration (None: any iteration)."""
-        last, deadline = len(self.ranks) - 1, time.monotonic() + seconds
+        last = len(self.ranks) - 1
+        deadline = time.monotonic() + seconds
         while not re.search(rf"iteration +{iteration or '[0-9]+'}/", self.output(last)):
             assert time.monotonic() < deadline and self.ranks[last].is_alive(), self.output(last)
             time.sleep(0.1)
@@ -178,13 +180,17 @@ class Death:
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
-        turn, calls, owner = 0, 0, os.getpid()
+        turn = 0
+        calls = 0
+        owner = os.getpid()
         (whole, begin), (holder, name) = WHOLE[self.during](), POINTS[self.point]()
-        start, original = getattr(whole, begin), getattr(holder, name)
+        start = getattr(whole, begin)
+        original = getattr(holder, name)
 
         def counting(*args, **kwargs):
             nonlocal turn, calls
-            turn, calls = turn + 1, 0
+            turn = turn + 1
+            calls = 0
             return start(*args, **kwargs)
 
         @functools.wraps(original)
@@ -209,7 +215,8 @@ def _points() -> dict[str, Function]:
     def of(module: str, name: str) -> Function:
         return lambda: (importlib.import_module(module), name)
 
-    checkpoint, transfer = "megatron_balance.checkpoint", "megatron_balance.comm.ownership_transfer"
+    checkpoint = "megatron_balance.checkpoint"
+    transfer = "megatron_balance.comm.ownership_transfer"
     return {
         "serialize": of(f"{checkpoint}.run_state", "sharded_state"),
         "plan": lambda: (importlib.import_module(f"{checkpoint}.writer").ShardStrategy, "async_save"),

@@ -29,7 +29,9 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
 
-HIDDEN, INNER, EXPERTS = 12, 20, 8
+HIDDEN = 12
+INNER = 20
+EXPERTS = 8
 
 
 def moe_config(**changes: object) -> TransformerConfig:
@@ -113,7 +115,8 @@ def check_against_oracle(
     groups = build_groups(config, seed=7)
     layer = build_layer(config, groups, all_to_all(groups.ep))
     collect = host(layer)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     count = {"even": 16, "uneven": 1 + 7 * rank, "empty": 0 if rank == world - 1 else 9}[tokens]
     generator = torch.Generator().manual_seed(1000 + rank)
     hidden = torch.randn(count, 1, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
@@ -122,9 +125,11 @@ def check_against_oracle(
     output, _ = layer(hidden)
     (output * weight).sum().backward()
     ours = collect()
-    router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
+    router_grad = layer.router.weight.grad.clone()
+    hidden_grad = hidden.grad.clone()
 
-    layer.router.weight.grad, hidden.grad = None, None
+    layer.router.weight.grad = None
+    hidden.grad = None
     parameters = gathered(layer)
     names = [name for name, _ in layer.experts.named_parameters()]
     named = dict(zip(names, parameters, strict=True))
@@ -160,7 +165,9 @@ ACTIVATIONS = {
 
 def random_order(chunks: int, seed: int) -> Order:
     """Return a random executable order."""
-    generator, done, steps = random.Random(seed), [0] * chunks, []
+    generator = random.Random(seed)
+    done = [0] * chunks
+    steps = []
     while left := [chunk for chunk in range(chunks) if done[chunk] < len(COMPUTING)]:
         chunk = generator.choice(left)
         steps.append(ChunkStep(COMPUTING[done[chunk]], chunk))
@@ -182,12 +189,14 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
     generator = np.random.default_rng(list(placement_text.encode()))
     node_size, chunks, fanout = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
     transfers = plan_transfers(placement, node_size, chunks, fanout)
-    transfer, experts = ExpertTransfer(layer.ep_group), layer.experts
+    transfer = ExpertTransfer(layer.ep_group)
+    experts = layer.experts
     for parameter in experts.parameters():
         # As DDP does
         parameter.main_grad = torch.zeros_like(parameter)
     experts.allocate_guests(placement.guest_slots)
-    layer.host, layer.split = lambda load, training: placement.trimmed, split
+    layer.host = lambda load, training: placement.trimmed
+    layer.split = split
     if mutation == "stale Trans":
         with torch.no_grad():
             transfer.trans(transfers, placement, experts)

@@ -59,13 +59,15 @@ def needed(member: AllToAll, splits_DD: torch.Tensor) -> torch.Tensor:
     """Return the split matrix, with -1 where the all-to-all says that it does not read."""
     if member.reads_all_splits:
         return splits_DD
-    rank, own_DD = dist.get_rank(), torch.full_like(splits_DD, -1)
+    rank = dist.get_rank()
+    own_DD = torch.full_like(splits_DD, -1)
     own_DD[rank], own_DD[:, rank] = splits_DD[rank], splits_DD[:, rank]
     return own_DD
 
 
 def expected_rows(rows: torch.Tensor, splits_DD: torch.Tensor) -> torch.Tensor:
-    sent, received = splits_DD[dist.get_rank()].tolist(), splits_DD[:, dist.get_rank()].tolist()
+    sent = splits_DD[dist.get_rank()].tolist()
+    received = splits_DD[:, dist.get_rank()].tolist()
     output = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(output, rows, received, sent)
     return output
@@ -81,7 +83,8 @@ def exchange_everything(names: list[str], node_size: int) -> None:
     members = all_of(names, node_size)
     for kind in SPLITS:
         splits_DD = splits_of(kind)
-        sent, received = int(splits_DD[rank].sum()), int(splits_DD[:, rank].sum())
+        sent = int(splits_DD[rank].sum())
+        received = int(splits_DD[:, rank].sum())
         for dtype, width in ((torch.int64, (3,)), (torch.uint8, (13,)), (torch.float32, ())):
             rows = some_rows(sent, dtype, width)
             expected = expected_rows(rows, splits_DD)
@@ -90,7 +93,8 @@ def exchange_everything(names: list[str], node_size: int) -> None:
                 assert found.dtype == dtype and torch.equal(found, expected), (name, kind, dtype)
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             # Not contiguous, as activations may be
-            rows, weights = some_rows(sent, dtype, (3, 2)).transpose(1, 2) / 7, some_rows(received, dtype, (2, 3)) / 9
+            rows = some_rows(sent, dtype, (3, 2)).transpose(1, 2) / 7
+            weights = some_rows(received, dtype, (2, 3)) / 9
             expected = expected_rows(rows.contiguous(), splits_DD), expected_rows(weights, splits_DD.T)
             for name, member in members.items():
                 assert torch.equal(member.start(rows, needed(member, splits_DD)).wait(), expected[0]), (
@@ -142,7 +146,8 @@ def wait_in_any_order(node_size: int) -> None:
 
 
 def _wait_in_any_order(node_size: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     splits = [splits_of(kind) * factor for factor, kind in enumerate([*SPLITS, "skewed", "uneven"], start=1)]
     rows = [some_rows(int(splits_DD[rank].sum()), torch.float32, (50,)) for splits_DD in splits]
     expected = [expected_rows(*pair) for pair in zip(rows, splits, strict=True)]
@@ -193,7 +198,8 @@ def start_alone() -> None:
 
     This deadlocks if `start` blocks until the others start, or if an exchange progresses only inside `wait`.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     # More data than socket buffers hold
     splits_DD = torch.full((size, size), 100)
     rows = torch.full((100 * size, 5000), rank, dtype=torch.float64)
@@ -289,7 +295,8 @@ def errors_of_the_thread(names: list[str]) -> list[str]:
 
         return posting
 
-    splits_DD, raised = torch.full((2, 2), 3), []
+    splits_DD = torch.full((2, 2), 3)
+    raised = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PipelinedAllToAll, "_send_in_order", failing(PipelinedAllToAll._send_in_order))
         patch.setattr(hierarchical, "_finish", failing(hierarchical._finish))

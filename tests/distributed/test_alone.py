@@ -26,7 +26,8 @@ def test_one_process_trains(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_the_file_of_a_token_that_only_training_meets(tmp_path: Path) -> None:
-    prefix, tokens = tmp_path / "data", np.full(100_000, 300, np.uint16)
+    prefix = tmp_path / "data"
+    tokens = np.full(100_000, 300, np.uint16)
     # The parts of the data that are checked before a run
     for place in range(8):
         first = (len(tokens) - 4096) * place // 7

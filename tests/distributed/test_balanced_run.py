@@ -16,7 +16,9 @@ from tests.distributed.runs import Curve, build, deviation, modules
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-RANKS, ITERATIONS, EVALUATIONS = 2, 5, 3
+RANKS = 2
+ITERATIONS = 5
+EVALUATIONS = 3
 WORKLOAD = "--expert-model-parallel-size 2 --moe-router-force-workload hot_experts"
 EVALUATED = f"{WORKLOAD} --eval-interval 1 --eval-iters 2 --global-batch-size 8"
 LOADS = ("predicted", "exact")
@@ -48,7 +50,9 @@ def keep_guests(run: Run) -> None:
 def trained_and_evaluated(flags: str, before_evaluation: Callable[[Run], None] | None = None) -> tuple[Curve, ...]:
     """Return the training curve, and the losses of an evaluation after every iteration; check that guests evaluate."""
     run = build(flags)
-    guests, learned, evaluated = count_guests_tokens(run), [], []
+    guests = count_guests_tokens(run)
+    learned = []
+    evaluated = []
     for _ in range(EVALUATIONS):
         report = train_step(run)
         learned.append((report.losses["lm loss"], report.grad_norm))
@@ -102,7 +106,8 @@ def last_row_of_experts(run: Run) -> Callable[[], None]:
 
 def trained_with_a_fault(flags: str, leak: bool = False) -> dict[str, Any]:
     """Train two good iterations, one where a slot of each rank returns NaN, and two good ones."""
-    run, curve = build(flags), []
+    run = build(flags)
+    curve = []
     if leak:
         forget_to_empty(run)
     for iteration in range(ITERATIONS):
@@ -111,7 +116,8 @@ def trained_with_a_fault(flags: str, leak: bool = False) -> dict[str, Any]:
         repair()
         curve.append((report.losses["lm loss"], report.grad_norm))
         if iteration == 2:
-            bad, hosts = report, sum(layer.hosts_added for layer in report.balance.values())
+            bad = report
+            hosts = sum(layer.hosts_added for layer in report.balance.values())
     left = [] if run.balancer is None else [tensor.abs().max().item() for tensor in guests_of(run)]
     return {"fault": bad.fault, "skipped": bad.skipped, "hosts": hosts, "left": left, "curve": curve[:2] + curve[3:]}
 

@@ -17,7 +17,8 @@ from tests.distributed import runs
 from tests.distributed.policies import MODES, TOLERANCE, check_follows, with_policy
 from tests.distributed.runs import Curve, deviation
 
-ITERATIONS, FEWER = 4, 4
+ITERATIONS = 4
+FEWER = 4
 
 LAYOUTS = {
     "EP4": "--expert-model-parallel-size 4",
@@ -97,7 +98,9 @@ def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mo
 
 def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:
     """Train, and return the curve and the largest number of ranks that an expert of the first MoE layer had."""
-    run, reports, most = runs.build(flags), [], 0
+    run = runs.build(flags)
+    reports = []
+    most = 0
     for _ in range(iterations):
         reports.append(train_step(run))
         most = max(most, *(len({*hosts}) for hosts in run.balancer.layers[1].last.placement.hosts))
@@ -116,7 +119,8 @@ def test_demi_shares_experts_and_orders_their_chunks(ranks, curve_of, profiles, 
 
 def replicas(flags: str) -> list[torch.Tensor]:
     """Train, check that this rank's experts equal those of all data-parallel replicas, and return them."""
-    run, guests = runs.build(flags), 0
+    run = runs.build(flags)
+    guests = 0
     for _ in range(5):
         train_step(run)
         guests += run.balancer.layers[1].last.placement.added_hosts
@@ -171,7 +175,9 @@ def compiled_late(flags: str) -> list[str]:
         for loop in vars(module).values():
             if isinstance(loop, Compiled):
                 vars(loop).pop("_code", None)
-    run, late, compile_loop = runs.build(flags), [], Compiled._code.func
+    run = runs.build(flags)
+    late = []
+    compile_loop = Compiled._code.func
 
     def note(loop: Compiled) -> object:
         late.append(loop.__name__)

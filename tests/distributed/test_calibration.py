@@ -13,7 +13,9 @@ from tests.distributed import jobs
 from tests.distributed.checkpoints import patient
 from tests.distributed.runs import BASE, build
 
-RANKS, LAYERS, ITERATIONS = 2, 2, 6
+RANKS = 2
+LAYERS = 2
+ITERATIONS = 6
 JOB = Job(RANKS, LAYERS)
 FLAGS = "--expert-model-parallel-size 2 --balance-policy pro_prophet --moe-router-force-workload hot_experts"
 MEASURED = f"{FLAGS} --balance-calibrate on --balance-log-dir unused"
@@ -39,7 +41,8 @@ def trained(flags: str, record: Path | None = None, first: int = 1, save: bool =
         save: train half as long, and save a checkpoint at the end.
         deaf: measure nothing.
     """
-    run, found = build(flags), Trained([], [], [], [], [])
+    run = build(flags)
+    found = Trained([], [], [], [], [])
     balancer = run.balancer
     assert balancer is not None
     if deaf:
@@ -101,7 +104,8 @@ def test_by_default_measurements_change_reports_only(ranks) -> None:
 
 def test_a_resumed_run_continues_with_its_factors(ranks, tmp_path: Path) -> None:
     """Together, both halves are repeated by a run without a break."""
-    flags, saved = f"{MEASURED} --save {tmp_path} --load {tmp_path}", tmp_path / "record"
+    flags = f"{MEASURED} --save {tmp_path} --load {tmp_path}"
+    saved = tmp_path / "record"
     half = ITERATIONS // 2
     before = ranks(RANKS).run(trained, flags, saved, 1, True)
     after = ranks(RANKS).run(trained, flags, saved, half + 1, True)

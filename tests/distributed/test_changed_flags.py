@@ -71,8 +71,10 @@ def files(tmp_path_factory) -> Path:
 def test_a_changed_flag_is_refused_warned_of_or_accepted(
     ranks, files: Path, tmp_path: Path, record_property, name: str, line: str
 ) -> None:
-    context, saved = CONTEXTS[name], files / name.replace(" ", "_")
-    base, fused = base_of(context), name.startswith("fused")
+    context = CONTEXTS[name]
+    saved = files / name.replace(" ", "_")
+    base = base_of(context)
+    fused = name.startswith("fused")
     places = {"data": files, "other": tmp_path}
     if not saved.exists():
         ranks(context.ranks).run(save, base.format(**places), str(saved), fused)

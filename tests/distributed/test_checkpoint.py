@@ -203,7 +203,8 @@ QUICK_ELSEWHERE = (("pp2 ep2", "bf16"),)
     ],
 )
 def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, layout: str, precision: str):
-    (world_size, other), precision = OTHER_LAYOUTS[layout], PRECISIONS[precision]
+    (world_size, other) = OTHER_LAYOUTS[layout]
+    precision = PRECISIONS[precision]
     # 18 weights with two moments each; with bfloat16, main parameters too
     tensors, tolerance = (72, 2e-2) if precision else (54, 1e-5)
     check_there_and_back(ranks, home(precision), tmp_path, world_size, f"{other} {precision}", tensors, tolerance)
@@ -237,7 +238,8 @@ def check_there_and_back(
     ranks, home: Home, directory: Path, world_size: int, other: str, tensors: int, tolerance: float
 ) -> None:
     other = f"{other} --global-batch-size 8 --train-iters 40"
-    there, back = str(directory / "there"), str(directory / "back")
+    there = str(directory / "there")
+    back = str(directory / "back")
     moved = ranks(world_size).run(losses_of, other, home.start, there, AWAY, f"{there} unchanged")[0]
     ranks(4).run(losses_of, home.flags, there, back, 1, f"{back} unchanged")
 

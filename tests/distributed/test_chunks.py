@@ -98,7 +98,8 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[
         compute: Callable[[int, torch.Tensor], torch.Tensor],
         started: dict[int, Exchange] | None = None,
     ) -> list[torch.Tensor]:
-        numbers, log = {splits_DH.data_ptr(): chunk for chunk, splits_DH in enumerate(splits)}, []
+        numbers = {splits_DH.data_ptr(): chunk for chunk, splits_DH in enumerate(splits)}
+        log = []
         logs.append(log)
 
         def computing(chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,8 @@ def bf16_layer(dtype: torch.dtype, bias: bool) -> BalancedMoELayer:
 def with_main_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Give parameters main gradients in float32 and megatron-core's hook, which `accumulate` stands for."""
     for parameter in parameters:
-        parameter.main_grad, parameter.times_ready = torch.zeros_like(parameter, dtype=torch.float32), 0
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.times_ready = 0
         parameter.grad_added_to_main_grad = False
         parameter.register_post_accumulate_grad_hook(accumulate)
 
@@ -216,7 +218,8 @@ class WeightCopies(TorchDispatchMode):
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.shapes, self.found = {weight.shape for weight in weights}, 0
+        self.shapes = {weight.shape for weight in weights}
+        self.found = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation.overloadpacket.__name__

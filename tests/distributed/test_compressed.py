@@ -20,7 +20,8 @@ def there_and_back(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
 
 
 def exchange_rows(names: list[str], dtype: torch.dtype) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     splits_DD = torch.tensor([[(3 * i + 5 * j) % 4 * 7 for j in range(size)] for i in range(size)])
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(int(splits_DD[rank].sum()), 13, generator=generator).to(dtype)
@@ -66,7 +67,9 @@ def widths_of_a_layer(name: str, directions: Directions) -> list[int]:
 
 @pytest.mark.parametrize("directions", DIRECTIONS)
 def test_what_travels_compressed(ranks, directions: Directions) -> None:
-    plain, coded, prob = 8 * HIDDEN, load_codec("int8").bytes_per_row(HIDDEN, torch.float64), 8
+    plain = 8 * HIDDEN
+    coded = load_codec("int8").bytes_per_row(HIDDEN, torch.float64)
+    prob = 8
     to, back, gradients = ((plain, coded)[chosen] for chosen in DIRECTIONS[directions])
     for widths in ranks(4).run(widths_of_a_layer, "int8", directions):
         assert widths == [to, prob, back, gradients, prob, gradients]

@@ -13,7 +13,10 @@ from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
 from tests.distributed.runs import deviation
 
-TOKENS, SAMPLES, HEADS, CHANNELS = 16, 3, 8, 4
+TOKENS = 16
+SAMPLES = 3
+HEADS = 8
+CHANNELS = 4
 
 FORMS = {
     "causal": {},
@@ -50,7 +53,8 @@ def attention_deviation(kind: str, form: dict) -> float:
 
     inputs = [one.requires_grad_() for one in inputs]
     parts = [own(one.detach()).requires_grad_() for one in inputs]
-    expected, found = whole(*inputs, None), ours(*parts, None)
+    expected = whole(*inputs, None)
+    found = ours(*parts, None)
     expected.backward(*gradient)
     found.backward(own(*gradient))
     pairs = [(found, own(expected)), *((part.grad, own(one.grad)) for part, one in zip(parts, inputs, strict=True))]

@@ -65,7 +65,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_logits_are_those_of_the_source(ranks, tmp_path, name: str, layout: str) -> None:
-    hf, there, copy = tmp_path / "hf", tmp_path / "there", tmp_path / "copy"
+    hf = tmp_path / "hf"
+    there = tmp_path / "there"
+    copy = tmp_path / "copy"
     model = hf_models.save(name, hf)
     import_model(hf, there, lambda text: None)
     world_size, flags = LAYOUTS[layout]
@@ -117,14 +119,17 @@ def train_on(directory: str, flags: str, save: str) -> tuple[list[float], int]:
 
 
 def test_training_goes_on_with_balancing_and_an_export_differs(ranks, tmp_path) -> None:
-    hf, there, back = tmp_path / "hf", tmp_path / "there", tmp_path / "back"
+    hf = tmp_path / "hf"
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     hf_models.save("qwen3_moe", hf)
     import_model(hf, there, lambda text: None)
     flags = "--expert-model-parallel-size 4 --balance-policy top2"
     losses, hosts_added = ranks(4).run(train_on, str(there), flags, str(there))[0]
     assert all(loss < 6 for loss in losses) and hosts_added > 0
     export_model(there, back, lambda text: None)
-    before, after = Weights(hf), Weights(back)
+    before = Weights(hf)
+    after = Weights(back)
     assert before.shapes == after.shapes
     assert all(not torch.equal(before.read(name), after.read(name)) for name in before.shapes if "proj" in name)
 
@@ -149,13 +154,15 @@ def test_an_export_leaves_out_multi_token_prediction(ranks, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_norms_across_heads_learn_alike_where_ranks_share_the_heads(ranks, tmp_path) -> None:
-    hf, there = tmp_path / "hf", tmp_path / "there"
+    hf = tmp_path / "hf"
+    there = tmp_path / "there"
     hf_models.save("olmoe", hf, vocab_size=200)  # padded to 256 on both layouts
     import_model(hf, there, lambda text: None)
     weights = []
     for layout in ("ep1", "tp2 ep2"):
         world_size, flags = LAYOUTS[layout]
-        trained, back = tmp_path / f"trained{world_size}", tmp_path / f"back{world_size}"
+        trained = tmp_path / f"trained{world_size}"
+        back = tmp_path / f"back{world_size}"
         ranks(world_size).run(
             train_on, str(there), f"{flags} --global-batch-size 2 --optimizer sgd --lr 0.1", str(trained)
         )
@@ -176,7 +183,8 @@ def save_as_upstream(flags: str, directory: str, metadata: dict) -> torch.Tensor
     run = build(f"--moe-layer-impl megatron --expert-model-parallel-size 2 {flags}")
     path = Path(directory, "iter_0000007")
     path.mkdir(parents=True, exist_ok=True)
-    shape, model = run.config.transformer, run.config.model
+    shape = run.config.transformer
+    model = run.config.model
     args = {
         **dataclasses.asdict(model),
         **{name: getattr(shape, name) for name in MODEL_FIELDS if hasattr(shape, name)},
@@ -218,7 +226,8 @@ def logits_of(directory: str) -> torch.Tensor:
     ],
 )
 def test_checkpoints_of_megatron_lm(ranks, tmp_path, flags: str, metadata: dict) -> None:
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs = tmp_path / "theirs"
+    ours = tmp_path / "ours"
     expected = ranks(2).run(save_as_upstream, flags, str(theirs), metadata)[0]
     import_megatron(theirs, ours, lambda text: None)
     shutil.rmtree(theirs)

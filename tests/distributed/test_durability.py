@@ -65,7 +65,8 @@ class Aftermath:
     """The checkpoint found after each crash, cached by tree, because trees repeat."""
 
     def __init__(self, recorder: Recorder, again: bool, place: Path) -> None:
-        self.recorder, self.place = recorder, place
+        self.recorder = recorder
+        self.place = place
         self.events = recorder.events()
         self.root = recorder.root.stat().st_ino
         self.old, self.new = (1, 1) if again else (1, 2)
@@ -121,7 +122,8 @@ def test_a_crash_leaves_an_intact_checkpoint(aftermath: Aftermath) -> None:
 
 
 def test_each_fsync_is_needed(aftermath: Aftermath) -> None:
-    syncs, root = aftermath.syncs(), aftermath.recorder.root
+    syncs = aftermath.syncs()
+    root = aftermath.recorder.root
     (final,) = root.glob("iter_*")
     assert [name for name, _ in syncs if name in (root.name, final.name)] == [final.name, root.name, root.name]
     assert {path.name for path in final.iterdir()} | {f"{TRACKER}.new"} <= {name for name, _ in syncs}

@@ -19,7 +19,10 @@ from megatron_balance.workloads.forced_routing import BatchPart, Workload, force
 from megatron_balance.workloads.synthetic import NAMES, workload_choices
 from tests.distributed import runs
 
-EXPERTS, TOPK, SEQUENCE, SAMPLES = 8, 3, 4, 2
+EXPERTS = 8
+TOPK = 3
+SEQUENCE = 4
+SAMPLES = 2
 
 Pass = tuple[int, str]
 """Layer number and kind of pass."""
@@ -201,7 +204,8 @@ def routed_in_both_passes() -> None:
     run.guard.evidence = lambda reports: torch.ones(1)
     train_step(run)
     for layer in (1, 2):
-        first, again = maps[layer, "first"], maps[layer, "gradients"]
+        first = maps[layer, "first"]
+        again = maps[layer, "gradients"]
         assert (len(first), len(again)) == (8, 4)
         assert not torch.equal(again[0], again[1])
         for one, other in zip(first, again * 2, strict=True):
@@ -215,7 +219,8 @@ def test_recomputation_and_repetition_route_alike(ranks) -> None:
 def start_an_iteration_early() -> None:
     """Check that an iteration begins with microbatch 0 regardless of what came before it."""
     router, groups = build_router()
-    iterations, maps = [3, 3, 4], []
+    iterations = [3, 3, 4]
+    maps = []
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
     force_routing([router], Workload("burst", 5), part, step=lambda: iterations[len(maps)], microbatches=lambda: 4)
     for _ in iterations:

@@ -95,7 +95,8 @@ def world_size(layout: Layout) -> int:
     sizes = {
         name: layouts.size(layout, name) for name in ("tensor", "expert", "shards", "context", "stages", "replicas")
     }
-    attention, experts = sizes["tensor"] * sizes["context"], sizes["expert"] * sizes["shards"]
+    attention = sizes["tensor"] * sizes["context"]
+    experts = sizes["expert"] * sizes["shards"]
     return math.lcm(attention, experts) * sizes["stages"] * sizes["replicas"]
 
 

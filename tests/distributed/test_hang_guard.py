@@ -57,7 +57,8 @@ def leave_in_rank_1(rank: int) -> None:
 def fail_during_the_computation_of_rank_1(rank: int) -> None:
     from megatron_balance.comm.trans_agg import ExpertTransfer
 
-    original, count = ExpertTransfer.agg, 0
+    original = ExpertTransfer.agg
+    count = 0
 
     def agg(transfer: ExpertTransfer, *args) -> None:
         nonlocal count

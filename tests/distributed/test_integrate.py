@@ -26,7 +26,8 @@ from tests.distributed.runs import Curve, Hosts, deviation
 TOLERANCE = 1e-6
 """Relative, in float32, for every loss and gradient norm."""
 
-ITERATIONS, MICROBATCHES = 4, 2
+ITERATIONS = 4
+MICROBATCHES = 2
 
 POLICY = "--balance-policy top2"
 
@@ -100,7 +101,8 @@ def own_loop(
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-3), [model], use_gloo_process_groups=False
     )
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
     attach([model], balancing, microbatches=lambda: MICROBATCHES)
     assert balancing.is_off or all(buffer.dtype == torch.float32 for buffer in gpt.buffers())
     # A single tensor-parallel rank counts all parameters in the norm
@@ -112,7 +114,8 @@ def own_loop(
 
 def step_after_others(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
     """Compute a microbatch in ways that no backward pass follows, then as a step of megatron-core's schedules."""
-    batch, mode = next(data_iterator), model.training
+    batch = next(data_iterator)
+    mode = model.training
     for training, gradients in ((True, False), (False, False), (False, True)):
         model.train(training)
         with torch.set_grad_enabled(gradients):
@@ -124,7 +127,8 @@ def step_after_others(data_iterator: Iterator, model: torch.nn.Module) -> tuple[
 def train(
     args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, balancing: Balancing, forward_step: Callable
 ) -> tuple[Curve, Hosts]:
-    curve, hosts = [], []
+    curve = []
+    hosts = []
     tokens = upstream.Tokens(args.seq_length)
 
     def batches(iteration: int) -> Iterator[dict[str, torch.Tensor]]:

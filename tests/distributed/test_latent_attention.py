@@ -19,11 +19,9 @@ DEEPSEEK = (
 )
 """DeepSeek-V3 in small."""
 
-TP2, CP2, PP2 = (
-    "--tensor-model-parallel-size 2 --sequence-parallel",
-    "--context-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 LAYOUTS = {
     "TP2": (2, f"{LATENT} --q-lora-rank 32 {TP2}"),
     "TP2xDP2, plain queries": (4, f"{LATENT} {TP2} --use-distributed-optimizer"),

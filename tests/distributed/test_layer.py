@@ -202,7 +202,8 @@ class OneLayer(torch.nn.Module):
 
     def __init__(self, layer: BalancedMoELayer, recomputed: bool) -> None:
         super().__init__()
-        self.layer, self.recomputed = layer, recomputed
+        self.layer = layer
+        self.recomputed = recomputed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.recomputed:
@@ -233,7 +234,8 @@ def passes(
     layer.moe_layer_recompute = how == "moe"
     model = OneLayer(layer, how == "checkpoint")
     remember([model])
-    gather, gathered = layer._gather_counts, []
+    gather = layer._gather_counts
+    gathered = []
 
     def counting(map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
         gathered.append(map_TE)
@@ -286,7 +288,8 @@ def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:
         layer.host = lambda counts_DE, training: owners
     if chunks > 1:
         in_chunks(chunks, 0, lambda layer: lambda: [], layer)
-    plan, copy = layer._plan, rows.gather_rows
+    plan = layer._plan
+    copy = rows.gather_rows
 
     def gather_rows(tokens_TH: torch.Tensor, order: rows.RowOrder) -> torch.Tensor:
         if sys._getframe(1).f_code.co_name != "backward":

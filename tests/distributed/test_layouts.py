@@ -41,7 +41,8 @@ def trained(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
     run = runs.build(flags)
     if mutate is not None:
         mutate(run)
-    reports, loads = [], []
+    reports = []
+    loads = []
     for _ in range(iterations):
         reports.append(train_step(run))
         known = {} if run.balancer is None else run.balancer.loads()
@@ -87,8 +88,10 @@ def check(
     ranks, curve_of, profiles: dict[int, Path], layout: Layout, mutate: Callable[[Run], None] = route_apart
 ) -> None:
     """Check that a run follows its reference, and that replicas stay equal although they plan for different loads."""
-    flags, world_size = layouts.flags_of(layout), layouts.world_size(layout)
-    balanced, alone = layout["policy"] != "none", layouts.size(layout, "replicas") == 1
+    flags = layouts.flags_of(layout)
+    world_size = layouts.world_size(layout)
+    balanced = layout["policy"] != "none"
+    alone = layouts.size(layout, "replicas") == 1
     if balanced:
         flags += f" --balance-profile {profiles[layouts.size(layout, 'experts')]}"
     outcomes = ranks(world_size).run(trained, flags, ITERATIONS, mutate)
@@ -130,7 +133,8 @@ LONG = (
     "--num-layers 3 --hidden-size 128 --moe-ffn-hidden-size 1024 --seq-length 256 --micro-batch-size 1 "
     "--disable-bias-linear --swiglu --expert-model-parallel-size 2 --moe-router-force-workload rotating_hotspot"
 )
-MANY, COMPARED = 200, 20
+MANY = 200
+COMPARED = 20
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.run import Run
 from tests.distributed.runs import Curve, build, curve_of, modules
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 Sabotage = Callable[[Run], Callable[[], None]]
 """Breaks something in a run on this rank; returns a function that undoes it."""

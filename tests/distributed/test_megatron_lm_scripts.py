@@ -67,12 +67,16 @@ def in_small(script: Script) -> str:
     value = dict(zip(words, [*words[1:], ""], strict=True))
     tensor = 2 if value.get("--tensor-model-parallel-size", "1") != "1" else 1
     context = 2 if value.get("--context-parallel-size", "1") != "1" else 1
-    staged, layers = any(flag in words for flag in STAGES), 2
+    staged = any(flag in words for flag in STAGES)
+    layers = 2
     sharded = value.get("--expert-tensor-parallel-size", "1") != "1"
     small = [SMALL]
     small += [f"{flag} {size}" for flag, size in SIZES.items() if flag in words]
     if staged:
-        layers, tensor, context, sharded = 4, 1, 1, False
+        layers = 4
+        tensor = 1
+        context = 1
+        sharded = False
     if "--pipeline-model-parallel-layout" in words:
         end = "mL" if "--mtp-num-layers" in words else "L"
         small.append(f"--pipeline-model-parallel-layout Et|tt|t|{end}")

@@ -17,7 +17,10 @@ from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.harness import forget_auxiliary_losses
 
-EXPERTS, TOPK, SAMPLES, MICROBATCHES = 8, 2, 2, 2
+EXPERTS = 8
+TOPK = 2
+SAMPLES = 2
+MICROBATCHES = 2
 
 COMMON = f"--micro-batch-size {SAMPLES} --disable-bias-linear --swiglu --clip-grad 0 --seq-length 16"
 
@@ -93,7 +96,8 @@ def definitions(tokens: list[list[torch.Tensor]], weight: torch.Tensor) -> dict[
         scores = [own.softmax(-1) for own in logits]
         chosen = [torch.zeros_like(own).scatter(-1, own.topk(TOPK).indices, 1.0) for own in logits]
         so_far += chosen
-        every, flat = torch.cat(scores, 1).flatten(0, 1), torch.cat(so_far, 1).flatten(0, 1)
+        every = torch.cat(scores, 1).flatten(0, 1)
+        flat = torch.cat(so_far, 1).flatten(0, 1)
         found.setdefault("global_aux_loss", []).append(load_balancing(every, flat))
         for own, picked in zip(scores, chosen, strict=True):
             found.setdefault("aux_loss", []).append(load_balancing(own.flatten(0, 1), picked.flatten(0, 1)))
@@ -133,7 +137,8 @@ def batch(replicas: int) -> str:
 
 PER_TOKEN = "--calculate-per-token-loss"
 TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
-LAST, FIRST = "--moe-layer-freq [0]+[1]", "--moe-layer-freq [1]+[0]"
+LAST = "--moe-layer-freq [0]+[1]"
+FIRST = "--moe-layer-freq [1]+[0]"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
 ROPE = "--position-embedding-type rope"
@@ -209,7 +214,8 @@ def defined(flags: str, per_token: bool) -> tuple[dict[str, torch.Tensor], dict[
     """Return the same for the definition of the predictions' losses, by one backward pass over the global batch."""
     with masked():
         run = runs.build(f"{PREDICTIONS} {flags}")
-        (model,), depths = run.model, 2
+        (model,) = run.model
+        depths = 2
         sums: list[list[torch.Tensor]] = [[] for _ in range(depths)]
         numbers: list[list[torch.Tensor]] = [[] for _ in range(depths)]
         for _ in range(4):
@@ -296,7 +302,8 @@ def test_buffers_keep_their_precision(ranks, flags: str, routers: int, expected:
 
 def biases(flags: str, iterations: int) -> list[tuple[bool, list[list[float]]]]:
     """Return for each iteration whether it was skipped, and all routers' expert biases after it."""
-    run, found = runs.build(f"{BIASED} {flags}"), []
+    run = runs.build(f"{BIASED} {flags}")
+    found = []
     for _ in range(iterations):
         skipped = train_step(run).skipped
         found.append((skipped, [router.expert_bias.tolist() for router in routers_of(run.model)]))

@@ -17,7 +17,8 @@ MODEL = (
     "--hidden-size 128 --moe-ffn-hidden-size 256 --swiglu --disable-bias-linear --seq-length 64 --micro-batch-size 4 "
     "--distributed-backend nccl"
 )
-FLOAT32, BFLOAT16 = "", "--bf16"
+FLOAT32 = ""
+BFLOAT16 = "--bf16"
 
 SAME_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """What docs/checkpoints.md asks for; libraries read it when they are first used."""

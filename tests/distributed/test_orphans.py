@@ -46,7 +46,8 @@ def ranks_of(agent: subprocess.Popen) -> list[psutil.Process]:
 @pytest.fixture
 def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, Path, list[psutil.Process]]]:
     """Port, log and ranks of a job whose torchrun has just been killed, at one of several moments."""
-    port, log = free_port(), tmp_path / "killed.txt"
+    port = free_port()
+    log = tmp_path / "killed.txt"
     agent = torchrun(port, "--train-iters 100000 --exit-signal-handler", log)
     ranks = ranks_of(agent)
     if request.param == "training":

@@ -19,7 +19,9 @@ from tests.distributed.policies import TOLERANCE, with_policy
 from tests.distributed.runs import Curve, deviation
 
 EP4 = "--expert-model-parallel-size 4"
-MANY, FEW, ITERATIONS = 200, 30, 5
+MANY = 200
+FEW = 30
+ITERATIONS = 5
 
 
 def with_delays(seed: int, run: Run) -> None:
@@ -27,7 +29,9 @@ def with_delays(seed: int, run: Run) -> None:
     generator = random.Random(1000 * seed + dist.get_rank())
     balancer = run.balancer
     assert balancer is not None
-    enter, trans, agg = balancer.enter, balancer.transfer.trans, balancer.transfer.agg
+    enter = balancer.enter
+    trans = balancer.transfer.trans
+    agg = balancer.transfer.agg
 
     def late(function: Callable, often: float) -> Callable:
         def delayed(*args):

@@ -72,7 +72,9 @@ class Trained:
 def train(flags: str, iterations: int, mutate: Callable[[Run], None] = lambda run: None) -> Trained:
     run = runs.build(flags)
     mutate(run)
-    sent, written, watching = [], [], [True]
+    sent = []
+    written = []
+    watching = [True]
     watch_transfers(run, sent)
 
     def audit(event: str, args: tuple) -> None:
@@ -110,7 +112,8 @@ def pieces(run: Run) -> list[tuple[tuple[int, int, int], int, torch.Tensor]]:
         for index, part in enumerate(state.fields()):
             for slot, expert in enumerate(state.slots.home_experts):
                 start, stop = (element - slot * part.slot_size for element in part.kept)
-                start, stop = max(0, start), min(part.slot_size, stop)
+                start = max(0, start)
+                stop = min(part.slot_size, stop)
                 if start < stop:
                     first = start + slot * part.slot_size - part.kept[0]
                     values = part.values[first : first + stop - start].clone()
@@ -147,7 +150,8 @@ def both(ranks, layout: tuple[int, str], profiles: Path) -> list[list[Trained]]:
 
 def largest_difference(moving: list[Trained], fixed: list[Trained]) -> float:
     """Return the largest difference of weights, main parameters and moments, relative to each tensor's maximum."""
-    left, right = assembled(moving), assembled(fixed)
+    left = assembled(moving)
+    right = assembled(fixed)
     assert left.keys() == right.keys()
     return max(float((left[key] - right[key]).abs().max() / right[key].abs().max()) for key in left)
 
@@ -205,7 +209,8 @@ def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float]
     captured = Captured()
     logger = logging.getLogger("megatron_balance.timeline.layer_state")
     logger.addHandler(captured)
-    run, failures = runs.build(flags), [MemoryError("no room for it")] * FAILURES
+    run = runs.build(flags)
+    failures = [MemoryError("no room for it")] * FAILURES
     for state in run.balancer.layers.values():
         fields = state.fields
 
@@ -269,7 +274,8 @@ def test_a_run_saved_after_a_move_goes_on_bitwise(ranks, profiles, tmp_path, siz
 
 def test_another_layout_finds_every_expert(ranks, profiles, tmp_path) -> None:
     """A checkpoint with moved owners has the same tensors by logical expert on other ranks without balancing."""
-    there, here = str(tmp_path / "there"), str(tmp_path / "here")
+    there = str(tmp_path / "there")
+    here = str(tmp_path / "here")
     ranks(4).run(checkpoints.losses_of, wandering(4, profiles), None, there, 5)
     # The same number of samples gives the same learning rates
     plain = "--expert-model-parallel-size 2 --global-batch-size 8"

@@ -24,7 +24,9 @@ def start(case: Case, group: dist.ProcessGroup) -> tuple[OwnershipTransfer, list
 
 def move_random_cases(replicas: int, count: int) -> list[Moved | str]:
     """Run `count` random Transfers and check them; return what each moved."""
-    group, generator, outcomes = dist.group.WORLD, random.Random(replicas), []
+    group = dist.group.WORLD
+    generator = random.Random(replicas)
+    outcomes = []
     rank = group.rank()
     for number in range(count):
         case = draw_case(generator.randint, group.size() // replicas, replicas)
@@ -86,9 +88,11 @@ WRONG_FIELDS: dict[str, dict[str, object]] = {
 
 def fail_everywhere_once() -> dict[str, list[str]]:
     """Let each step fail once on each rank; check that it changes nothing and then succeeds; return the reasons."""
-    group, case = dist.group.WORLD, ring()
+    group = dist.group.WORLD
+    case = ring()
     transfer, _ = start(case, group)
-    rank, reasons = group.rank(), {}
+    rank = group.rank()
+    reasons = {}
 
     def attempt(step: str, failing: int) -> str:
         own = case.kept_by(rank)

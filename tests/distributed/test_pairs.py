@@ -18,7 +18,8 @@ QUICK = (("s1", "ownership"),)
     [pytest.param(pair, id="-".join(pair), marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in TOGETHER],
 )
 def test_pairs_follow_the_plain_run(ranks, curve_of, profiles, pair: tuple[str, str]) -> None:
-    flags, world_size = features.flags_of(*pair), features.world_size(*pair)
+    flags = features.flags_of(*pair)
+    world_size = features.world_size(*pair)
     balanced = "--balance-policy" in flags
     if balanced:
         flags += f" --balance-profile {profiles[2]}"

@@ -39,7 +39,8 @@ ITERATIONS = 3
 
 def whole_experts(layer: BalancedMoELayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all experts' weights [E, O, I] as leaves, from the shards of all ranks."""
-    experts, parts = layer.experts, 2 if layer.config.gated_linear_unit else 1
+    experts = layer.experts
+    parts = 2 if layer.config.gated_linear_unit else 1
     found = []
     for weight, axis, cuts in ((experts.linear_fc1.weight, 1, parts), (experts.linear_fc2.weight, 2, 1)):
         every = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
@@ -106,7 +107,8 @@ def check_schedule(
     """
     tensor, _, shards = layout
     layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor)
-    config, path = layer.config, layer.parallel
+    config = layer.config
+    path = layer.parallel
     # Tokens differ by rank with sequence parallelism, and otherwise only by data-parallel rank
     replica = dist.get_rank() if sequence_parallel else dist.get_rank() // tensor
     copies = 1 if sequence_parallel else tensor
@@ -121,11 +123,13 @@ def check_schedule(
     layer.experts.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[1].sum()))
     output, _ = layer(hidden)
     (output * weight).sum().backward()
-    router_grad, hidden_grad = layer.router.weight.grad.clone(), hidden.grad.clone()
+    router_grad = layer.router.weight.grad.clone()
+    hidden_grad = hidden.grad.clone()
     if path.splits_tokens:
         dist.all_reduce(router_grad, group=path.groups.tp)
 
-    layer.router.weight.grad, hidden.grad = None, None
+    layer.router.weight.grad = None
+    hidden.grad = None
     first, second = whole_experts(layer)
     routed = [layer.router(part) for part in (hidden.chunk(tensor) if path.splits_tokens else [hidden])]
     probs, routing_map = (torch.cat(parts) for parts in zip(*routed, strict=True))
@@ -171,7 +175,8 @@ def check_expert_gradients(
 
 def perturb_copies(layer: BalancedMoELayer, hidden: torch.Tensor, noise: float) -> None:
     """Make tensor-parallel ranks choose different experts for many equal tokens, as rounding does for a few."""
-    group, exact = layer.parallel.groups.tp, layer.router.gating
+    group = layer.parallel.groups.tp
+    exact = layer.router.gating
     shift = noise * torch.randn(12, 1, EXPERTS, generator=torch.Generator().manual_seed(group.rank()))
     layer.router.gating = lambda tokens: exact(tokens) + (shift if group.rank() else 0)
     own = layer.router.gating(hidden).argmax(-1)

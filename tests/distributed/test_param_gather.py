@@ -35,7 +35,8 @@ def gathers(flags: str) -> list[Events]:
 
 
 def follow(group, number: int, events: Events) -> None:
-    start, finish = group.start_param_sync, group.finish_param_sync
+    start = group.start_param_sync
+    finish = group.finish_param_sync
 
     @functools.wraps(start)
     def starts(*args, **kwargs) -> None:
@@ -48,7 +49,8 @@ def follow(group, number: int, events: Events) -> None:
             events.append(("uses", number))
         finish(*args, **kwargs)
 
-    group.start_param_sync, group.finish_param_sync = starts, uses
+    group.start_param_sync = starts
+    group.finish_param_sync = uses
 
 
 @pytest.mark.parametrize(("world_size", "flags", "chains"), [(2, "", 1), (4, BLOCKWISE, 2)])

@@ -57,7 +57,8 @@ FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
 
 def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
     """Train a run; return its curve, added hosts and placements, and this rank's log lines."""
-    captured, placements = Captured(), []
+    captured = Captured()
+    placements = []
     os.environ |= {RANK: str(dist.get_rank()), PLANS: "0"}
     logger = logging.getLogger("megatron_balance")
     logger.addHandler(captured)

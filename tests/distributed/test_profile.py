@@ -110,7 +110,8 @@ class FakeClock:
 
     def operation(self, seconds: float) -> Callable[[], None]:
         """Return an operation of `seconds` on the last rank and half of it on others; every third call is slow."""
-        share, calls = (1.0 if dist.get_rank() == 3 else 0.5), itertools.count()
+        share = 1.0 if dist.get_rank() == 3 else 0.5
+        calls = itertools.count()
 
         def run() -> None:
             self.now += seconds * share * (100 if next(calls) % 3 == 2 else 1)

@@ -60,7 +60,8 @@ def test_every_iteration_is_logged_once_and_in_time(ranks, more: str) -> None:
 
 def upstreams(flags: str, iterations: int) -> runs.Curve:
     """Train with megatron-core's own step, which computes the norm itself."""
-    ours, optimizer_step.scales_losses = optimizer_step.scales_losses, lambda optimizer: True
+    ours = optimizer_step.scales_losses
+    optimizer_step.scales_losses = lambda optimizer: True
     try:
         run = runs.build(flags)
         run.optimizer.get_loss_scale = lambda: 1.0

@@ -128,7 +128,8 @@ def test_checkpoints_say_which_run_they_are_from(ranks, tmp_path: Path) -> None:
 
 def read_while_pruning(directory: str) -> tuple[str, list[str]]:
     """Search while another run, after the listing, saves a new checkpoint and deletes the listed one."""
-    root, original = CheckpointDirectory(Path(directory)), search._candidates
+    root = CheckpointDirectory(Path(directory))
+    original = search._candidates
 
     def candidates(*args: object) -> object:
         found = original(*args)

@@ -29,8 +29,11 @@ class Log:
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Record collectives of rows, but not those of weights and counts."""
-        start, gather_rows, gather = FlatAllToAll.start, sharded.all_gather_rows, mappings._gather_along_first_dim
-        all_reduce, reduce_scatter = dist.all_reduce, dist.reduce_scatter
+        start = FlatAllToAll.start
+        gather_rows = sharded.all_gather_rows
+        gather = mappings._gather_along_first_dim
+        all_reduce = dist.all_reduce
+        reduce_scatter = dist.reduce_scatter
 
         def starting(wire: FlatAllToAll, rows: torch.Tensor, splits: torch.Tensor) -> Exchange:
             self.add(rows, "AlltoAll", wire.group)
@@ -85,15 +88,18 @@ def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, 
         moe_router_load_balancing_type="none",
     )
     groups = build_groups(config, seed=7)
-    path, found = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel=False), []
+    path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel=False)
+    found = []
     for tokens, config.moe_router_topk, config.moe_expert_capacity_factor in shapes:
-        layer, log = build_layer(config, groups, FlatAllToAll(path.wire), path), Log(path)
+        layer = build_layer(config, groups, FlatAllToAll(path.wire), path)
+        log = Log(path)
         hidden = torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         passes = {}
         with pytest.MonkeyPatch.context() as patch:
             log.watch(patch)
             output, _ = layer(hidden.requires_grad_())
-            passes["forward"], log.lines = log.lines, []
+            passes["forward"] = log.lines
+            log.lines = []
             output.sum().backward()
             passes["backward"] = log.lines
         found.append(passes)

@@ -28,7 +28,8 @@ def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]
     assert balancer is not None and isinstance(balancer.agreement, Shared)
     if not shared:
         balancer.agreement = Compared(balancer.deciders)
-    reports, states = [], []
+    reports = []
+    states = []
     for _ in range(ITERATIONS):
         reports.append(train_step(run))
         states.append(balancer.state()["layers"])
@@ -58,7 +59,8 @@ def test_owners_that_change_are_agreed_on_alike(ranks, profiles) -> None:
 
 def planned(flags: str) -> int:
     """Return the number of plans that this rank makes in ITERATIONS iterations."""
-    plan, made = ProProphet.plan, []
+    plan = ProProphet.plan
+    made = []
 
     def counted(*args: Any) -> Any:
         made.append(args)

@@ -123,7 +123,8 @@ def with_adam(fused: bool, *args: str | int | None) -> list[float]:
 
 def check_chain(ranks, directory: Path, model: str, parts: Sequence[Part], fused: bool = False) -> None:
     """Check that each run continues the checkpoint of the one before as a run on one rank does."""
-    model, count = f"{MODEL} {model}", STEPS * (1 + len(parts))
+    model = f"{MODEL} {model}"
+    count = STEPS * (1 + len(parts))
     straight = ranks(1).run(with_adam, fused, model, None, f"{directory}/straight", count)[0]
     ranks(1).run(with_adam, fused, model, None, f"{directory}/0", STEPS)
     for index, (world_size, flags) in enumerate(parts, 1):

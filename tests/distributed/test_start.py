@@ -63,7 +63,8 @@ class Odd:
         if rank != self.rank:
             return
         facts = importlib.import_module("megatron_balance.app.facts")
-        version, content = facts._version, facts.content_digest
+        version = facts._version
+        content = facts.content_digest
         if self.version:
             facts._version = lambda package: "1.0" if package == "numpy" else version(package)
         if self.source:
@@ -201,7 +202,8 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 
 def with_too_large_a_model_on_rank_1(rank: int) -> None:
-    launch, torch = importlib.import_module("megatron_balance.app.launch"), importlib.import_module("torch")
+    launch = importlib.import_module("megatron_balance.app.launch")
+    torch = importlib.import_module("torch")
     build_run = launch.build_run
 
     def build(*args, **kwargs):

@@ -54,13 +54,15 @@ def test_bytes_are_those_of_the_definition(ranks) -> None:
 
 def transfers_move_everything() -> None:
     """Trans copies what each rank owns to its guests, and Agg adds the guests' sums up and empties them."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group = dist.group.WORLD
+    rank = dist.get_rank()
     for step, wanted in ((1, Load(3, 2, 0)), (1, Load(1, 5, 0)), (2, Load(2, 1, 0))):
         slots = [
             [torch.arange(float(size)) + 1000 * rank + 100 * slot for size in (50, 3, 101)]
             for slot in range(2 * wanted.experts)
         ]
-        owned, guests = slots[: wanted.experts], slots[wanted.experts :]
+        owned = slots[: wanted.experts]
+        guests = slots[wanted.experts :]
         before = [[tensor.clone() for tensor in expert] for expert in owned]
         TRANSFERS["trans"](group, step, wanted, slots)()
         # Every guest is another rank's expert, and each is somewhere

@@ -128,7 +128,9 @@ def under_torchrun(flags: str, kills: int, seed: int = 0) -> tuple[int, str]:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [f"--max-restarts={kills}", "--monitor-interval=0.2", "pretrain_gpt_moe.py", *flags.split()]
-    chance, output, waiting_for = random.Random(seed), [], 3
+    chance = random.Random(seed)
+    output = []
+    waiting_for = 3
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -147,7 +149,8 @@ def under_torchrun(flags: str, kills: int, seed: int = 0) -> tuple[int, str]:
                     if "pretrain" in " ".join(child.cmdline())
                 ]
                 chance.choice(ranks).kill()
-                kills, waiting_for = kills - 1, int(match[1]) + chance.randint(10, 20)
+                kills = kills - 1
+                waiting_for = int(match[1]) + chance.randint(10, 20)
     return torchrun.returncode, "".join(output)
 
 
@@ -209,7 +212,8 @@ def transfer_deaths(count: int) -> list[Death]:
     found = []
     for point in itertools.islice(itertools.cycle(TRANSFER_POINTS), count):
         call = ROUNDS if point in ("pack", "exchange", "unpack") else 1
-        rank, turn = chance.randrange(RANKS), chance.randint(1, TRANSFERS)
+        rank = chance.randrange(RANKS)
+        turn = chance.randint(1, TRANSFERS)
         found.append(Death(point, call, rank, turn, during="transfer", staging_bytes=STAGING_BYTES))
     return found
 

@@ -71,12 +71,15 @@ def run_random_plans(seed: int) -> None:
     """Run several plans over one ExpertTransfer without waiting for other ranks in between."""
     group = dist.group.WORLD
     assert group is not None
-    transfer, rank, num_ranks = ExpertTransfer(group), group.rank(), group.size()
+    transfer = ExpertTransfer(group)
+    rank = group.rank()
+    num_ranks = group.size()
     generator = np.random.default_rng([seed, num_ranks])
     for case in range(CASES):
         slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 9, 4]).tolist()
         placement = random_placement(2 * num_ranks, num_ranks, min(slots, 2 * num_ranks - 2), case)
-        plan, kept = plan_transfers(placement, node_size, chunks, fanout), Kept(placement, rank)
+        plan = plan_transfers(placement, node_size, chunks, fanout)
+        kept = Kept(placement, rank)
         if case % 2:
             plan = plan_hops(hops(placement, node_size, ROUTES[fanout - 1]), chunks)
         first, rest = plan.split(int(generator.integers(len(plan.rounds) + 1)))

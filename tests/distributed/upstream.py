@@ -82,7 +82,8 @@ class Tokens(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(100, (self.length + 1,), generator=torch.Generator().manual_seed(index))
-        mask, positions = torch.ones(self.length), torch.arange(self.length)
+        mask = torch.ones(self.length)
+        positions = torch.arange(self.length)
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": positions}
 
 
@@ -98,12 +99,14 @@ def pretrain(flags: str, iterations: int) -> tuple[Curve, Hosts]:
     with on_a_cpu(f"{FLAGS} --train-iters {iterations} {flags}".split()) as megatron:
         from megatron.core.enums import ModelType
 
-        steps, hosts = [], []
+        steps = []
+        hosts = []
         scope: dict[str, Any] = {"partial": functools.partial, "has_nvidia_modelopt": False, "add_modelopt_args": None}
         for module in (megatron.arguments, megatron.argument_utils):
             scope |= vars(module)
         exec(f"{imports}\n{main}", scope)
-        model, args = scope["model_cfg"], scope["args"]
+        model = scope["model_cfg"]
+        args = scope["args"]
         # gloo still reads outputs that the schedule would free
         model.transformer.deallocate_pipeline_outputs = False
 

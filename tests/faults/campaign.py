@@ -83,7 +83,8 @@ def run(cell: Cell, disk: Path, directory: Path, shared: Path, expected: Losses)
     world_size, flags = flags_of(cell.layout, shared)
     # If the fault affects the disk with the logs, checkpoints go elsewhere
     save = (directory if "{disk}" in cell.flags else disk) / "save"
-    noted, temporary = directory / "noted", directory / "temporary"
+    noted = directory / "noted"
+    temporary = directory / "temporary"
     noted.mkdir()
     temporary.mkdir()
     flags += f" --save {save} --load {save}"
@@ -102,7 +103,8 @@ def run(cell: Cell, disk: Path, directory: Path, shared: Path, expected: Losses)
     _check_leavings(cell, before)
     left = [path.name for path in temporary.iterdir() if path.name not in CACHES]
     assert not left, f"{cell}: left behind: {left}"
-    found, resumed_from = losses(ended.text), None
+    found = losses(ended.text)
+    resumed_from = None
     if cell.end is End.RESUMES:
         repair(cell.fault, disk)
         left = CheckpointDirectory(save).iterations()

@@ -83,7 +83,8 @@ class Inject:
         *outer, name = path.split(".")
         for part in outer:
             holder = getattr(holder, part)
-        original, calls = getattr(holder, name), 0
+        original = getattr(holder, name)
+        calls = 0
 
         @functools.wraps(original)
         def disturbed(*args, **kwargs):
@@ -133,7 +134,8 @@ def _crash(inject: Inject) -> None:
 
 def _shift_clock(seconds: float) -> Callable[[Inject], None]:
     def happen(inject: Inject) -> None:
-        now, now_ns = time.time, time.time_ns
+        now = time.time
+        now_ns = time.time_ns
         time.time = lambda: now() + seconds
         time.time_ns = lambda: now_ns() + int(seconds * 1e9)
 

@@ -49,13 +49,16 @@ def wait_for_half(process: subprocess.Popen, target: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("action", ["import", "export"])
 def test_a_killed_conversion_is_done_again(action: str, tmp_path: Path) -> None:
-    model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
+    model = tmp_path / "model"
+    checkpoint = tmp_path / "checkpoint"
     hf_models.save("qwen2_moe", model, shard_bytes=20_000)
     if action == "export":
         finish("import", model, checkpoint)
     source, whole = (model, tmp_path / "whole") if action == "import" else (checkpoint, tmp_path / "whole")
     seconds = finish(action, source, whole)
-    expected, chance, killed = contents(whole), random.Random(action), 0
+    expected = contents(whole)
+    chance = random.Random(action)
+    killed = 0
     for number in range(KILLS):
         target = tmp_path / f"target{number}"
         process = convert(action, source, target)

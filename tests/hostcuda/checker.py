@@ -168,7 +168,8 @@ class Checker:
     def freed(self, base: int) -> None:
         """Record that no reference to some memory is left."""
         with self._lock:
-            owner, kept = self._owner.pop(base, None), self._kept.pop(base, set())
+            owner = self._owner.pop(base, None)
+            kept = self._kept.pop(base, set())
             for access in self._accesses.pop(base, ()):
                 used = owner is not None and access.stream not in (owner, *kept)
                 if self.on and used and not self._order.is_ordered_after(owner, access.number, access.stream):

@@ -57,12 +57,14 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
         run = runs.build(flags)
         if mutate is not None:
             mutate(run)
-        reports, unfinished = [], Reports(run.balancer, run.config.transformer.num_layers)
+        reports = []
+        unfinished = Reports(run.balancer, run.config.transformer.num_layers)
         for _ in range(iterations):
             checker.synchronizations.clear()
             checker.work.clear()
             reports += unfinished.add(queue_step(run))
-        waits, work = Counter(checker.synchronizations), Counter(checker.work)
+        waits = Counter(checker.synchronizations)
+        work = Counter(checker.work)
         reports += unfinished.wait()
         streams = {checker.names.get(stream, "of the program") for stream in checker.kernels}
         complaints = checker.complaints()

@@ -37,7 +37,8 @@ def kernels() -> None:
 def autograd() -> None:
     """Backward passes run on the device's thread, on the streams of their forward passes."""
     seen: list[tuple[int, int]] = []
-    tensor, side = torch.ones(4, device="cuda", requires_grad=True), torch.cuda.Stream()
+    tensor = torch.ones(4, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
 
     def note(gradient: torch.Tensor) -> None:
         seen.append((threading.get_ident(), torch.cuda.current_stream().id))
@@ -53,7 +54,8 @@ def autograd() -> None:
 
 def wrong_devices() -> None:
     """Host memory is refused where CUDA's kernels and NCCL refuse it."""
-    device, host = torch.ones(4, device="cuda"), torch.ones(4)
+    device = torch.ones(4, device="cuda")
+    host = torch.ones(4)
     assert (device * torch.tensor(2.0)).is_cuda
     for wrong in (
         lambda: device + host,
@@ -73,7 +75,8 @@ def wrong_devices() -> None:
 def races() -> None:
     """Only waits order what two streams do to the same bytes."""
     side = torch.cuda.Stream()
-    tensor, other = torch.ones(100, device="cuda"), torch.ones(100, device="cuda")
+    tensor = torch.ones(100, device="cuda")
+    other = torch.ones(100, device="cuda")
 
     def conflicts(wait: bool, first: torch.Tensor, second: torch.Tensor) -> int:
         with watching() as checker:
@@ -129,7 +132,8 @@ def freed_memory() -> None:
 
 def synchronizations() -> None:
     """The host waits for values that it reads, for blocking copies of host memory, and for synchronize calls."""
-    tensor, event = torch.ones(4, device="cuda"), torch.cuda.Event()
+    tensor = torch.ones(4, device="cuda")
+    event = torch.cuda.Event()
 
     def counted(action) -> list[str]:
         with watching() as checker:
@@ -152,7 +156,8 @@ def synchronizations() -> None:
 
 def collectives() -> None:
     """A collective runs on its own stream and uses its tensors until the calling stream waits for it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     tensor = torch.full((4,), float(rank), device="cuda")
     with watching() as checker:
         work = dist.all_reduce(tensor, async_op=True)
@@ -187,7 +192,8 @@ def collectives() -> None:
 
 def work() -> None:
     """The checker counts what the host queues, by kind; views and allocations are no work."""
-    tensor, host = torch.ones(10, 4, device="cuda"), torch.ones(10)
+    tensor = torch.ones(10, 4, device="cuda")
+    host = torch.ones(10)
 
     def queued(call) -> dict[str, int]:
         with watching() as checker:
@@ -206,7 +212,8 @@ def work() -> None:
         queued(lambda: host.cuda()) == queued(lambda: tensor.view(-1)[10:20].cpu()) == {"kernels": 1, "host bytes": 40}
     )
     assert queued(lambda: tensor[0, 0].item()) == {"kernels": 1, "host bytes": 4}
-    received, peer = torch.empty_like(tensor), 1 - dist.get_rank()
+    received = torch.empty_like(tensor)
+    peer = 1 - dist.get_rank()
     operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
     assert queued(lambda: [one.wait() for one in dist.batch_isend_irecv(operations)]) == {"launches": 1, "messages": 2}
     assert queued(lambda: dist.all_reduce(tensor)) == {"launches": 1}
@@ -216,13 +223,16 @@ def host_clock() -> None:
     """A host clock stands still inside kernels, and marks waits and collectives."""
     from tests.hostcuda import torch_cuda
 
-    clock, checker = HostClock(), torch_cuda.CHECKER
+    clock = HostClock()
+    checker = torch_cuda.CHECKER
     matrix = torch.ones(1000, 1000, device="cuda")
     torch_cuda.report_to(clock)
     try:
-        thread, start = time.thread_time_ns(), clock.read()
+        thread = time.thread_time_ns()
+        start = clock.read()
         product = matrix @ matrix
-        since, thread = clock.read().since(start), time.thread_time_ns() - thread
+        since = clock.read().since(start)
+        thread = time.thread_time_ns() - thread
         assert since.queued == 1 and 0 < since.ns < thread / 2, "the product takes much longer than its launch"
         start = clock.read()
         sum(number * number for number in range(100_000))
@@ -253,7 +263,8 @@ def fake_group() -> None:
     if group.rank():
         return
     torch_cuda.answer_gather(np.arange(3).tobytes(), 24)
-    gathered, received = torch.zeros(6, dtype=torch.int64, device="cuda"), torch.full((5,), 7.0, device="cuda")
+    gathered = torch.zeros(6, dtype=torch.int64, device="cuda")
+    received = torch.full((5,), 7.0, device="cuda")
     dist.all_gather_into_tensor(gathered, torch.tensor([7, 8, 9], device="cuda"), group=group)
     assert gathered.tolist() == [7, 8, 9, 0, 1, 2]
     dist.all_to_all_single(received, torch.ones(3, device="cuda"), [2, 3], [1, 2], group=group)

@@ -82,7 +82,8 @@ QUICK = ("blockwise", "proportional")
 def test_losses_gradients_and_plans_are_those_of_all_to_alls(
     device_ranks, profiles: dict[int, Path], name: str
 ) -> None:
-    ranks, acts = device_ranks(4, "deep_ep"), "--balance-policy" in CASES[name]
+    ranks = device_ranks(4, "deep_ep")
+    acts = "--balance-policy" in CASES[name]
     # Without a slow network, these two policies leave experts where they are
     profile = {"ownership": profiles[2], "quota": profiles[4]}.get(name, "builtin")
     flags = f"{CASES[name]} --balance-profile {profile}" if acts else CASES[name]
@@ -102,14 +103,20 @@ def contract() -> list[str]:
     """Send tokens to slots and back by megatron-core's HybridEP; return which parts of docs/cuda.md's contract fail."""
     import deep_ep  # pyright: ignore[reportMissingImports]
 
-    ranks, rank, slots, tokens, hidden = dist.get_world_size(), dist.get_rank(), 3, 5, 8
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    slots = 3
+    tokens = 5
+    hidden = 8
     generator = torch.Generator().manual_seed(4)
     tokens_BH = torch.randn(ranks * tokens, hidden, generator=generator)
     map_BP = torch.rand(ranks * tokens, ranks * slots, generator=generator) < 0.4
     probs_BP = torch.rand(ranks * tokens, ranks * slots, generator=generator) * map_BP
-    own, mine = slice(rank * tokens, (rank + 1) * tokens), slice(rank * slots, (rank + 1) * slots)
+    own = slice(rank * tokens, (rank + 1) * tokens)
+    mine = slice(rank * slots, (rank + 1) * slots)
     token_R, slot_R = (index.tolist() for index in map_BP[:, mine].T.nonzero().T.flip(0))
-    arrived, room = len(token_R), ranks * tokens * slots
+    arrived = len(token_R)
+    room = ranks * tokens * slots
     sent_TH = tokens_BH[own].cuda().requires_grad_()
     fused_a2a.reset_hybrid_ep_buffer()
     with mock.patch.object(deep_ep, "TOKENS", (torch.float32,)):
@@ -151,7 +158,8 @@ def test_counted_rows_compute_the_same(device_ranks) -> None:
 
 @pytest.mark.slow
 def test_half_precision_differs_by_rounding(device_ranks) -> None:
-    ranks, flags = device_ranks(4, "deep_ep"), f"{CASES['blockwise']} --balance-profile builtin --bf16"
+    ranks = device_ranks(4, "deep_ep")
+    flags = f"{CASES['blockwise']} --balance-profile builtin --bf16"
     one, other = (ranks.run(balanced, f"{flags} {more}", torch.bfloat16)[0] for more in (BOUND, ""))
     assert not one.watched.complaints and one.watched.acted == other.watched.acted > 0
     assert deviation(one.watched.curve, other.watched.curve) < 1e-2
@@ -188,12 +196,15 @@ def test_too_little_room_is_noticed(device_ranks) -> None:
 @pytest.mark.parametrize("factor", [None, 0.5, 1.25])
 def test_there_is_room_for_the_most_uneven_routing(slots: int, factor: float | None) -> None:
     """All tokens of all sources choose the experts of one rank, as many of them as they can."""
-    experts, tokens, sources = 8, 12, 3
+    experts = 8
+    tokens = 12
+    sources = 3
     config = SimpleNamespace(moe_router_topk=2, num_moe_experts=experts, moe_expert_capacity_factor=factor)
     logits = torch.zeros(tokens, experts).index_fill_(1, torch.arange(slots), 1.0) + torch.rand(tokens, experts) / 8
     _, map_TE = topk_routing_with_score_function(logits, 2)
     if factor is not None:
         _, map_TE = apply_router_token_dropping(logits.softmax(1) * map_TE, map_TE, 2, capacity_factor=factor)
-    most, found = device_dispatcher.most_rows(config, sources, tokens, slots), sources * int(map_TE[:, :slots].sum())
+    most = device_dispatcher.most_rows(config, sources, tokens, slots)
+    found = sources * int(map_TE[:, :slots].sum())
     # Capacities of all experts leave more room than two choices need
     assert most == found if slots < experts else most >= found

@@ -32,10 +32,13 @@ SIGNATURES = json.loads((Path(__file__).parent.parent / "data" / "nvidia_signatu
 """Parameters by function, from the sources of Transformer Engine 2.11.0, and of apex and DeepEP at commits 10417ac and
 94a9f8f."""
 
-TE, APEX = "transformer_engine.pytorch.", "apex."
+TE = "transformer_engine.pytorch."
+APEX = "apex."
 
-ONE, TWO = torch.ones(4, 4), torch.ones(1, 4, 32, 32, dtype=torch.bfloat16)
-FLAG, MASK = torch.zeros(1, dtype=torch.int32), torch.ones(4, 4, dtype=torch.bool)
+ONE = torch.ones(4, 4)
+TWO = torch.ones(1, 4, 32, 32, dtype=torch.bfloat16)
+FLAG = torch.zeros(1, dtype=torch.int32)
+MASK = torch.ones(4, 4, dtype=torch.bool)
 ADAM = (1e-3, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
 
 CALLS: dict[str, tuple] = {
@@ -100,7 +103,8 @@ def packages() -> Callable[[str], Callable]:
 
 def parameters(function: Callable) -> str:
     """Return parameter names, with `=` for a default and `*` before keyword-only parameters."""
-    words, named = [], False
+    words = []
+    named = False
     for one in inspect.signature(function).parameters.values():
         if one.kind is one.KEYWORD_ONLY and not named:
             words.append("*")
@@ -216,7 +220,8 @@ def test_a_fused_softmax_is_torchs(packages, on_the_host):
 
 
 def test_gemms_of_each_layout(packages, on_the_host):
-    weight, rows = torch.randn(3, 4), torch.randn(5, 4)
+    weight = torch.randn(3, 4)
+    rows = torch.randn(5, 4)
     gemm = packages(f"{TE}cpp_extensions:general_gemm")
     assert torch.equal(gemm(weight, rows)[0], rows @ weight.T)
     gradient = torch.randn(5, 3)
@@ -232,7 +237,9 @@ def test_grouped_gemms_are_torchs(packages, on_the_host):
     gemms[1].__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
     weights = [torch.randn(3, 6, 4), torch.randn(2, 6, 4)]
     for sizes in ([3, 0, 1, 0, 7], [0] * 5, [0, 0, 0, 1, 0]):
-        split, rows, gradient = RowSplit(sizes, ONE.device), torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 6)
+        split = RowSplit(sizes, ONE.device)
+        rows = torch.randn(sum(sizes), 4)
+        gradient = torch.randn(sum(sizes), 6)
         found = []
         for gemm in gemms:
             totals = torch.ones(5, 6, 4)
@@ -248,7 +255,9 @@ def test_grouped_gemms_are_torchs(packages, on_the_host):
 def test_half_precision_adds_to_single_precision(packages, on_the_host):
     gemm = EngineGemm()
     gemm.__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
-    rows, gradient, total = torch.randn(9, 4).bfloat16(), torch.randn(9, 6).bfloat16(), torch.ones(6, 4)
+    rows = torch.randn(9, 4).bfloat16()
+    gradient = torch.randn(9, 6).bfloat16()
+    total = torch.ones(6, 4)
     gemm.add_weight_gradients([WeightTerm(total, gradient, rows)])
     torch.testing.assert_close(total, 1 + gradient.float().T @ rows.float())
 
@@ -265,7 +274,9 @@ def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
         return newest(A, B, out, [None] * len(A), out_dtype, layout, **options)
 
     monkeypatch.setattr(engine_gemm, "_workspaces", lambda: ["workspace"])
-    weights, split, rows = [torch.randn(2, 6, 4)], RowSplit([1, 2], ONE.device), torch.randn(3, 4)
+    weights = [torch.randn(2, 6, 4)]
+    split = RowSplit([1, 2], ONE.device)
+    rows = torch.randn(3, 4)
     for function in (oldest, between):
         gemm = EngineGemm()
         gemm.__dict__["_gemm"] = function
@@ -273,7 +284,8 @@ def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
 
 
 def test_permutations_are_megatron_cores():
-    tokens, probs = torch.randn(7, 3), torch.rand(7, 4)
+    tokens = torch.randn(7, 3)
+    probs = torch.rand(7, 4)
     routing = torch.rand(7, 4) < 0.5
     routing[:, 2] = False
     rows, row_probs, order, *_ = moe_utils.permute(tokens, routing, probs=probs, num_out_tokens=int(routing.sum()))
@@ -295,7 +307,9 @@ def test_without_rows_there_is_no_map_and_nothing_is_restored():
 
 
 def test_chunks_are_sorted_as_megatron_core_sorts_them():
-    rows, sizes, order = torch.randn(9, 2), torch.tensor([3, 0, 4, 2]), torch.tensor([2, 3, 0, 1])
+    rows = torch.randn(9, 2)
+    sizes = torch.tensor([3, 0, 4, 2])
+    order = torch.tensor([2, 3, 0, 1])
     targets = permutation._sorted_rows(sizes, order, len(rows))
     expected = moe_utils.sort_chunks_by_idxs(rows, sizes, order)[0]
     assert torch.equal(torch.empty_like(rows).index_copy_(0, targets, rows), expected)
@@ -304,7 +318,8 @@ def test_chunks_are_sorted_as_megatron_core_sorts_them():
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_fused_adam_steps_as_torchs_does(cpu_for_cuda, decay: float):
     torch.manual_seed(1)
-    start, gradients = torch.randn(1000), torch.randn(4, 1000)
+    start = torch.randn(1000)
+    gradients = torch.randn(4, 1000)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     fused = FusedAdam([ours], lr=1e-2, weight_decay=decay)
     plain = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=decay, foreach=False)

@@ -153,7 +153,9 @@ def measure_quickly(rank: int) -> None:
     from megatron_balance.build import profiles
     from megatron_balance.measure import measure
 
-    profiles.LARGE_SIZES, profiles.REPEATS, measure.PASSES = profiles.SIZES[:4], 3, 1
+    profiles.LARGE_SIZES = profiles.SIZES[:4]
+    profiles.REPEATS = 3
+    measure.PASSES = 1
 
 
 def test_the_entry_point(device: None, tmp_path: Path) -> None:
@@ -189,7 +191,8 @@ def sleep_in_a_backward_pass(rank: int) -> None:
     """Make rank 1 sleep in one backward pass."""
     from megatron_balance.flow.layer import BalancedMoELayer
 
-    forward, count = BalancedMoELayer.forward, 0
+    forward = BalancedMoELayer.forward
+    count = 0
 
     def sleeping(layer: BalancedMoELayer, hidden_states: torch.Tensor, *args: object, **options: object):
         nonlocal count

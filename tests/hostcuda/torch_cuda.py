@@ -61,7 +61,8 @@ def answer_gather(others: bytes, own: int) -> None:
 
 
 def _host_clock_callbacks(clock: HostClock) -> _Callbacks:
-    clock.outside, clock.queued = _LIBRARY[0].hostcuda_outside, _LIBRARY[0].hostcuda_queued
+    clock.outside = _LIBRARY[0].hostcuda_outside
+    clock.queued = _LIBRARY[0].hostcuda_queued
     kinds = dict(_Callbacks._fields_)
     return _Callbacks(
         synchronized=kinds["synchronized"](lambda op: clock.synchronized(op.decode())),
@@ -250,7 +251,8 @@ def install(library: Path) -> None:
     report_to(CHECKER)
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, answer)
-    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = _rng_state, _set_rng_state
+    torch.cuda.random.get_rng_state = _rng_state
+    torch.cuda.random.set_rng_state = _set_rng_state
     torch.cuda.nccl.version = lambda: (2, 27, 5)
     torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _does_nothing(), _does_nothing()
     torch.Tensor.record_stream = _record_stream
@@ -259,13 +261,15 @@ def install(library: Path) -> None:
     _answer_for_nccl()
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state, random._set_cuda_rng_state = _rng_state, _set_rng_state
+    random._get_cuda_rng_state = _rng_state
+    random._set_cuda_rng_state = _set_rng_state
 
 
 def _answer_for_nccl() -> None:
     """Make groups look like NCCL's: in name, and in refusing host memory. (device.cpp handles their streams.)"""
     core = dist.distributed_c10d
-    backend_of, init_process_group = dist.get_backend, dist.init_process_group
+    backend_of = dist.get_backend
+    init_process_group = dist.init_process_group
 
     def get_backend(group: dist.ProcessGroup | None = None) -> str:
         found = backend_of(group)

@@ -120,7 +120,8 @@ def growth(found: Mapping[tuple[int, int], Counts]) -> dict[tuple[str, Any], tup
     for key in sorted({key for counts in found.values() for key in counts}):
         few, deep, long, large = (found[size].get(key, 0) for size in SIZES)
         both = large - deep - long + few
-        layer, microbatch = deep - few - both, long - few - 2 * both
+        layer = deep - few - both
+        microbatch = long - few - 2 * both
         table[key] = both, layer, microbatch, few - 2 * layer - microbatch - 2 * both
     return table
 

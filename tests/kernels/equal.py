@@ -79,7 +79,8 @@ def routing(tokens: int, experts: int, density: float, seed: int) -> torch.Tenso
 def order_equal(routing_TE: torch.Tensor, device: str) -> None:
     """Assert that the kernels find the order that torch finds."""
     number = int(routing_TE.sum())
-    found, expected = kernels.row_order(routing_TE.to(device), number), rows.row_order(routing_TE, number)
+    found = kernels.row_order(routing_TE.to(device), number)
+    expected = rows.row_order(routing_TE, number)
     for name, tensor in found._asdict().items():
         wanted = getattr(expected, name)
         assert tensor.dtype == torch.int32 and torch.equal(tensor.cpu(), wanted.to(torch.int32)), name
@@ -112,7 +113,8 @@ def rows_equal(routing_TE: torch.Tensor, hidden: int, seed: int, device: str) ->
         generator = torch.Generator().manual_seed(seed)
         tokens_TH = torch.randn(len(routing_TE), hidden, generator=generator).to(dtype)
         rows_RH = torch.randn(number, hidden, generator=generator).to(dtype)
-        expected_RH, expected_TH = rows.gather_rows(tokens_TH, order), rows.combine(rows_RH, order)
+        expected_RH = rows.gather_rows(tokens_TH, order)
+        expected_TH = rows.combine(rows_RH, order)
         there = rows.RowOrder(token_R.to(device), lambda: (rest[0].to(device), *index))
         with mock.patch.object(rows, "of_rows", lambda device: kernels):
             copies_RH = rows.gather_rows(tokens_TH.to(device), there).cpu()

@@ -62,7 +62,8 @@ def rows_kernels(experts: int, hidden: int, dtype: str) -> dict[str, tuple[trito
     """Return the kernels of `kernels.rows` with the types of their arguments and their constants."""
     numbers = dict.fromkeys(("tokens", "blocks", "rows", "number", "hidden", "steps"), "i32")
     values = dict.fromkeys(("tokens_TH", "rows_RH"), f"*{dtype}")
-    order, copied = rows.order_constants(experts), {"HIDDEN_BLOCK": rows.hidden_block(hidden)}
+    order = rows.order_constants(experts)
+    copied = {"HIDDEN_BLOCK": rows.hidden_block(hidden)}
     chosen = {
         "count_kernel": order,
         "order_kernel": order,

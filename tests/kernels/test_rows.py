@@ -25,5 +25,6 @@ def test_block_index(sizes: list[int], seed: int) -> None:
 @settings(deadline=None, max_examples=12)
 @given(shapes, densities, st.sampled_from([1, 5, 64, 1030]), st.integers(0, 10**6))
 def test_copies_and_sums(shape: tuple[int, int], density: float, hidden: int, seed: int) -> None:
-    tokens, experts = min(shape[0], 33), min(shape[1], 8)
+    tokens = min(shape[0], 33)
+    experts = min(shape[1], 8)
     rows_equal(random_routing(tokens, experts, density, seed), hidden, seed, "cpu")

@@ -30,7 +30,10 @@ from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forwar
 from megatron_balance.timeline.planner import Asked, Plan, Planner, plan_for
 from megatron_balance.timeline.runtime import Balancer
 
-RANKS, EXPERTS, SLOTS, MICROBATCHES = 3, 12, 2, 5
+RANKS = 3
+EXPERTS = 12
+SLOTS = 2
+MICROBATCHES = 5
 RANK = 1
 """The rank whose balancer is built."""
 

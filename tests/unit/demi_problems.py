@@ -9,7 +9,8 @@ from megatron_balance.planning.demi.problem import WEIGHTS, Problem
 @st.composite
 def problems(draw: st.DrawFn, most_workers: int = 4, most_experts: int = 6) -> Problem:
     """Draw a problem whose owners stay within all limits: unequal links, workers and experts, some without tokens."""
-    workers, experts = draw(st.integers(1, most_workers)), draw(st.integers(1, most_experts))
+    workers = draw(st.integers(1, most_workers))
+    experts = draw(st.integers(1, most_experts))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     tokens_DE = np.rint(generator.lognormal(2, 1, (workers, experts)) * (generator.random((workers, experts)) < 0.8))
     owner_E = generator.integers(0, workers, experts)

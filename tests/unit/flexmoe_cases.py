@@ -49,7 +49,8 @@ def drawn_costs(draw: st.DrawFn, num_ranks: int, microbatches: int) -> CostModel
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
     """Draw a placement in use, its load in one or two microbatches, and a cost model."""
-    placement, microbatches = draw(placements(with_quotas=False)), draw(st.integers(1, 2))
+    placement = draw(placements(with_quotas=False))
+    microbatches = draw(st.integers(1, 2))
     counts_BDE = np.stack([draw(loads(placement, largest=100_000)).numpy() for _ in range(microbatches)])
     cost = draw(drawn_costs(placement.num_ranks, microbatches))
     return counts_BDE, placement, cost

@@ -18,13 +18,16 @@ class LinkLoads:
         Args:
             adapters: number of ranks of a node that can send to other nodes at their full rate at the same time.
         """
-        self.num_ranks, self.node_size = num_ranks, node_size
+        self.num_ranks = num_ranks
+        self.node_size = node_size
         self.adapters = adapters if adapters < node_size else None
         nodes = -(-num_ranks // node_size) if self.adapters else 0
         # Sending and receiving ranks, then sending and receiving nodes: busy time, least time before the first piece
         # and after the last one
         ends = 2 * (num_ranks + nodes)
-        self._busy, self._before, self._after = [0.0] * ends, [math.inf] * ends, [math.inf] * ends
+        self._busy = [0.0] * ends
+        self._before = [math.inf] * ends
+        self._after = [math.inf] * ends
         self._nodes = nodes
         self._alone: dict[float, float] = {}
         """Pairs as in `lines`, from single ranks of single routes."""

@@ -66,7 +66,8 @@ def draw_case(choose: Choose, num_ranks: int, replicas: int) -> Case:
     order = [(rank, slot) for rank in range(num_ranks) for slot in range(slots)]
     swapped = list(order)
     for _ in range(choose(0, 5)):
-        one, other = choose(0, len(order) - 1), choose(0, len(order) - 1)
+        one = choose(0, len(order) - 1)
+        other = choose(0, len(order) - 1)
         swapped[one], swapped[other] = swapped[other], swapped[one]
     moves = [
         Move(expert, *source, *target)
@@ -82,7 +83,8 @@ def draw_case(choose: Choose, num_ranks: int, replicas: int) -> Case:
 
 def _tensors(choose: Choose, slots: int, places: list[Place], replicas: int) -> Tensors:
     slot_size = choose(1, 9)
-    dtype, total = DTYPES[choose(0, len(DTYPES) - 1)], slots * slot_size
+    dtype = DTYPES[choose(0, len(DTYPES) - 1)]
+    total = slots * slot_size
     if not choose(0, 1):
         return Tensors(dtype, slot_size, ((0, total),) * len(places))
     cuts = [0, *sorted(choose(0, total) for _ in range(replicas - 1)), total]

@@ -33,7 +33,8 @@ def placements(draw: st.DrawFn, with_quotas: bool = True) -> Placement:
         chosen = st.lists(st.sampled_from(others), unique=True, max_size=guest_slots) if others else st.just([])
         row = draw(chosen)
         guests.append(tuple(draw(st.permutations(row + [-1] * (guest_slots - len(row))))))
-    hosts, quotas = [], []
+    hosts = []
+    quotas = []
     for expert in range(ranks * slots):
         on = [rank for rank, row in enumerate(guests) if expert in row]
         copies = {rank: draw(st.integers(1, 3)) for rank in on}

@@ -84,6 +84,7 @@ def layers_of(stage: Stage, microbatches: int, chunks: int = 1, moves: Work = NO
 
 def team(num_ranks: int, node_size: int, beta_near: float = 1 / 150e9) -> tuple[TeamNetwork, ClusterProfile]:
     far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
-    near, shared = Fit(10e-6, beta_near, 0.0, 0.0), far._replace(beta=2 * far.beta)
+    near = Fit(10e-6, beta_near, 0.0, 0.0)
+    shared = far._replace(beta=2 * far.beta)
     profile = from_links(num_ranks, node_size, near, far, shared=shared, forward=SPEED, backward=SPEED)
     return TeamNetwork(Fabric(num_ranks, node_size), np.arange(num_ranks), Network.of(profile)), profile

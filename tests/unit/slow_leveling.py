@@ -47,7 +47,9 @@ def slow_level(
         tokens: [E][D] tokens of each rank: a guest computes its own, as under `local_first`. Without them, all hosts
             compute equally many.
     """
-    rates, waiting, moves = ranks.rates, [[*row] for row in experts], list[Move]()
+    rates = ranks.rates
+    waiting = [[*row] for row in experts]
+    moves = list[Move]()
     rooms = [busiest * rate - load for rate, load in zip(rates, loads, strict=True)]
     free = [*ranks.free]
     above = [(room / rates[rank], rank) for rank, room in enumerate(rooms) if room < 0]
@@ -93,7 +95,9 @@ def _candidates(
     able.sort(key=rooms.__getitem__, reverse=True)
     if reach != ALL_NODES:
         return able, 1
-    seen, first, others = {home}, list[int](), list[int]()
+    seen = {home}
+    first = list[int]()
+    others = list[int]()
     for rank in able:
         node = ranks.node_of[rank]
         (others if node in seen else first).append(rank)
@@ -111,14 +115,17 @@ def _even(able: list[int], least: int, rooms: Sequence[float], owner: int, size:
     Args:
         kept: tokens that the owner may keep.
     """
-    most, number, smallest = kept - size, 0, kept
+    most = kept - size
+    number = 0
+    smallest = kept
     for count, rank in enumerate(able, start=1):
         smallest = min(smallest, rooms[rank])
         if smallest <= most:
             break
         slack = smallest - size / (count + 1)
         if count >= least and slack > most:
-            most, number = slack, count
+            most = slack
+            number = count
             if slack >= -ROUNDING * size:
                 break
     return able[:number], owner, [size / (number + 1)] * number
@@ -137,7 +144,8 @@ def _local(
 
     The former are the ranks with most of the expert's tokens.
     """
-    given, guests = list[float](), list[int]()
+    given = list[float]()
+    guests = list[int]()
     holders = [rank for rank in able if 0 < tokens[rank] <= rooms[rank]]
     left = size
     for rank in sorted(holders, key=tokens.__getitem__, reverse=True):

@@ -74,7 +74,8 @@ def route_of(
         node_size: ranks per node.
         far: time of a piece between nodes; within a node it is 1.
     """
-    home, nodes = owner // node_size, -(-num_ranks // node_size)
+    home = owner // node_size
+    nodes = -(-num_ranks // node_size)
     ordered = sorted(guests, key=lambda rank: ((rank // node_size - home) % nodes, (rank - owner) % node_size))
     local: defaultdict[int, deque[int]] = defaultdict(deque)
     for rank in ordered:
@@ -163,7 +164,9 @@ def _advance(flows: Sequence[_Flow], chunks: int) -> tuple[Message, ...]:
     """Send the next round: update the links and return their messages."""
     # Sorting keeps the order of equal items, with `reverse` too
     ready = sorted((flow for flow in flows if flow.is_ready), key=lambda flow: flow.urgency, reverse=True)
-    sources, targets, chosen = set(), set(), []
+    sources = set()
+    targets = set()
+    chosen = []
     for flow in ready:
         if flow.link.source not in sources and flow.link.target not in targets:
             sources.add(flow.link.source)

@@ -118,7 +118,8 @@ def test_two_sizes_of_the_job() -> None:
 @pytest.mark.parametrize("absent", [1, 0])
 def test_missing_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "FAREWELL_SECONDS", 0.3)
-    start, missing = time.monotonic(), agreement._missing
+    start = time.monotonic()
+    missing = agreement._missing
     there = [(Member(rank, 4, rank == 0), FACTS) for rank in range(4) if rank not in (absent, 3)]
 
     def once_all_are_there(store: dist.Store, *args: object) -> str:

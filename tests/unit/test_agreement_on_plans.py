@@ -115,7 +115,8 @@ class Broken:
     """Fails for the layer with the given load."""
 
     def __init__(self, counts_BDE: np.ndarray, final: bool) -> None:
-        self.counts_BDE, self.final = counts_BDE, final
+        self.counts_BDE = counts_BDE
+        self.final = final
 
     def plan(self, counts: np.ndarray, *_: Any) -> Any:
         if np.array_equal(counts, self.counts_BDE):
@@ -148,7 +149,8 @@ def test_room_grows_on_all_ranks_alike_and_stays(job: Job) -> None:
         return Plan(decision, None, 1.0, 1.5)
 
     def task(group: Any) -> tuple[int, list[int]]:
-        agreement, rooms = Shared(group, LAYERS), []
+        agreement = Shared(group, LAYERS)
+        rooms = []
         for _ in range(3):
             outcomes = agreement.reach({n: plan(n) for n in LAYERS if agreement.plans(n)}, asked)
             assert [len(outcome.plan.decision.problem) for outcome in outcomes.values()] == [5, 5, len(long), 5]
@@ -161,7 +163,8 @@ def test_room_grows_on_all_ranks_alike_and_stays(job: Job) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 12])
 def test_bytes_do_not_grow_with_the_ranks_that_plan_nothing(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    job, asked = Job(ranks), questions(load_policy("quota"))
+    job = Job(ranks)
+    asked = questions(load_policy("quota"))
     monkeypatch.setattr(agreement, "dist", job)
 
     def task(group: Any) -> None:
@@ -177,7 +180,8 @@ def test_some_layers_at_a_moment(job: Job) -> None:
     asked = questions(load_policy("top2"))
 
     def task(group: Any) -> list[tuple]:
-        agreement, found = Shared(group, LAYERS), []
+        agreement = Shared(group, LAYERS)
+        found = []
         for number, question in asked.items():
             mine = {number: plan_for(question)} if agreement.plans(number) else {}
             found.append(content(agreement.reach(mine, {number: question})))

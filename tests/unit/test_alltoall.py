@@ -58,7 +58,9 @@ class Counting:
     """Stands in for a model: it counts the predictions and takes the seconds of a formula."""
 
     def __init__(self, name: str, seconds: Callable[[float], float]) -> None:
-        self.name, self.formula, self.asked = name, seconds, 0
+        self.name = name
+        self.formula = seconds
+        self.asked = 0
 
     def seconds(self, bytes_DD: np.ndarray) -> float:
         self.asked += 1

@@ -32,8 +32,8 @@ STRANGERS = {("flow", "timeline"), ("timeline", "flow")}
 """Rooms that do not import each other: they share only one value, the Placement."""
 
 MAX_ROOT_MODULES = 2
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/**/__init__.py"))

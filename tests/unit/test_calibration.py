@@ -20,7 +20,9 @@ from megatron_balance.timeline.actions import Operation
 from megatron_balance.timeline.layer_state import LayerState
 from tests.unit.balancers import LAYERS, OWNERS, RANK, World, build, loads
 
-RANKS, EXPERTS, NODE = 4, 8, 2
+RANKS = 4
+EXPERTS = 8
+NODE = 2
 JOB = Job(ranks=4, layers=2)
 FACTORS = Factors(exchange=7.0, experts=0.5, trans=3.0, agg=11.0)
 PROFILE = builtin(RANKS, NODE, 64, 96)
@@ -34,7 +36,8 @@ PLACEMENT = owners_host(Placement.identity(EXPERTS, RANKS, 2), [(0, 1), (0, 2), 
 
 
 def test_outliers_do_not_move_a_factor() -> None:
-    noise, calibration = random.Random(3), Calibration()
+    noise = random.Random(3)
+    calibration = Calibration()
     for iteration in range(40):
         slow = 50.0 if iteration % 5 == 4 else 1.0
         measured = [slow * noise.uniform(0.99, 1.01) * factor for factor in FACTORS]
@@ -70,7 +73,8 @@ def test_factors_are_bounded(measured: float, factor: float) -> None:
 
 
 def test_a_checkpoint_restores_the_estimate_exactly() -> None:
-    calibration, noise = Calibration(), random.Random(1)
+    calibration = Calibration()
+    noise = random.Random(1)
     for _ in range(4):
         calibration = calibration.observe([noise.random() for _ in range(4)], [1.0, 1.0, 0.0, 1.0], Factors())
     plain = json.loads(json.dumps(calibration.to_plain()))
@@ -93,7 +97,8 @@ def test_a_factor_multiplies_the_seconds_of_its_component_alone(component: str) 
 
 
 def test_moving_and_sending_experts_take_longer_too() -> None:
-    cost, plan = calibrated(PLAIN, FACTORS), PLAIN.transfers(PLACEMENT)
+    cost = calibrated(PLAIN, FACTORS)
+    plan = PLAIN.transfers(PLACEMENT)
     trans, agg = PLAIN.plan_seconds(plan)
     assert cost.plan_seconds(plan) == pytest.approx((FACTORS.trans * trans, FACTORS.agg * agg))
     pairs = [(0, 1), (3, 0)]

@@ -35,7 +35,8 @@ SCALES = (0.1, 1.0, 4.0)
 
 def every_order(chunks: int) -> Iterator[Order]:
     """Yield all interleavings of the chunks' compute tasks."""
-    done, steps = [0] * chunks, []
+    done = [0] * chunks
+    steps = []
 
     def grow() -> Iterator[Order]:
         if len(steps) == chunks * len(COMPUTING):
@@ -53,7 +54,8 @@ def every_order(chunks: int) -> Iterator[Order]:
 
 def least_makespan(times: tuple[ChunkTimes, ...]) -> float:
     """Return the least makespan of orders no slower than Eq. 12; states differ in the times when resources are free."""
-    chunks, limit = range(len(times)), makespan(theorem_1(times), times)
+    chunks = range(len(times))
+    limit = makespan(theorem_1(times), times)
     states = {((0,) * len(times), 0.0, 0.0, (0.0,) * len(times))}
     for _ in range(len(times) * len(COMPUTING)):
         following = set()
@@ -61,7 +63,8 @@ def least_makespan(times: tuple[ChunkTimes, ...]) -> float:
             for chunk in chunks:
                 if done[chunk] == len(COMPUTING):
                     continue
-                task, after = COMPUTING[done[chunk]], list(arrived)
+                task = COMPUTING[done[chunk]]
+                after = list(arrived)
                 end = max(computing, arrived[chunk]) + getattr(times[chunk], task.lower())
                 busy = network
                 if task in (ChunkTask.C1, ChunkTask.C2):
@@ -93,7 +96,8 @@ def test_every_order_of_two_chunks() -> None:
 
 
 def test_no_order_of_two_chunks_beats_optsche_where_the_theorem_holds() -> None:
-    generator, orders = random.Random(0), list(every_order(2))
+    generator = random.Random(0)
+    orders = list(every_order(2))
     for _ in range(300):
         times = random_times(generator, 2, equal=True, symmetric=True)
         assert theorem_holds(times)
@@ -112,7 +116,9 @@ def test_no_order_of_three_chunks_beats_optsche_where_the_theorem_holds() -> Non
 
 @pytest.mark.parametrize(("equal", "symmetric"), [(True, False), (False, True), (False, False)])
 def test_search_finds_the_best_order_where_the_theorem_fails(equal: bool, symmetric: bool) -> None:
-    generator, orders, lost = random.Random(2), list(every_order(2)), 0
+    generator = random.Random(2)
+    orders = list(every_order(2))
+    lost = 0
     for _ in range(100):
         times = random_times(generator, 2, equal, symmetric)
         best = min(makespan(order, times) for order in orders)

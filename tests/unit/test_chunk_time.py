@@ -6,7 +6,8 @@ import chunk_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 
-Measured, PLAIN = chunk_time.Measured, chunk_time.PLAIN
+Measured = chunk_time.Measured
+PLAIN = chunk_time.PLAIN
 
 
 def test_all_orders_of_all_numbers_of_chunks_are_compared() -> None:

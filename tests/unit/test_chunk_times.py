@@ -17,7 +17,8 @@ from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.profile.cluster_profile import COLLECTIVES, LEVELS, ClusterProfile, CodecTimes, Fit, Throughput
 
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-FORWARD, BACKWARD = Throughput(3.0, 5.0, 0, 0), Throughput(7.0, 11.0, 0, 0)
+FORWARD = Throughput(3.0, 5.0, 0, 0)
+BACKWARD = Throughput(7.0, 11.0, 0, 0)
 CODEC = CodecTimes(Throughput(0.5, 2.0, 0, 0), Throughput(0.25, 1.0, 0, 0))
 LINE = Fit(100.0, 1.0, 0, 0)
 PROFILE = ClusterProfile(
@@ -105,7 +106,8 @@ def test_the_fastest_of_several_all_to_alls_counts() -> None:
 def test_shards_exchange_more() -> None:
     """There are two hosts with two shards each; every shard has three rows for each host."""
     everyone, hosts = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (4, 2))
-    tokens_SP, profile = np.full((4, 2), 3.0), replace(PROFILE, num_ranks=4, node_size=4)
+    tokens_SP = np.full((4, 2), 3.0)
+    profile = replace(PROFILE, num_ranks=4, node_size=4)
     row = HIDDEN * 4
     wide, narrow = (TokenExchange(*[FlatAllToAll(group)] * 3) for group in (everyone, hosts))
     times = {

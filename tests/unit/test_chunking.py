@@ -37,11 +37,13 @@ class Model:
     """A time model: the time of all tokens together, plus an overhead per chunk."""
 
     def __init__(self, overhead: float) -> None:
-        self.overhead, self.asked = overhead, 0
+        self.overhead = overhead
+        self.asked = 0
 
     def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
         self.asked += 1
-        exchange, compute = tokens_DP.sum() / 100 + self.overhead, tokens_DP.sum() / 50 + self.overhead
+        exchange = tokens_DP.sum() / 100 + self.overhead
+        compute = tokens_DP.sum() / 50 + self.overhead
         return tuple(ChunkTimes(0.0, exchange, 0.0, times * compute, 0.0, exchange, 0.0) for times in (1, 2))
 
 
@@ -61,7 +63,8 @@ def test_more_chunks_until_their_overhead_costs_more(overhead: float, chosen: in
 
 
 def test_a_choice_lasts_for_an_interval_and_through_a_checkpoint() -> None:
-    now, model = 0, Model(0.05)
+    now = 0
+    model = Model(0.05)
     choice = ChunkChoice(ByPrediction(DEGREES, optsche, model), lambda: now, 10)
     first = choice(1, plan_of(10))
     asked = model.asked
@@ -115,7 +118,8 @@ def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
 
 def test_mini_tasks_say_which_tokens_go_together() -> None:
     cost = CostModel(builtin(4, 4, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6)
-    load_DE, owned = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0), Placement.identity(8, 4, 2)
+    load_DE = load_matrix("hot_rank", 4, 8, 2, 1024, 0, 0)
+    owned = Placement.identity(8, 4, 2)
     placements = (owned, Demi(hosts=1).plan(load_DE, owned, cost), owned.with_hosts([(0, 1), (0, 2), (3, 2)]))
     for placement in placements:
         plan = make_dispatch_plan(torch.from_numpy(load_DE), placement, "proportional")

@@ -76,7 +76,8 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_the_old_profile(tmp_path: Path) -> None:
-    path, old = tmp_path / "profile.json", builtin(8, 4, 64, 128)
+    path = tmp_path / "profile.json"
+    old = builtin(8, 4, 64, 128)
     old.save(path)
     with pytest.raises(ValueError, match="JSON"):
         dataclasses.replace(old, num_ranks=float("nan")).save(path)
@@ -84,7 +85,8 @@ def test_a_save_that_fails_leaves_the_old_profile(tmp_path: Path) -> None:
 
 
 def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
-    near, far = builtin(4, 4, 64, 128), builtin(8, 4, 64, 128)
+    near = builtin(4, 4, 64, 128)
+    far = builtin(8, 4, 64, 128)
     assert all(set(profile.links[kind]) == set(GROUPS) for kind in COLLECTIVES for profile in (near, far))
     assert set(near.messages) == set(far.messages) == set(LEVELS)
     assert near.link("p2p") == near.link("p2p", "intra") and far.link("p2p") == far.link("p2p", "inter")
@@ -111,7 +113,9 @@ def test_builtin_has_every_link_and_knows_where_nodes_end() -> None:
 def test_an_all_to_all_takes_as_long_as_the_slower_level(
     num_ranks: int, node_size: int, alpha: float, beta: float
 ) -> None:
-    near, far, experts = Fit(100.0, 1.0, 0, 0), Fit(1000.0, 10.0, 0, 0), Throughput(1.0, 0.0, 0, 0)
+    near = Fit(100.0, 1.0, 0, 0)
+    far = Fit(1000.0, 10.0, 0, 0)
+    experts = Throughput(1.0, 0.0, 0, 0)
     if num_ranks == 17:
         far = Fit(50.0, 10.0, 0, 0)
     shared = Fit(1000.0, 14.0 if num_ranks == 17 else 20.0, 0, 0)
@@ -137,7 +141,8 @@ def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
 
 def test_slow_messages_are_kept(tmp_path: Path) -> None:
     """On a loaded machine, each message of a batch takes milliseconds: too slow for a byte, but not for a message."""
-    path, slow = tmp_path / "profile.json", {level: Fit(0.02, 5e-3, 0.1, 0.2) for level in LEVELS}
+    path = tmp_path / "profile.json"
+    slow = {level: Fit(0.02, 5e-3, 0.1, 0.2) for level in LEVELS}
     measured = builtin(8, 4, 64, 128)
     profile = dataclasses.replace(measured, messages=slow, launches=dict.fromkeys(measured.launches, slow))
     profile.save(path)

@@ -82,10 +82,12 @@ def test_bytes_per_second_are_those_of_the_links() -> None:
 
 def test_an_all_to_all_takes_what_it_does_by_hand() -> None:
     """Each of 32 ranks sends 64 MB: 28 of 31 parts at a quarter of 12.5 GB/s; 3 parts over PCIe take less time."""
-    profile, num_bytes = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024), 64e6
+    profile = profile_of(read(FILES["schemoe"]), Ranks(32, 4, 4), 1024, 1024)
+    num_bytes = 64e6
     expected = num_bytes * max(28 / 31 / (12.5e9 / 4), 3 / 31 / PCIE3)
     assert profile.link("all_to_all").beta * num_bytes == pytest.approx(expected, rel=1e-4)
-    even_DD, alpha = np.full((32, 32), num_bytes / 31), profile.link("all_to_all").alpha
+    even_DD = np.full((32, 32), num_bytes / 31)
+    alpha = profile.link("all_to_all").alpha
     assert ExchangeModel.of(profile).seconds(even_DD) == pytest.approx(alpha + expected, rel=1e-4)
     # Where GPUs of one node exchange as much, the fabric takes all of the time
     node = np.arange(32) // 4
@@ -115,7 +117,8 @@ def test_pairs_have_their_own_link() -> None:
 
 
 def test_each_kind_of_gpu_has_its_rate_and_what_is_not_said_is_builtin() -> None:
-    profile, base = profile_of(read(FILES["demi"]), Ranks(16, 4, 4), 500, 1000, 4), builtin(16, 4, 500, 1000, 4)
+    profile = profile_of(read(FILES["demi"]), Ranks(16, 4, 4), 500, 1000, 4)
+    base = builtin(16, 4, 500, 1000, 4)
     # Two nodes of V100, then two of A100
     tflops_D = np.repeat([14.0, 19.5], 8)
     per_token_D = profile.forward.seconds_per_token / profile.rate_D

@@ -55,7 +55,8 @@ def assert_within(bound: np.ndarray, sent: torch.Tensor, arrived: torch.Tensor, 
     """Check that finite rows arrived within `bound`, plus the rounding to their type."""
     assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape)
     assert bool(arrived.isfinite().all())
-    got, info = arrived.double().numpy(), torch.finfo(sent.dtype)
+    got = arrived.double().numpy()
+    info = torch.finfo(sent.dtype)
     half_unit = 0 if lossless else np.abs(got) * info.eps / 2 + info.tiny * info.eps / 2
     assert (np.abs(got - as_coded(sent, lossless)) <= bound + half_unit).all()
 
@@ -77,7 +78,8 @@ def row_of(hidden: int) -> st.SearchStrategy[np.ndarray]:
     number = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
         [0.0, -0.0, 1e-45, 2.0**-126, 65504.0, 65520.0, 3.39e38, LARGEST, -LARGEST]
     )
-    seed, exponent = st.integers(0, 2**32 - 1), st.integers(-45, 38)
+    seed = st.integers(0, 2**32 - 1)
+    exponent = st.integers(-45, 38)
 
     def neighbors(center: float, spread: int, seed: int) -> np.ndarray:
         steps = np.random.default_rng(seed).integers(-spread, spread, hidden, endpoint=True, dtype=np.int32)
@@ -104,7 +106,8 @@ def row_of(hidden: int) -> st.SearchStrategy[np.ndarray]:
 @st.composite
 def rows_of(draw: st.DrawFn, dtype: torch.dtype, min_rows: int = 0) -> torch.Tensor:
     """Draw finite rows [R, H] of `dtype`; float64 numbers are between float32 numbers."""
-    num_rows, hidden = draw(st.integers(min_rows, 4)), draw(st.integers(1, 13))
+    num_rows = draw(st.integers(min_rows, 4))
+    hidden = draw(st.integers(1, 13))
     rows = np.array([draw(row_of(hidden)) for _ in range(num_rows)], dtype=np.float64).reshape(num_rows, hidden)
     largest = torch.finfo(dtype).max
     return torch.from_numpy(rows * (1 - 2.0**-30)).clamp(-largest, largest).to(dtype)
@@ -148,7 +151,8 @@ def test_nan_and_infinity_arrive_and_spoil_nothing(name: str, dtype: torch.dtype
         spoiled = sent.clone()
         for place, value in data.draw(st.dictionaries(places, st.sampled_from(NON_FINITE), min_size=1)).items():
             spoiled[place] = value
-        arrived, finite = round_trip(codec, spoiled), spoiled.isfinite()
+        arrived = round_trip(codec, spoiled)
+        finite = spoiled.isfinite()
         whole = finite.all(1)
         torch.testing.assert_close(arrived[whole], round_trip(codec, sent)[whole], rtol=0, atol=0)
         if name == "zfp":
@@ -166,7 +170,8 @@ def test_nan_and_infinity_arrive_and_spoil_nothing(name: str, dtype: torch.dtype
 @every_codec
 @every_dtype
 def test_a_row_has_its_bytes_wherever_it_lies(name: str, dtype: torch.dtype) -> None:
-    codec, generator = load_codec(name), torch.Generator().manual_seed(0)
+    codec = load_codec(name)
+    generator = torch.Generator().manual_seed(0)
     for hidden in (1, 3, 4, 7, 32):
         sent = torch.randn(hidden, 9, generator=generator).to(dtype)
         rows = sent.T
@@ -189,7 +194,8 @@ def test_a_row_has_its_bytes_wherever_it_lies(name: str, dtype: torch.dtype) -> 
 
 @every_codec
 def test_rows_may_require_gradients(name: str) -> None:
-    codec, rows = load_codec(name), torch.randn(3, 8)
+    codec = load_codec(name)
+    rows = torch.randn(3, 8)
     assert torch.equal(codec.encode((2 * rows).requires_grad_()), codec.encode(2 * rows))
     assert torch.equal(codec.encode(2 * rows.clone().requires_grad_()), codec.encode(2 * rows))
 

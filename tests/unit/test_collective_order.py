@@ -116,7 +116,8 @@ def issued(*operations: tuple[str, int], thread: str = "main") -> list[Event]:
 
 
 def test_circles() -> None:
-    one, other = [("a", 1), ("b", 1)], [("b", 1), ("a", 1)]
+    one = [("a", 1), ("b", 1)]
+    other = [("b", 1), ("a", 1)]
     assert find_cycle({0: issued(*one), 1: issued(*one)}) == []
     assert set(find_cycle({0: issued(*one), 1: issued(*other)})) == {("a", 1), ("b", 1)}
     # Operations in different threads of one rank have no order

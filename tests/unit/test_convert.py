@@ -64,10 +64,13 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 def test_there_and_back(models, tmp_path, name: str) -> None:
-    source, there, back = tmp_path / "source", tmp_path / "there", tmp_path / "back"
+    source = tmp_path / "source"
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     shutil.copytree(models(name), source)
     (source / "tokenizer.json").write_text("{}")
-    expected, config = tensors(source), read_json(source / "config.json")
+    expected = tensors(source)
+    config = read_json(source / "config.json")
     import_model(source, there, quiet)
     shutil.rmtree(source)
     export_model(there, back, quiet)
@@ -85,7 +88,8 @@ def test_half_precision_and_shards(tmp_path) -> None:
         save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     import_model(tmp_path / "source", tmp_path / "there", quiet)
     export_model(tmp_path / "there", tmp_path / "back", quiet, step=0)
-    expected, found = tensors(tmp_path / "source"), tensors(tmp_path / "back")
+    expected = tensors(tmp_path / "source")
+    found = tensors(tmp_path / "back")
     assert all(torch.equal(found[name], expected[name]) and found[name].dtype is torch.bfloat16 for name in expected)
 
 
@@ -102,7 +106,9 @@ def test_joins_are_undone(groups: int, each: int, channels: int, tail: tuple[int
 
 
 def test_groups_of_queries_stay_with_their_keys_and_values() -> None:
-    queries, keys, values = torch.arange(4.0), torch.arange(10.0, 12), torch.arange(20.0, 22)
+    queries = torch.arange(4.0)
+    keys = torch.arange(10.0, 12)
+    values = torch.arange(20.0, 22)
     assert QueryKeyValue(4, 2, 1).join([queries, keys, values]).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
@@ -226,7 +232,8 @@ SPOILED = {
 @pytest.mark.parametrize("name", SPOILED)
 def test_spoiled_models_leave_nothing(models, tmp_path, name: str) -> None:
     spoil, said = SPOILED[name]
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     shutil.copytree(models("mixtral"), source)
     spoil(source)
     with pytest.raises(ValueError) as refused:
@@ -249,7 +256,8 @@ def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
 
 
 def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(models, tmp_path) -> None:
-    source, said = tmp_path / "source", list[str]()
+    source = tmp_path / "source"
+    said = list[str]()
     shutil.copytree(models("deepseek_v3"), source)
     reconfigure(num_nextn_predict_layers=1)(source)
     further = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.3.mlp.gate.weight": torch.ones(2)}
@@ -279,7 +287,8 @@ def test_other_pickles_in_the_directory_are_never_opened(models, tmp_path) -> No
 
 
 def test_damaged_checkpoints_are_not_exported(models, tmp_path) -> None:
-    there, back = tmp_path / "there", tmp_path / "back"
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     import_model(models("mixtral"), there, quiet)
     for name, spoiled in ((".metadata", pickle.dumps(Hostile())), ("__1_0.distcp", b"")):
         path = there / "iter_0000000" / name

@@ -22,7 +22,8 @@ from megatron_balance.convert.settings import notices, run_config, trained_confi
 from tests import hf_models
 from tests.unit.published_models import PUBLISHED
 
-TABLE, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def change(directory: Path, update: Callable[[dict[str, torch.Tensor]], object])
 
 def exported(directory: Path, *without: str) -> dict[str, torch.Tensor]:
     """Import and export a model; return its tensors."""
-    there, back = directory / "there", directory / "back"
+    there = directory / "there"
+    back = directory / "back"
     import_model(directory, there, lambda text: None, without)
     export_model(there, back, lambda text: None)
     weights = Weights(back)
@@ -91,7 +93,8 @@ def test_kimi_k2_is_deepseek_v3(models) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_tensors_of_all_experts_together(models, name: str) -> None:
     """transformers 5 keeps them so; `torch.save` of its modules does, too."""
-    source, arch = models(name), Model(config_of(models(name))).architecture
+    source = models(name)
+    arch = Model(config_of(models(name))).architecture
     expected = load_file(source / SINGLE)
 
     def fuse(all: dict[str, torch.Tensor]) -> None:
@@ -135,7 +138,8 @@ def test_patterns_of_tensors_to_leave_out(models) -> None:
 
 def test_a_tensor_of_all_experts_can_be_left_out(models) -> None:
     """Patterns are those of the names in the files."""
-    source, name = models("mixtral"), "model.layers.1.mlp.experts.gate_up_proj"
+    source = models("mixtral")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
     expected = load_file(source / SINGLE)
     change(source, lambda all: all.update({name: torch.ones(8, 96, 32)}))
     assert f"{name} also contains model.layers.1.block_sparse_moe.experts.0.w1.weight" in refusal(source)

@@ -17,8 +17,10 @@ from tests.unit.placements import placements as any_placements
 COUNTS_DE = np.array([[2, 0, 1], [2, 1, 0], [1, 1, 1]])
 """Pro-Prophet's Fig. 6: 5, 2 and 2 inputs for three experts on three devices."""
 
-NEAR, FAR = Fit(0.0, 0.5, 0.0, 0.0), Fit(0.0, 2.0, 0.0, 0.0)
-FORWARD, BACKWARD = Throughput(1.0, 0.0, 0.0, 0.0), Throughput(2.0, 0.0, 0.0, 0.0)
+NEAR = Fit(0.0, 0.5, 0.0, 0.0)
+FAR = Fit(0.0, 2.0, 0.0, 0.0)
+FORWARD = Throughput(1.0, 0.0, 0.0, 0.0)
+BACKWARD = Throughput(2.0, 0.0, 0.0, 0.0)
 
 
 def profile(node_size: int = 3, near: Fit = NEAR, far: Fit = FAR, num_ranks: int = 3) -> ClusterProfile:
@@ -139,7 +141,8 @@ def test_chunks_take_as_long_as_the_best_pipeline(
 def pipeline(degree: int, exchange: float, computing: float) -> float:
     """Return when the last of `degree` chunks has been combined: one resource exchanges, another one computes."""
     arrived = [exchange * (chunk + 1) for chunk in range(degree)]
-    link, computed = arrived[-1], 0.0
+    link = arrived[-1]
+    computed = 0.0
     done = []
     for at in arrived:
         computed = max(computed, at) + computing

@@ -156,7 +156,8 @@ def test_the_padded_size_is_the_wanted_one() -> None:
 
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 8))
 def test_padding_is_the_smallest(size: int, divisible_by: int, tensor_parallel: int) -> None:
-    padded, multiple = padded_vocab_size(size, divisible_by, tensor_parallel), divisible_by * tensor_parallel
+    padded = padded_vocab_size(size, divisible_by, tensor_parallel)
+    multiple = divisible_by * tensor_parallel
     assert padded % multiple == 0
     assert size <= padded < size + multiple
 

@@ -251,7 +251,8 @@ def test_a_wrong_cache(tmp_path: Path, write: Callable[[Path], object]) -> None:
 def test_a_hostile_cache_is_named_and_does_not_run(
     tmp_path: Path, payload: Callable[[Path], bytes], in_default_directory: bool
 ) -> None:
-    prefix, canary = tmp_path / "data", tmp_path / "canary"
+    prefix = tmp_path / "data"
+    canary = tmp_path / "canary"
     directory = prefix / "cache" / "GPTDataset_indices" if in_default_directory else tmp_path / "caches"
     directory.mkdir(parents=True)
     path = directory / "0-GPTDataset-train-document_index.npy"
@@ -266,7 +267,8 @@ def test_a_hostile_cache_is_named_and_does_not_run(
 
 
 def test_an_array_of_objects_does_not_run(tmp_path: Path) -> None:
-    path, canary = tmp_path / "index.npy", tmp_path / "canary"
+    path = tmp_path / "index.npy"
+    canary = tmp_path / "canary"
     np.save(path, np.array([touch(canary)], dtype=object))
     with pytest.raises(ValueError, match="its elements are object"):
         check_caches([], str(tmp_path))

@@ -80,7 +80,8 @@ def test_the_program_on_cases_solved_by_hand(problem: Problem, objective: float,
 @settings(max_examples=40)
 @given(problems(most_workers=3, most_experts=4))
 def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
-    full, aggregated = relax(problem, np.arange(problem.num_experts)), relax(problem, one_group(problem))
+    full = relax(problem, np.arange(problem.num_experts))
+    aggregated = relax(problem, one_group(problem))
     hosts_BE = placements_of(problem)
     schedules = [list_schedule(problem, hosts_E, Pace.eager(problem)) for hosts_E in hosts_BE]
     costs = [
@@ -115,7 +116,8 @@ def test_the_paper_setting_solved_by_both_methods() -> None:
     assert problem.compute_D == pytest.approx(seconds * 2000 * 14e12 / (1.5 * 4 * 500 * 1000))
     program = Program(problem, np.arange(16))
     assert program.size == (2304, 3004, 11632)
-    simplex, interior = program.solve(), program.solve("highs-ipm")
+    simplex = program.solve()
+    interior = program.solve("highs-ipm")
     assert simplex is not None and interior is not None
     assert interior.objective == pytest.approx(simplex.objective, rel=1e-6)
     assert program.solve(seconds=0.0) is None
@@ -125,7 +127,8 @@ def test_the_paper_setting_solved_by_both_methods() -> None:
 @given(problems(most_workers=3, most_experts=4))
 def test_without_migrations_both_forms_are_the_same(problem: Problem) -> None:
     problem = dataclasses.replace(problem, guests=0)
-    full, aggregated = relax(problem, np.arange(problem.num_experts)), relax(problem, one_group(problem))
+    full = relax(problem, np.arange(problem.num_experts))
+    aggregated = relax(problem, one_group(problem))
     assert (full is None) == (aggregated is None)
     assert full is None or aggregated is None or full.objective == pytest.approx(aggregated.objective, abs=1e-6)
 
@@ -146,7 +149,8 @@ def test_the_form_of_the_program_depends_on_the_size() -> None:
         assert (5 * experts * workers**2 <= FULL) == (solved == "full")
         assert (5 * workers * (experts + 3 * workers) <= AGGREGATED) == bool(solved)
         expected = {"full": np.arange(experts), "aggregated": np.zeros(experts, dtype=int)}.get(solved)
-        relaxed, wanted = relax_by_size(problem), None if expected is None else relax(problem, expected)
+        relaxed = relax_by_size(problem)
+        wanted = None if expected is None else relax(problem, expected)
         assert (relaxed is None) == (wanted is None)
         assert relaxed is None or wanted is None or (relaxed.pace.dispatch_EDD == wanted.pace.dispatch_EDD).all()
 
@@ -223,7 +227,8 @@ def test_repair_moves_the_lightest_expert_to_the_least_loaded_worker() -> None:
 @given(problems(), st.booleans())
 def test_solutions_fit_and_are_no_longer_than_the_owners(problem: Problem, with_program: bool) -> None:
     relaxed = relax_by_size(problem) if with_program else None
-    found, again = solve(problem, relaxed), solve(problem, relaxed)
+    found = solve(problem, relaxed)
+    again = solve(problem, relaxed)
     assert (found.hosts_BE == again.hosts_BE).all() and (found.finish_B == again.finish_B).all()
     assert problem.fits(found.hosts_BE).all()
     assert len(np.unique(found.hosts_BE, axis=0)) == len(found.hosts_BE)

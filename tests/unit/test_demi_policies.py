@@ -47,7 +47,8 @@ def hosts_of(placement: Placement) -> np.ndarray:
 
 def all_hosts(current: Placement) -> np.ndarray:
     """Return every choice of one host per expert within the guest slots, [B, E]."""
-    owner_E, ranks = owners(current), range(current.num_ranks)
+    owner_E = owners(current)
+    ranks = range(current.num_ranks)
     hosts_BE = np.array(list(itertools.product(ranks, repeat=current.num_experts)))
     taken_BD = ((hosts_BE != owner_E)[..., None] & (hosts_BE[..., None] == np.arange(current.num_ranks))).sum(1)
     return hosts_BE[(taken_BD <= current.guest_slots).all(1)]
@@ -77,7 +78,8 @@ def test_plans_with_several_hosts_are_no_slower(
     size: tuple[int, int, int], seed: int, hosts: int, microbatches: int, split: str
 ) -> None:
     num_ranks, num_experts, slots = size
-    cost, owned = cost_model(num_ranks, 1e6, split=split), Placement.identity(num_experts, num_ranks, slots)
+    cost = cost_model(num_ranks, 1e6, split=split)
+    owned = Placement.identity(num_experts, num_ranks, slots)
     counts = np.stack([lognormal(num_ranks, num_experts, seed + microbatch) for microbatch in range(microbatches)])
     one, several = (Demi(hosts=number).plan(counts, owned, cost) for number in (1, hosts))
     assert cost.layer_seconds(counts, several) <= cost.layer_seconds(counts, one)
@@ -92,9 +94,11 @@ def test_plans_with_several_hosts_are_no_slower(
 @pytest.mark.parametrize("size", [(8, 16), (16, 64)])
 def test_a_hot_expert_gets_several_hosts(size: tuple[int, int]) -> None:
     num_ranks, num_experts = size
-    cost, current = cost_model(num_ranks, split=Demi.split), Placement.identity(num_experts, num_ranks, 2)
+    cost = cost_model(num_ranks, split=Demi.split)
+    current = Placement.identity(num_experts, num_ranks, 2)
     counts_DE = load_matrix("hot_experts", num_ranks, num_experts, 2, 4096, 0, 0)
-    seconds, most = {}, {}
+    seconds = {}
+    most = {}
     for hosts in (1, 2, 16):
         planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
         seconds[hosts], most[hosts] = cost.layer_seconds(counts_DE, planned), max(map(len, planned.hosts))
@@ -105,7 +109,8 @@ def test_a_hot_expert_gets_several_hosts(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(4, 16), (4, 64), (16, 64)])
 def test_demi_evens_out_a_hot_rank(size: tuple[int, int]) -> None:
     num_ranks, num_experts = size
-    cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, 2)
+    cost = cost_model(num_ranks)
+    current = Placement.identity(num_experts, num_ranks, 2)
     counts_DE = load_matrix("hot_rank", num_ranks, num_experts, 2, 4096, 0, 0)
     planned = Demi().plan(counts_DE, current, cost)
     before_D, after_D = (cost.traffic(counts_DE, each).sum((0, 1)) for each in (current, planned))
@@ -114,7 +119,8 @@ def test_demi_evens_out_a_hot_rank(size: tuple[int, int]) -> None:
 
 
 def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
-    cost, current = cost_model(4), Placement.identity(16, 4, 2)
+    cost = cost_model(4)
+    current = Placement.identity(16, 4, 2)
     planned = []
     for seed in range(8):
         # The same experts are hot, but no two loads are equal
@@ -130,7 +136,8 @@ def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
 
 
 def test_lends_that_are_slower_than_owners_end() -> None:
-    cost, owned = cost_model(3, 3e6), Placement.identity(6, 3, 2)
+    cost = cost_model(3, 3e6)
+    owned = Placement.identity(6, 3, 2)
     looked = 0
     for seed in range(8):
         counts_DE = lognormal(3, 6, seed)
@@ -170,9 +177,12 @@ def test_the_owners_solve_every_problem(
     size: tuple[int, int], seed: int, slots: int, overlap: Overlap | None, unequal: bool
 ) -> None:
     num_ranks, num_experts = size
-    current, policy, rates = Placement.identity(num_experts, num_ranks, 2), Demi(slots), ()
+    current = Placement.identity(num_experts, num_ranks, 2)
+    policy = Demi(slots)
+    rates = ()
     if unequal:
-        policy, rates = Demi(slots, "linear"), tuple(np.random.default_rng(seed).uniform(0.1, 4, num_ranks).tolist())
+        policy = Demi(slots, "linear")
+        rates = tuple(np.random.default_rng(seed).uniform(0.1, 4, num_ranks).tolist())
     counts_DE = lognormal(num_ranks, num_experts, seed)
     cost = cost_model(num_ranks, rates=rates, overlap=overlap)
     problem = policy.problem(counts_DE, current, cost)
@@ -184,9 +194,11 @@ def test_the_owners_solve_every_problem(
 
 
 def test_no_floor_exceeds_what_a_lend_costs() -> None:
-    current, generator = Placement.identity(4, 2, 2), np.random.default_rng(0)
+    current = Placement.identity(4, 2, 2)
+    generator = np.random.default_rng(0)
     for seed in range(10):
-        counts_DE, cost = lognormal(2, 4, seed), cost_model(2, 1e5, (2 / 3, 4 / 3) if seed % 2 else ())
+        counts_DE = lognormal(2, 4, seed)
+        cost = cost_model(2, 1e5, (2 / 3, 4 / 3) if seed % 2 else ())
         counts_DE[:, 0] *= 4
         for split, parts_E in itertools.product(SPLITS, (np.ones(4, dtype=int), generator.integers(1, 4, 4))):
             judge = dataclasses.replace(cost, split=split)
@@ -199,7 +211,8 @@ def test_no_floor_exceeds_what_a_lend_costs() -> None:
 
 def test_experts_without_tokens_stay_at_home() -> None:
     # Sending weights is completely hidden, so idle experts stay at home only because lending them gains nothing
-    cost, counts_DE = cost_model(4, overlap=Overlap(1.0, 1.0)), load_matrix("zero_load", 4, 16, 2, 4096, 0, 0)
+    cost = cost_model(4, overlap=Overlap(1.0, 1.0))
+    counts_DE = load_matrix("zero_load", 4, 16, 2, 4096, 0, 0)
     planned = Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost)
     assert planned.added_hosts
     idle = np.flatnonzero(counts_DE.sum(0) == 0).tolist()
@@ -216,7 +229,8 @@ def test_a_free_network_makes_no_trouble() -> None:
 
 
 def test_fast_ranks_get_more() -> None:
-    counts_DE, current = np.full((4, 16), 4000), Placement.identity(16, 4, 3)
+    counts_DE = np.full((4, 16), 4000)
+    current = Placement.identity(16, 4, 3)
     assert Demi().plan(counts_DE, current, cost_model(4, 1e5)).is_identity
     cost = cost_model(4, 1e5, rates=(2 / 3, 2 / 3, 2.0, 2 / 3))
     computed_D = cost.traffic(counts_DE, Demi().plan(counts_DE, current, cost)).sum((0, 1))
@@ -225,7 +239,9 @@ def test_fast_ranks_get_more() -> None:
 
 def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
     """Mixtral's shape on two nodes: a lend pays within a node, whose links are faster than the network."""
-    hidden, ffn, path = 4096, 14336, Path(__file__).parents[2] / "configs/clusters/h100.yaml"
+    hidden = 4096
+    ffn = 14336
+    path = Path(__file__).parents[2] / "configs/clusters/h100.yaml"
     weights = 3 * hidden * ffn
     cost = CostModel(
         profile_of(read(path), Ranks(16, 8, 8), hidden, ffn * 3 // 2),
@@ -233,7 +249,8 @@ def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
         param_bytes=2 * weights,
         grad_bytes=4 * weights,
     )
-    counts_DE, current = np.full((16, 32), 128), Placement.identity(32, 16, 1)
+    counts_DE = np.full((16, 32), 128)
+    current = Placement.identity(32, 16, 1)
     counts_DE[:, :2] = 1200
     planned = Demi().plan(counts_DE, current, cost)
     assert planned.added_hosts
@@ -245,7 +262,8 @@ def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
     ("case", "most"), zip(cluster_plans.CASES, (1.15, 1.15, 1.15, 1.15, 1.15, 1.3, 1.15), strict=True), ids=str
 )
 def test_plans_for_large_models_are_near_those_of_other_policies(case: cluster_plans.Case, most: float) -> None:
-    counts_DE, cost = cluster_plans.loads_of(case, cluster_plans.TOKENS, 0), cluster_plans.cost_model(case)
+    counts_DE = cluster_plans.loads_of(case, cluster_plans.TOKENS, 0)
+    cost = cluster_plans.cost_model(case)
     current = Placement.identity(case.num_experts, case.num_ranks, cluster_plans.SLOTS)
     seconds = {}
     for name in ("demi", "pro_prophet", "quota"):
@@ -281,7 +299,9 @@ def test_an_expert_counts_as_the_bytes_that_cross_in_its_time(hidden: bool) -> N
 def test_an_expert_counts_as_its_bytes_where_links_within_nodes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = slow_runs.profile_of(EmulatedDevice(1e-4, 0.067), nodes=2, node_size=2, link_mbit=200)
     cost = CostModel(profile, token_bytes=1024, param_bytes=5e5, grad_bytes=5e5, split=Demi.split)
-    current, slots, fill = Placement.identity(16, 4, 3), [], listing._Tasks.fill
+    current = Placement.identity(16, 4, 3)
+    slots = []
+    fill = listing._Tasks.fill
     counts_DE = load_matrix("zero_load", 4, 16, 2, 256, 2, 1)
     # A link of a node is shared by two ranks, each of which sends to three others
     size_E = Demi().problem(counts_DE, current, cost).size_E
@@ -294,7 +314,8 @@ def test_an_expert_counts_as_its_bytes_where_links_within_nodes_are_free(monkeyp
 
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_schedule_of_a_plan(hosts: int) -> None:
-    cost, current = cost_model(4, split=Demi.split), Placement.identity(16, 4, 2)
+    cost = cost_model(4, split=Demi.split)
+    current = Placement.identity(16, 4, 2)
     counts_DE = load_matrix("hot_experts" if hosts > 1 else "hot_rank", 4, 16, 2, 4096, 0, 0)
     planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
     tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
@@ -330,9 +351,12 @@ def test_guests_that_stay_keep_their_slots(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("slots", [1, 2])
 def test_baselines_are_optimal_on_small_sizes(seed: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    current, cost = Placement.identity(6, 3, slots), cost_model(3, 4e5)
+    current = Placement.identity(6, 3, slots)
+    cost = cost_model(3, 4e5)
     counts_DE = lognormal(3, 6, seed)
-    hosts_BE, owner_E, experts = all_hosts(current), owners(current), np.arange(6)
+    hosts_BE = all_hosts(current)
+    owner_E = owners(current)
+    experts = np.arange(6)
     sent_B = counts_DE.sum() - counts_DE[hosts_BE, experts].sum(1)
     traffic_B = sent_B * cost.token_bytes + (hosts_BE != owner_E).sum(1) * cost.param_bytes
     load_B = np.array([np.bincount(hosts, weights=counts_DE.sum(0), minlength=3).max() for hosts in hosts_BE])
@@ -355,7 +379,8 @@ def test_s1_is_the_rank_with_most_tokens_where_there_is_room() -> None:
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
 def test_s3_on_large_sizes_is_no_worse_than_s2(workload: str) -> None:
-    cost, current = cost_model(16, 1e5), Placement.identity(64, 16, 2)
+    cost = cost_model(16, 1e5)
+    current = Placement.identity(64, 16, 2)
     counts_DE = load_matrix(workload, 16, 64, 2, 4096, 0, 9)
     loads = []
     for name in ("demi_s2", "demi_s3"):
@@ -373,7 +398,8 @@ def test_s3_counts_the_most_loaded_rank_after_a_move(exact: int, monkeypatch: py
     monkeypatch.setattr(demi_baselines, "EXACT", exact)
     counts_DE = np.array([[500, 500, 495, 495, 0, 0]] * 3)
     current = Placement.identity(6, 3, 2)
-    dear, cheap = cost_model(3, 300 * 2048), cost_model(3, 20 * 2048)
+    dear = cost_model(3, 300 * 2048)
+    cheap = cost_model(3, 20 * 2048)
     assert load_policy("demi_s3").plan(counts_DE, current, dear).is_identity
     assert not load_policy("demi_s3").plan(counts_DE, current, cheap).is_identity
 

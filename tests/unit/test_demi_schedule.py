@@ -18,7 +18,8 @@ from tests.unit.demi_problems import even_problem, problems
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_schedules_keep_to_every_constraint(problem: Problem, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    workers, experts = problem.num_workers, problem.num_experts
+    workers = problem.num_workers
+    experts = problem.num_experts
     hosts_BE = generator.integers(0, workers, (3, experts))
     shapes = [(experts, workers, workers), (experts, workers), (1, workers, workers), (experts, 1, 1)]
     pace = Pace(*(generator.uniform(1, 20, shape) for shape in shapes))
@@ -41,7 +42,8 @@ def test_parts_of_experts_have_mini_tasks_of_their_own(whole: Problem, seed: int
     generator = np.random.default_rng(seed)
     parts_E = generator.integers(1, whole.num_workers + 1, whole.num_experts)
     hosts = [generator.permutation(whole.num_workers)[:parts] for parts in parts_E]
-    problem, hosts_P = whole.divided(parts_E), np.concatenate(hosts)
+    problem = whole.divided(parts_E)
+    hosts_P = np.concatenate(hosts)
     schedule = list_schedule(problem, hosts_P, Pace.eager(problem))
     assert schedule.hosts == tuple(tuple(row.tolist()) for row in hosts)
     assert MiniTaskSchedule.parse(str(schedule)) == schedule
@@ -66,8 +68,13 @@ class _Task:
     """A mini-task of the slow reference."""
 
     def __init__(self, name: MiniTask, size: float, resource: tuple[int, ...], pace: float, last: bool = False) -> None:
-        self.name, self.size, self.resource, self.left, self.last = name, size, resource, size, last
-        self.priority, self.amounts = size * pace, []
+        self.name = name
+        self.size = size
+        self.resource = resource
+        self.left = size
+        self.last = last
+        self.priority = size * pace
+        self.amounts = []
 
     @property
     def done(self) -> float:
@@ -84,7 +91,8 @@ def reference_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> dic
     tasks = {}
 
     def add(size: float, kind: MiniTaskKind, expert: int, source: int, target: int, *, pace: float) -> None:
-        name, computes = MiniTask(expert, kind, source, target), kind is MiniTaskKind.COMPUTE
+        name = MiniTask(expert, kind, source, target)
+        computes = kind is MiniTaskKind.COMPUTE
         last = kind is MiniTaskKind.COMBINE or (computes and source == target)
         if size and (computes or source != target):
             tasks[name] = _Task(name, size, (target,) if computes else (source, target), pace, last)
@@ -105,7 +113,8 @@ def reference_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> dic
 
 
 def _fill(problem: Problem, tasks: dict[MiniTask, _Task], weight: float) -> None:
-    available, free = {}, {}
+    available = {}
+    free = {}
     for name, task in tasks.items():
         expert, kind, source, target = name
         waits_for = {
@@ -142,7 +151,8 @@ def resources(problem: Problem) -> Iterator[tuple[Callable[[MiniTask], bool], fl
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_schedules_against_a_loop_over_mini_tasks(problem: Problem, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    workers, experts = problem.num_workers, problem.num_experts
+    workers = problem.num_workers
+    experts = problem.num_experts
     hosts_E = generator.integers(0, workers, experts)
     way = (experts, workers, workers)
     pace = Pace(*(generator.uniform(1, 20, shape) for shape in (way, way[:2], way, way)))

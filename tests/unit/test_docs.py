@@ -23,7 +23,8 @@ from tests.unit.test_architecture import LEVELS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "megatron_balance"
-README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 GENERATED = ("flags.md", "mistakes.md")
 PAGES = [README, CONTRIBUTING, *sorted(page for page in DOCS.glob("**/*.md") if page.name not in GENERATED)]
 """All pages except those with generated tables."""
@@ -116,7 +117,8 @@ def missing_names(text: str) -> list[str]:
 def is_module_or_member(name: str) -> bool:
     """Return whether a dotted name is a module or a definition in one."""
     path = ROOT.joinpath(*name.split("."))
-    module, member = path.parent.with_suffix(".py"), path.name
+    module = path.parent.with_suffix(".py")
+    member = path.name
     is_member = module.is_file() and member in line_links.definitions(text_of(module))
     return path.is_dir() or path.with_suffix(".py").is_file() or is_member
 
@@ -142,7 +144,8 @@ def anchors(text: str) -> set[str]:
 
 def uneven_rows(text: str) -> list[str]:
     """Return the rows of tables that do not have as many cells as the row above."""
-    uneven, cells = [], 0
+    uneven = []
+    cells = 0
     for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
         own = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
         uneven += [line] if own and cells and own != cells else []

@@ -44,7 +44,8 @@ def _by_node(matrix: np.ndarray, size: int) -> np.ndarray:
 
 def cluster(num_ranks: int, node_size: int, shared: float = 10.0) -> ClusterProfile:
     """Return a cluster whose messages take 100 + b within nodes and 1000 + 10 b between them, alone in their node."""
-    near, far = Fit(100.0, 1.0, 0, 0), Fit(1000.0, 10.0, 0, 0)
+    near = Fit(100.0, 1.0, 0, 0)
+    far = Fit(1000.0, 10.0, 0, 0)
     lines = {"forward": SPEED, "backward": SPEED, "shared": Fit(1000.0, shared, 0, 0)}
     return from_links(num_ranks, node_size, near, far, **lines)
 
@@ -56,7 +57,8 @@ EVEN = np.full((4, 4), 6.0)
 @pytest.mark.parametrize(("shared", "times"), [(10.0, 1), (20.0, 2)])
 def test_predictions_by_hand(shared: float, times: int) -> None:
     """Each rank has its adapter, or both ranks of a node share one. A further message adds a tenth of a first one."""
-    near, far = 90 + 10 + 6, 900 + 2 * 100 + times * 10 * 12
+    near = 90 + 10 + 6
+    far = 900 + 2 * 100 + times * 10 * 12
     expected = {
         "flat": near + far,
         "p2p": 10 + far,
@@ -89,7 +91,9 @@ def test_an_uneven_exchange_within_nodes_is_cheaper_and_across_them_dearer() -> 
     model = ExchangeModel.of(profile)
     node = np.arange(8) // 4
     same = node[:, None] == node
-    even, within, across = np.ones((8, 8)), same * 7 / 3, ~same * 7 / 4
+    even = np.ones((8, 8))
+    within = same * 7 / 3
+    across = ~same * 7 / 4
     line = profile.link("all_to_all")
     assert model.seconds(even * 100) == pytest.approx(line.seconds(700))
     # Four ranks of a node share an adapter: 4 * 4/7 of a rank's 700 bytes at 10 seconds each
@@ -132,5 +136,6 @@ def test_another_number_of_ranks_has_another_all_to_all() -> None:
     assert resized(profile, 4, 2) is profile
     wider = resized(profile, 8, 4)
     assert (wider.num_ranks, wider.node_size, wider.all_to_alls, wider.rates) == (8, 4, {}, ())
-    even, unmeasured = np.full((8, 8), 5.0), ExchangeModel(DEFAULT, Network.of(wider), None)
+    even = np.full((8, 8), 5.0)
+    unmeasured = ExchangeModel(DEFAULT, Network.of(wider), None)
     assert ExchangeModel.of(wider).seconds(even) == pytest.approx(unmeasured.seconds(even))

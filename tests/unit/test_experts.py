@@ -74,7 +74,8 @@ class Computed:
     """The function of a linear layer, with gradients for its weights."""
 
     def __init__(self, linear: GroupedWeights, sizes: list[int], at_once: bool = False) -> None:
-        self.linear, self.sizes = linear, sizes
+        self.linear = linear
+        self.sizes = sizes
         self.gradients = LinearGradients(linear, len(sizes), TorchGemm())
         self.layer = SlotLinear(linear(), self.gradients, at_once=at_once)
 
@@ -108,7 +109,8 @@ def results(reference: Callable[[], torch.Tensor], variables: list[torch.Tensor]
 @pytest.mark.parametrize("at_once", [False, True], ids=["later", "at once"])
 def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], at_once: bool) -> None:
     torch.manual_seed(0)
-    linear, rows = new_linear(len(sizes), *widths, dtype, bias=False), random(sum(sizes), widths[0], dtype=dtype)
+    linear = new_linear(len(sizes), *widths, dtype, bias=False)
+    rows = random(sum(sizes), widths[0], dtype=dtype)
     computed = Computed(linear, sizes, at_once)
     found = computed(rows)
     assert found.dtype == dtype
@@ -123,7 +125,8 @@ def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int],
     st.sampled_from(list(TOLERANCE)),
 )
 def test_products_of_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    linear, rows = new_linear(len(sizes), inputs, outputs, dtype, bias=False), random(sum(sizes), inputs, dtype=dtype)
+    linear = new_linear(len(sizes), inputs, outputs, dtype, bias=False)
+    rows = random(sum(sizes), inputs, dtype=dtype)
     computed = Computed(linear, sizes)
     computed.check(computed(rows), lambda: loop_linear(rows, linear.weight, sizes), [rows])
 
@@ -144,7 +147,8 @@ def test_a_grouped_product_leaves_the_rows_of_guests(monkeypatch, guests: int, s
         return output
 
     real = F.grouped_mm
-    rows, gradient = torch.randn(sum(sizes), 8).bfloat16(), torch.randn(sum(sizes), 16).bfloat16()
+    rows = torch.randn(sum(sizes), 8).bfloat16()
+    gradient = torch.randn(sum(sizes), 16).bfloat16()
     expected = [TorchGemm().outputs(rows, parts, split), TorchGemm().input_gradients(gradient, parts, split)]
     monkeypatch.setattr(grouped_gemm, "grouped_mm_is_fast", lambda matrix: True)
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
@@ -163,9 +167,11 @@ def test_products_whose_numbers_of_rows_only_the_device_knows(
 ) -> None:
     """Rows after those of the last slot hold NaN, and so do their gradients."""
     torch.manual_seed(0)
-    home, rows = len(sizes), sum(sizes)
+    home = len(sizes)
+    rows = sum(sizes)
     sizes = [*sizes, *[2] * guests]
-    linear, used = new_linear(home, 16, 8, dtype, bias=False), sum(sizes)
+    linear = new_linear(home, 16, 8, dtype, bias=False)
+    used = sum(sizes)
     for parameter in linear.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     linear.allocate_guests(2)
@@ -211,7 +217,8 @@ def test_what_free_memory_holds_has_no_influence(
 ) -> None:
     """Nobody has written the rows after the last end (`tail`; None: the host knows the sizes)."""
     torch.manual_seed(0)
-    used, home = sum(sizes), len(sizes) - guests
+    used = sum(sizes)
+    home = len(sizes) - guests
     linear = new_linear(home, *widths, torch.bfloat16, bias=False)
     linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
     linear.allocate_guests(2)
@@ -228,7 +235,8 @@ def test_what_free_memory_holds_has_no_influence(
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
     gradients = LinearGradients(linear, len(sizes), TorchGemm())
     layer = SlotLinear(linear(guests), gradients)
-    inputs, output_gradient = unwritten(rows).requires_grad_(), unwritten(gradient)
+    inputs = unwritten(rows).requires_grad_()
+    output_gradient = unwritten(gradient)
     output = layer(inputs, RowSplit(sizes, DEVICE) if tail is None else DeviceSplit(ends))
     output.backward(output_gradient)
     (home_gradient,) = gradients.finish()
@@ -244,13 +252,16 @@ def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
     class Matrices(SimpleNamespace):
         """Stands for a tensor on a device."""
 
-        is_cuda, device, shape = True, None, (2, 16, 8)
+        is_cuda = True
+        device = None
+        shape = (2, 16, 8)
 
         def element_size(self) -> int:
             return self.dtype.itemsize
 
     fast = grouped_gemm.grouped_mm_is_fast
-    half, single = Matrices(dtype=torch.bfloat16), Matrices(dtype=torch.float32)
+    half = Matrices(dtype=torch.bfloat16)
+    single = Matrices(dtype=torch.float32)
     for capability, expected in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert fast(half) == expected and not fast(single)
@@ -305,7 +316,8 @@ def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], sca
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], scaled: bool) -> None:
     torch.manual_seed(0)
-    linear, rows = new_linear(len(sizes), *widths, dtype), random(sum(sizes), widths[0], dtype=dtype)
+    linear = new_linear(len(sizes), *widths, dtype)
+    rows = random(sum(sizes), widths[0], dtype=dtype)
     scale = random(sum(sizes), dtype=dtype) if scaled else None
     computed = Computed(linear, sizes)
     found = computed(rows, scale)
@@ -324,7 +336,8 @@ def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
 
 
 def test_only_the_bias_needs_a_gradient() -> None:
-    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32)
+    linear = new_linear(2, 16, 16, torch.float32)
+    rows = random(5, 16, dtype=torch.float32)
     linear.weight.requires_grad_(False)
     computed = Computed(linear, [2, 3])
     computed(rows).sum().backward()
@@ -334,7 +347,8 @@ def test_only_the_bias_needs_a_gradient() -> None:
 
 
 def test_without_bias() -> None:
-    linear, rows = new_linear(2, 16, 8, torch.float32, bias=False), random(5, 16, dtype=torch.float32)
+    linear = new_linear(2, 16, 8, torch.float32, bias=False)
+    rows = random(5, 16, dtype=torch.float32)
     assert [name for name, _ in linear.named_parameters()] == ["weight"]
     expected = torch.cat([F.linear(rows[:2], linear.weight[0]), F.linear(rows[2:], linear.weight[1])])
     assert_close(Computed(linear, [2, 3])(rows), expected, torch.float32)
@@ -350,7 +364,8 @@ def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -
         parameter.grad_added_to_main_grad = False
     linear.allocate_guests(2)
     gradients = LinearGradients(linear, 3, TorchGemm())
-    layer, chunks = SlotLinear(linear(1), gradients), ([3, 0, 2], [1, 4, 5])
+    layer = SlotLinear(linear(1), gradients)
+    chunks = ([3, 0, 2], [1, 4, 5])
     expected = [torch.ones(4, *one.shape[1:], dtype=torch.float64, device=DEVICE) for one in linear.parameters()]
     expected[0][2:] = 0
     if bias:
@@ -374,7 +389,8 @@ def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -
 
 
 def test_overwritten_weights_are_noticed() -> None:
-    linear, rows = new_linear(2, 16, 16, torch.float32), random(5, 16, dtype=torch.float32)
+    linear = new_linear(2, 16, 16, torch.float32)
+    rows = random(5, 16, dtype=torch.float32)
     output = Computed(linear, [2, 3])(rows)
     linear.weight.detach()[1].fill_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -412,7 +428,8 @@ class Alone:
 def gate(inner: torch.Tensor, activation, clamp: float | None, offset: float) -> torch.Tensor:
     """Compute a gated unit, one element after another: [R, 2F] -> [R, F]."""
     width = inner.shape[1] // 2
-    gated, linear = inner[:, :width], inner[:, width:]
+    gated = inner[:, :width]
+    linear = inner[:, width:]
     if clamp is not None:
         gated = torch.where(gated > clamp, clamp, gated)
         linear = torch.where(linear > clamp, clamp, torch.where(linear < -clamp, -clamp, linear))
@@ -427,7 +444,9 @@ def gate(inner: torch.Tensor, activation, clamp: float | None, offset: float) ->
 )
 def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bool) -> None:
     torch.manual_seed(0)
-    sizes, hidden, inner = [5, 0, 9], 6, 4
+    sizes = [5, 0, 9]
+    hidden = 6
+    inner = 4
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
@@ -447,7 +466,8 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
     experts = GroupedExperts(range(len(sizes)), config, groups)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
-    rows, probs = random(sum(sizes), hidden, dtype=torch.float64), random(sum(sizes), dtype=torch.float64)
+    rows = random(sum(sizes), hidden, dtype=torch.float64)
+    probs = random(sum(sizes), dtype=torch.float64)
     experts.by_slot = by_slot
     found = experts(rows, torch.tensor(sizes), probs)
     first = loop_layer(experts.linear_fc1, rows, sizes, None)

@@ -103,8 +103,10 @@ def test_the_source_of_a_policy_is_a_fact(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_content_of_a_calibration_is_a_fact(tmp_path: Path) -> None:
-    record, machine = tmp_path / "calibration.jsonl", Machine(2, cuda=False, transformer_engine=False, apex=False)
-    flags, found = f"{BASE} --expert-model-parallel-size 2 --balance-policy top2 --balance-calibrate", []
+    record = tmp_path / "calibration.jsonl"
+    machine = Machine(2, cuda=False, transformer_engine=False, apex=False)
+    flags = f"{BASE} --expert-model-parallel-size 2 --balance-policy top2 --balance-calibrate"
+    found = []
     for content in ("1", "2"):
         record.write_text(content)
         found.append(facts.gather(parse_args(f"{flags} {record}".split(), machine), Topology(2, 2)))

@@ -27,7 +27,8 @@ from megatron_balance.planning.fit import (
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
     """Draw arguments of `fitted`."""
-    ranks, per_rank = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 7))
+    per_rank = draw(st.integers(1, 4))
     tokens = draw(st.lists(st.integers(0, 200), min_size=ranks * per_rank, max_size=ranks * per_rank))
     experts = [
         sorted((tokens[expert], expert) for expert in range(rank * per_rank, (rank + 1) * per_rank) if tokens[expert])
@@ -77,13 +78,18 @@ def reference(
     order: int,
 ) -> tuple[list[Move], list[int]]:
     """Search all ranks before each move; also return the excess of the busiest rank."""
-    left, loads, slots = [{expert: size for size, expert in row} for row in experts], [*loads], [*slots]
-    ranks, stuck, moves = range(len(loads)), set[int](), list[Move]()
+    left = [{expert: size for size, expert in row} for row in experts]
+    loads = [*loads]
+    slots = [*slots]
+    ranks = range(len(loads))
+    stuck = set[int]()
+    moves = list[Move]()
 
     def excess(rank: int) -> int:
         return loads[rank] - capacities[rank]
 
-    excesses, source = [max(map(excess, ranks))], -1
+    excesses = [max(map(excess, ranks))]
+    source = -1
     while True:
         waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
         if not waiting:
@@ -134,7 +140,8 @@ def test_fit_is_the_reference(case: dict) -> None:
 def test_moves_stay_within_what_ranks_have(case: dict) -> None:
     found = fitted(**case)
     left = {expert: size for row in case["experts"] for size, expert in row}
-    loads, guests = [*case["loads"]], Counter()
+    loads = [*case["loads"]]
+    guests = Counter()
     for index, (expert, source, target, tokens) in enumerate(found.moves):
         assert tokens > 0 and source != target
         assert case["reaches_far"] or source // case["node_size"] == target // case["node_size"]
@@ -194,7 +201,8 @@ def test_sending_times_grow_guest_by_guest(data: st.DataObject, ranks: int, node
     pairs_K2 = np.array(data.draw(st.lists(places, max_size=20, unique=True)), np.int64).reshape(-1, 2)
     found_2K = sending_times(pairs_K2, owner_E, ranks, node_size, far)
     for number in range(len(pairs_K2) + 1):
-        times_D, sent = [0.0] * ranks, dict[int, list[float]]()
+        times_D = [0.0] * ranks
+        sent = dict[int, list[float]]()
         for expert, rank in pairs_K2[:number].tolist():
             owner = int(owner_E[expert])
             time = 1.0 if owner // node_size == rank // node_size else far
@@ -215,15 +223,19 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
     owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
     for rank, row in enumerate(case["experts"]):
         owner_E[[expert for _, expert in row]] = rank
-    negligible, lines = 10.0, np.zeros((2, 7)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]] * 2)
-    best_MF, least = start_MF, np.inf
+    negligible = 10.0
+    lines = np.zeros((2, 7)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]] * 2)
+    best_MF = start_MF
+    least = np.inf
     fits = [fitted(**{**case, "order": order}) for order in ORDERS]
     for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):
         sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
         seconds = sum(few_batches(*sent_2K[:, -1].tolist(), lines, 4.0, rounds))
         fewer = len(moves_MF) < len(best_MF)
         if seconds < least - negligible or (fewer and seconds <= least + negligible):
-            best_MF, least = moves_MF, seconds
-    above, slots = np.array(case["loads"]) - np.array(case["capacities"]), np.array(case["slots"])
+            best_MF = moves_MF
+            least = seconds
+    above = np.array(case["loads"]) - np.array(case["capacities"])
+    slots = np.array(case["slots"])
     given = *arrays(case["experts"]), above, slots, size, 4 * PARTS, pairs_K2, owner_E
     assert cheapest(start_MF, *given, 4.0, lines, rounds, negligible).tolist() == best_MF.tolist()

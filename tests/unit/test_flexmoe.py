@@ -28,7 +28,8 @@ ROUNDING = 1 + 1e-6
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
     """Draw `layers` and a policy."""
-    threshold, metric = draw(st.sampled_from([1.0, 1.1, 2.0])), draw(st.sampled_from(sorted(METRICS)))
+    threshold = draw(st.sampled_from([1.0, 1.1, 2.0]))
+    metric = draw(st.sampled_from(sorted(METRICS)))
     return *draw(layers()), FlexMoE(threshold, metric, draw(st.sampled_from([None, 1, 4, 9])))
 
 
@@ -48,7 +49,8 @@ def test_modifications_are_valid_and_pay(case: tuple[np.ndarray, Placement, Cost
         placement = modify(placement, [modification])
     used = Counter(rank for ranks in placement.hosts for rank in ranks)
     assert all(used[rank] <= max(limit, before[rank]) for rank in used)
-    planned, owned = policy.plan(counts_BDE, start, cost), owners_host(start)
+    planned = policy.plan(counts_BDE, start, cost)
+    owned = owners_host(start)
     # A primary that shrinks away and comes back is not the primary again if this takes two modifications
     modified = modify(start, modifications)
     assert modified.hosts == placement.hosts and planned.hosts in {placement.hosts, start.hosts, owned.hosts}
@@ -75,10 +77,8 @@ def test_the_same_load_leads_to_rest(case: tuple[np.ndarray, Placement, CostMode
 @given(st.data(), placements())
 def test_placements_with_quotas_in_use(data: st.DataObject, placement: Placement) -> None:
     """A run may continue with another policy: the plan has vExperts only, or is the placement in use."""
-    counts_DE, cost = (
-        data.draw(loads(placement, largest=100_000)).numpy(),
-        data.draw(drawn_costs(placement.num_ranks, 1)),
-    )
+    counts_DE = data.draw(loads(placement, largest=100_000)).numpy()
+    cost = data.draw(drawn_costs(placement.num_ranks, 1))
     planned = FlexMoE().plan(counts_DE, placement, cost)
     assert planned == placement or not planned.quotas
     assert cost.layer_seconds(counts_DE, planned) <= cost.layer_seconds(counts_DE, placement) * ROUNDING
@@ -129,7 +129,9 @@ def test_a_rank_may_take_several_vexperts_of_an_expert(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_what_is_gained_has_to_exceed_trans_and_agg(hidden: bool) -> None:
-    owners, cost, seen = Placement.identity(2, 2, 1), cost_model(2), set()
+    owners = Placement.identity(2, 2, 1)
+    cost = cost_model(2)
+    seen = set()
     shared = [owners.rehost([(*[0] * kept, 1), (1,)]) for kept in (1, 2)]
     if hidden:
         cost = replace(cost, overlap=Overlap(1.0, 1.0))
@@ -147,8 +149,10 @@ def test_what_is_gained_has_to_exceed_trans_and_agg(hidden: bool) -> None:
 @pytest.mark.parametrize("policy", ["flexmoe", "pro_prophet"])
 def test_hidden_guests_are_added_as_if_they_were_free(policy: str) -> None:
     """Trans and Agg of large experts do not pay, unless computation hides them."""
-    counts_DE, owners = load_matrix("hot_experts", 8, 32, 2, 4096, 0, 9), Placement.identity(32, 8, 2)
-    exposed, hidden = cost_model(8, expert_bytes=3e8), cost_model(8, expert_bytes=3e8, overlap=Overlap(1.0, 1.0))
+    counts_DE = load_matrix("hot_experts", 8, 32, 2, 4096, 0, 9)
+    owners = Placement.identity(32, 8, 2)
+    exposed = cost_model(8, expert_bytes=3e8)
+    hidden = cost_model(8, expert_bytes=3e8, overlap=Overlap(1.0, 1.0))
     assert load_policy(policy).plan(counts_DE, owners, exposed) == owners
     planned = load_policy(policy).plan(counts_DE, owners, hidden)
     assert planned.added_hosts >= 4
@@ -159,7 +163,9 @@ def test_hidden_guests_are_added_as_if_they_were_free(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["flexmoe", "pro_prophet", "demi"])
 def test_a_slow_rank_computes_fewer_tokens(policy: str) -> None:
-    counts_DE, owners, cost = np.full((4, 16), 4000), Placement.identity(16, 4, 3), cost_model(4, expert_bytes=1e5)
+    counts_DE = np.full((4, 16), 4000)
+    owners = Placement.identity(16, 4, 3)
+    cost = cost_model(4, expert_bytes=1e5)
     assert load_policy(policy).plan(counts_DE, owners, cost).is_identity
     slow = with_rates(cost, [1.0, 0.5, 1.0, 1.0])
     planned = load_policy(policy).plan(counts_DE, owners, slow)
@@ -171,7 +177,8 @@ def test_a_slow_rank_computes_fewer_tokens(policy: str) -> None:
 def test_each_microbatch_waits_for_its_own_slowest_rank() -> None:
     """Two microbatches that are uneven in opposite ways, and together even."""
     counts_BDE = 1000 * np.array([[[9, 1, 1, 1]] * 4, [[1, 9, 9, 9]] * 4])
-    owners, cost = Placement.identity(4, 4, 2), cost_model(4, expert_bytes=1e5, microbatches=2)
+    owners = Placement.identity(4, 4, 2)
+    cost = cost_model(4, expert_bytes=1e5, microbatches=2)
     planned = FlexMoE().plan(counts_BDE, owners, cost)
     assert cost.layer_seconds(counts_BDE, planned) < 0.9 * cost.layer_seconds(counts_BDE, owners)
     even = Placement.identity(4, 4, 2)
@@ -188,7 +195,8 @@ def test_two_experts_change_places() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 4])
 def test_without_a_vexpert_to_spare_nothing_is_expanded(limit: int) -> None:
-    counts_DE, current = load_matrix("hot_experts", 4, 16, 2, 4096, 0, 9), Placement.identity(16, 4, 2)
+    counts_DE = load_matrix("hot_experts", 4, 16, 2, 4096, 0, 9)
+    current = Placement.identity(16, 4, 2)
     assert FlexMoE(vexperts_per_rank=limit).plan(counts_DE, current, cost_model(4)) is current
     assert FlexMoE(vexperts_per_rank=5).plan(counts_DE, current, cost_model(4)).added_hosts
 
@@ -196,7 +204,9 @@ def test_without_a_vexpert_to_spare_nothing_is_expanded(limit: int) -> None:
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
 @pytest.mark.parametrize("threshold", [1.1, 1.4])
 def test_it_acts_above_the_threshold_only(workload: str, threshold: float) -> None:
-    counts_DE, current, cost = load_matrix(workload, 4, 16, 2, 4096, 0, 9), Placement.identity(16, 4, 2), cost_model(4)
+    counts_DE = load_matrix(workload, 4, 16, 2, 4096, 0, 9)
+    current = Placement.identity(16, 4, 2)
+    cost = cost_model(4)
     ratio = balance_ratio(cost.traffic(counts_DE, current).sum(1))
     planned = FlexMoE(threshold).plan(counts_DE, current, cost)
     if ratio <= threshold:
@@ -208,7 +218,8 @@ def test_it_acts_above_the_threshold_only(workload: str, threshold: float) -> No
 
 
 def test_metrics_have_one_scale() -> None:
-    even, uneven = np.array([[5, 5, 5, 5]]), np.array([[8, 4, 4, 4]])
+    even = np.array([[5, 5, 5, 5]])
+    uneven = np.array([[8, 4, 4, 4]])
     assert {name: metric(even) for name, metric in METRICS.items()} == {"max": 1.0, "variance": 1.0}
     assert {name: metric(np.zeros((1, 4))) for name, metric in METRICS.items()} == {"max": 1.0, "variance": 1.0}
     assert METRICS["max"](uneven) == pytest.approx(1.6)
@@ -229,7 +240,8 @@ def test_one_threshold_means_one_excess(num_ranks: int, excess: float) -> None:
     largest, deviation = (METRICS[name](tokens_BD) - 1 for name in ("max", "variance"))
     assert deviation * math.sqrt(num_ranks - 1) == pytest.approx(largest)
     counts_DE = (tokens_BD / num_ranks).astype(np.int64).repeat(num_ranks, axis=0)
-    owners, cost = Placement.identity(num_ranks, num_ranks, 1), cost_model(num_ranks, expert_bytes=0.0)
+    owners = Placement.identity(num_ranks, num_ranks, 1)
+    cost = cost_model(num_ranks, expert_bytes=0.0)
     computed_BD = cost.traffic(counts_DE, owners).sum(1)
     for name, metric in METRICS.items():
         ratio = metric(computed_BD)
@@ -238,7 +250,8 @@ def test_one_threshold_means_one_excess(num_ranks: int, excess: float) -> None:
 
 
 def test_it_goes_on_from_the_placement_in_use() -> None:
-    policy, cost = FlexMoE(), cost_model(16)
+    policy = FlexMoE()
+    cost = cost_model(16)
     counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
     hot = policy.plan(counts_DE, Placement.identity(64, 16, 2), cost)
     drifted_DE = counts_DE.copy()
@@ -253,7 +266,8 @@ def test_it_goes_on_from_the_placement_in_use() -> None:
 
 def test_many_expands_at_once_have_to_be_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexMoE continues from the placement in use while it is nearly as fast as one from scratch."""
-    current, cost = Placement.identity(64, 16, 2), cost_model(16)
+    current = Placement.identity(64, 16, 2)
+    cost = cost_model(16)
     counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
     policy = FlexMoE(budget=0, improvements=0)
     planned = policy.plan(counts_DE, current, cost)
@@ -268,7 +282,8 @@ def test_many_expands_at_once_have_to_be_clearly_faster(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("size", [(16, 64), (64, 256)])
 def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> None:
     num_ranks, num_experts = size
-    current, cost = Placement.identity(num_experts, num_ranks, 2), cost_model(num_ranks)
+    current = Placement.identity(num_experts, num_ranks, 2)
+    cost = cost_model(num_ranks)
     counts_DE = np.full((num_ranks, num_experts), 200)
     # A quarter of the ranks have equally hot experts, so relieving only one rank gains nothing
     hot = range(0, num_experts, 4 * num_experts // num_ranks)
@@ -280,7 +295,8 @@ def test_several_slowest_ranks_are_relieved_together(size: tuple[int, int]) -> N
 
 def test_the_budget_bounds_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flexmoe, "leveled", lambda *_, **__: [])
-    current, cost = Placement.identity(64, 16, 2), cost_model(16, expert_bytes=1e6)
+    current = Placement.identity(64, 16, 2)
+    cost = cost_model(16, expert_bytes=1e6)
     counts_DE = load_matrix("hot_experts", 16, 64, 2, 4096, 0, 9)
     for budget in (0, 1, 3):
         expands = [

@@ -40,7 +40,8 @@ def test_ranks_and_microbatches_see_every_token_once(
 def test_samples_are_those_that_the_data_loader_gives(data_ranks: int, samples: int, microbatches: int) -> None:
     batch = data_ranks * samples * microbatches
     for rank in range(data_ranks):
-        part, consumed = BatchPart(seq_length=10, data_rank=rank, data_ranks=data_ranks), 3 * batch
+        part = BatchPart(seq_length=10, data_rank=rank, data_ranks=data_ranks)
+        consumed = 3 * batch
         given_samples = list(
             MicrobatchSampler(
                 9 * batch, micro_batch_size=samples, rank=rank, ranks=data_ranks, consumed_samples=consumed

@@ -6,7 +6,8 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from megatron_balance.flow.group_scores import GroupScores
 
-GROUPS, EXPERTS = 4, 12
+GROUPS = 4
+EXPERTS = 12
 
 
 def route(logits_TE: torch.Tensor, topk: int, group_topk: int, best: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,8 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
         entered: Callable[[float], int] = lambda _: 0,
         device_hangs: bool = False,
     ) -> float | None:
-        collectives, position = Collectives(), Position()
+        collectives = Collectives()
+        position = Position()
         guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT, collectives=collectives)
         guard.follow(position)
         clock = SimpleNamespace(now=0.0, alarm=None)
@@ -40,7 +41,8 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
 
         def alarm() -> None:
             # Once ended, the watchdog does not end this process
-            clock.alarm, guard._ended = clock.now, True
+            clock.alarm = clock.now
+            guard._ended = True
 
         monkeypatch.setattr(guard, "_wake", SimpleNamespace(wait=wait, set=alarm))
         monkeypatch.setattr(hang_guard, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -141,7 +143,8 @@ class Stream:
 def test_the_device_says_whether_code_that_stands_still_waits(
     state: str, activity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard, stream = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0), Stream(state)
+    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0)
+    stream = Stream(state)
     monkeypatch.setattr(guard, "_device", 0)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
     found, place = guard._activity()

@@ -13,7 +13,8 @@ from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Action, Operation
 from tests.unit.balancers import BLOCKS, EXPERTS, LAYERS, MICROBATCHES, RANKS, World, build, passes
 
-HIDDEN, TOKENS = 3, 7
+HIDDEN = 3
+TOKENS = 7
 
 
 class Experts(torch.autograd.Function):
@@ -87,7 +88,8 @@ class BucketGroup:
     """Stand-in for DDP's group of buckets."""
 
     def __init__(self, world: World, name: str, layers: list[Layer]) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         self.buckets = [SimpleNamespace(params=list(layer.experts.parameters())) for layer in layers]
 
     def start_grad_sync(self) -> None:

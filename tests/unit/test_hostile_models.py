@@ -38,7 +38,8 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def test_a_model_in_hugging_faces_cache(model: Path, tmp_path: Path) -> None:
     """In the cache, every file of a model is a link into `blobs`, a sibling of `snapshots`."""
-    root, there = tmp_path / "models--a--b", tmp_path / "there"
+    root = tmp_path / "models--a--b"
+    there = tmp_path / "there"
     snapshot = root / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     shutil.copytree(model, root / "blobs")
@@ -53,7 +54,9 @@ def test_a_model_in_hugging_faces_cache(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", ["import", "export"])
 def test_nothing_is_written_through_links(model: Path, tmp_path: Path, action: str) -> None:
-    there, target, outside = tmp_path / "there", tmp_path / "target", tmp_path / "outside"
+    there = tmp_path / "there"
+    target = tmp_path / "target"
+    outside = tmp_path / "outside"
     import_model(model, there, quiet)
     outside.write_text("precious")
     target.mkdir()
@@ -71,7 +74,8 @@ def test_nothing_is_written_through_links(model: Path, tmp_path: Path, action: s
 def test_config_json_may_mean_more_than_a_checkpoint_holds(model: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     import_model(model, there, quiet)
-    config, path = read_json(model / "config.json"), there / "huggingface" / "config.json"
+    config = read_json(model / "config.json")
+    path = there / "huggingface" / "config.json"
     for change in ({"num_local_experts": 65536}, {"num_local_experts": 65536, "num_hidden_layers": 4096}):
         path.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match="tensors of another shape"):
@@ -109,7 +113,8 @@ CUT = {
 @pytest.mark.parametrize("name", CUT)
 def test_sizes_that_no_file_holds(model: Path, tmp_path: Path, name: str) -> None:
     """Sizes in a checkpoint's metadata are compared with its files before memory is allocated."""
-    there, (change, said) = tmp_path / "there", CUT[name]
+    there = tmp_path / "there"
+    (change, said) = CUT[name]
     import_model(model, there, quiet)
     spoil_metadata(there / "iter_0000000", change)
     with pytest.raises(ValueError, match=rf"\.metadata: decoder.final_layernorm.weight: .*{said}|{said}"):

@@ -18,7 +18,8 @@ from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 
 def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, **options: Any) -> CostModel:
     """Return a model with two kinds of links, shared adapters or not, and ranks of any speed."""
-    both, shared = Fit(3.0, 2.0, 0.0, 0.0), Fit(3.0, float(generator.choice([2.0, 3.0])), 0.0, 0.0)
+    both = Fit(3.0, 2.0, 0.0, 0.0)
+    shared = Fit(3.0, float(generator.choice([2.0, 3.0])), 0.0, 0.0)
     profile = from_links(
         *(num_ranks, node_size, Fit(1.0, 0.5, 0.0, 0.0), both),
         shared=shared,
@@ -26,7 +27,8 @@ def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, *
         backward=Throughput(2.0, 0.5, 0.0, 0.0),
         rates=tuple(generator.choice([0.5, 1.0, 1.5], num_ranks).tolist()),
     )
-    split, coding = str(generator.choice(sorted(SPLITS))), float(generator.choice([0.0, 0.1]))
+    split = str(generator.choice(sorted(SPLITS)))
+    coding = float(generator.choice([0.0, 0.1]))
     overlap = Overlap(1.0, 2.0) if generator.random() < 0.5 else None
     return CostModel(
         profile,
@@ -45,7 +47,8 @@ class Case:
 
     def __init__(self, seed: int, ranks: int, home: int, node_size: int) -> None:
         self.generator = generator = np.random.default_rng(seed)
-        self.cost, self.ranks = cost_model(ranks, node_size, generator), ranks
+        self.cost = cost_model(ranks, node_size, generator)
+        self.ranks = ranks
         self.placement = Placement.identity(ranks * home, ranks, ranks * home)
         counts_BDE = generator.integers(0, 100, (self.cost.microbatches, ranks, ranks * home))
         counts_BDE[:, :, generator.random(ranks * home) < 0.3] = 0
@@ -63,15 +66,19 @@ class Case:
 
     def loads(self, hosting: Hosting) -> np.ndarray:
         """Return [E, 5, B, D], by numpy."""
-        layer, row_E = hosting.layer, np.arange(len(hosting.primary_E))
-        owner_E, primary_E, shares_ED = layer.owner_E, hosting.primary_E, hosting.shares_ED
+        layer = hosting.layer
+        row_E = np.arange(len(hosting.primary_E))
+        owner_E = layer.owner_E
+        primary_E = hosting.primary_E
+        shares_ED = hosting.shares_ED
         first_E = np.where(shares_ED[row_E, owner_E], owner_E, (shares_ED > 0).argmax(1))
         primary_E = np.where(shares_ED[row_E, primary_E], primary_E, first_E)
         return slow_loads(self.cost, layer.counts_EBD, shares_ED, primary_E)
 
     def check(self, hosting: Hosting) -> None:
         """Compare hosts with numpy and with the cost model."""
-        cost, loads_FBD = self.cost, self.loads(hosting).sum(0)
+        cost = self.cost
+        loads_FBD = self.loads(hosting).sum(0)
         assert hosting.loads_FBD == pytest.approx(loads_FBD, abs=1e-9)
         assert hosting.work_BD == pytest.approx(cost.rank_seconds(loads_FBD), abs=1e-9)
         work = hosting.now.exchanging_A[0], hosting.now.computed_A[0]
@@ -101,7 +108,8 @@ drawn = st.builds(Case, st.integers(0, 2**32 - 1), st.integers(1, 9), st.integer
 @given(drawn)
 def test_loads_of_experts(case: Case) -> None:
     cost, layer, (expert_A, shares_AD, _) = case.cost, case.hosting.layer, case.hosts(5)
-    counts_ABD, primary_A = layer.counts_EBD[expert_A], (shares_AD > 0).argmax(1)
+    counts_ABD = layer.counts_EBD[expert_A]
+    primary_A = (shares_AD > 0).argmax(1)
     found_AFBD = expert_loads(cost.network, cost.split, counts_ABD, shares_AD, primary_A)
     assert found_AFBD == pytest.approx(slow_loads(cost, counts_ABD, shares_AD, primary_A), abs=1e-9)
 
@@ -114,11 +122,13 @@ def test_hosts_that_change(case: Case) -> None:
 
 @given(drawn, st.integers(1, 4), st.integers(1, 2), st.booleans())
 def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int, one_after_the_other: bool) -> None:
-    hosting, number = case.hosting, min(number, len(case.hosting.primary_E))
+    hosting = case.hosting
+    number = min(number, len(case.hosting.primary_E))
     hosts = [case.hosts(number) for _ in range(ways)]
     if one_after_the_other:
         # An expert is changed once
-        number, order = 1, case.generator.permutation(len(hosting.primary_E))[:ways]
+        number = 1
+        order = case.generator.permutation(len(hosting.primary_E))[:ways]
         hosts = [(order[[place]], *(part[:1] for part in hosts[place][1:])) for place in range(len(order))]
     expert_KA, shares_KAD, primary_KA = (np.stack(part, axis=1) for part in zip(*hosts, strict=True))
     is_none = expert_KA.shape[1] > 1 and not one_after_the_other
@@ -126,7 +136,8 @@ def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int,
         expert_KA[-1, 0] = -1
     begins_A = np.array([True, *[not one_after_the_other] * (len(hosts) - 1)])
     tried = hosting.tried(expert_KA, shares_KAD, primary_KA, begins_A)
-    after, extra = hosting, float(hosting.extra_E.max())
+    after = hosting
+    extra = float(hosting.extra_E.max())
     for a, arrays in enumerate(hosts):
         kept = number - 1 if is_none and a == 0 else number
         after = (after if one_after_the_other else hosting).changed(*(each[:kept] for each in arrays))
@@ -143,13 +154,16 @@ def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int,
 
 @given(drawn)
 def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
-    hosting, cost = case.hosting, case.cost
-    expert, rank = int(case.generator.integers(len(hosting.primary_E))), int(case.generator.integers(case.ranks))
+    hosting = case.hosting
+    cost = case.cost
+    expert = int(case.generator.integers(len(hosting.primary_E)))
+    rank = int(case.generator.integers(case.ranks))
     _, shares_AD, primary_A = case.hosts(4)
     involved_AD = case.generator.random(shares_AD.shape) < 0.6
     involved_AD[:, rank] = True
     tried = hosting.tried(np.full((1, len(primary_A)), expert), shares_AD[None], primary_A[None])
-    work_ABD, mean_B1 = tried.work_ABD.copy(), hosting.work_BD.mean(-1, keepdims=True)
+    work_ABD = tried.work_ABD.copy()
+    mean_B1 = hosting.work_BD.mean(-1, keepdims=True)
     others_BD = cost.rank_seconds(hosting.loads_FBD - case.loads(hosting)[expert])
     work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
     seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
@@ -173,7 +187,9 @@ def test_guests_that_are_tried(seed: int, ranks: int, node_size: int, local: boo
     selection = Selection.plain(counts_DE, Placement.identity(ranks, ranks, 1), cost)
     owner = int(generator.integers(ranks))
     shares_AD, primary_A = selection._options(owner, (0, owner))
-    work_D, tokens_D, computed_D = selection.work_BD[0], counts_DE[:, owner], selection.tokens_BD[0]
+    work_D = selection.work_BD[0]
+    tokens_D = counts_DE[:, owner]
+    computed_D = selection.tokens_BD[0]
     able = [rank for rank in range(ranks) if work_D[rank] < work_D[owner]]
     if local:
         fits = tokens_D + computed_D < computed_D[owner]

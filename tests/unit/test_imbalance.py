@@ -27,7 +27,8 @@ def reference(name: str, num_experts: int, topk: int, tokens: int, seed: int, st
     """Draw a step as the benchmark does: one torch generator, one permutation for each row."""
     seed_of_step = int(hashlib.sha256(f"{imbalance.WORKLOADS[name]}|{seed}|{step}".encode()).hexdigest()[:8], 16)
     generator = torch.Generator().manual_seed(seed_of_step)
-    everyone, wide = list(range(num_experts)), max(topk, num_experts // 4)
+    everyone = list(range(num_experts))
+    wide = max(topk, num_experts // 4)
     first = (step // 3) * wide if name == "W6" else 0
     hot = [(first + place) % num_experts for place in range(wide)]
     rows = []
@@ -126,7 +127,8 @@ def test_two_ranks_see_the_rows_of_one(name: str) -> None:
 
 
 def test_a_router_draws_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, drawn = [3], []
+    steps = [3]
+    drawn = []
     choose = workload_choices
 
     def count(*args: Any, **kwargs: Any) -> np.ndarray:

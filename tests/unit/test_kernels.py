@@ -109,7 +109,8 @@ def test_offsets_beyond_31_bits_on_a_gpu() -> None:
     """One row for each token, so that copies and sums only move them: 4.3 GB."""
     from megatron_balance.kernels import rows
 
-    tokens, hidden = 300_000, 7168
+    tokens = 300_000
+    hidden = 7168
     tokens_TH = torch.randn(1000, hidden, device="cuda").bfloat16().repeat(tokens // 1000, 1)
     tokens_TH[:, 0] = torch.arange(tokens, device="cuda") % 251
     row_T, first_T = (order(tokens, device="cuda").to(torch.int32) for order in (torch.randperm, torch.arange))

@@ -37,7 +37,9 @@ def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
 @given(placements(), st.floats(0, 0.01), st.floats(0, 0.01))
 def test_parts_are_the_whole_and_fit(placement: Placement, forward: float, backward: float) -> None:
     state = layer(placement, Overlap(forward, backward))
-    transport, plan, rounds = state.manager.cost.transport, state.transfers, state.transfers.rounds
+    transport = state.manager.cost.transport
+    plan = state.transfers
+    rounds = state.transfers.rounds
     trans, agg = (np.append(0.0, ends) for ends in transport.progress(plan))
     during_experts, during_others = parts(state, Operation.TRANS)
     assert during_experts.rounds + during_others.rounds == rounds

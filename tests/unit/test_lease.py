@@ -31,7 +31,8 @@ def test_a_released_lease_is_free_at_once(tmp_path: Path) -> None:
 
 
 def test_whoever_renews_is_told_about(tmp_path: Path) -> None:
-    holder, clock = held(tmp_path), Clock()
+    holder = held(tmp_path)
+    clock = Clock()
     other = wanted(tmp_path, elsewhere("b"), clock)
     assert not other.attempt()
     assert other.waiting_for().endswith("process 77 on host host-a, since some time ago still renews its lease")
@@ -43,7 +44,8 @@ def test_whoever_renews_is_told_about(tmp_path: Path) -> None:
 
 
 def test_a_check_by_the_holder_counts_as_a_renewal(tmp_path: Path) -> None:
-    holder, other = held(tmp_path), wanted(tmp_path, elsewhere("b"))
+    holder = held(tmp_path)
+    other = wanted(tmp_path, elsewhere("b"))
     assert not other.attempt()
     holder.check()
     with pytest.raises(ValueError, match="run-a"):
@@ -79,7 +81,8 @@ def test_times_of_files_and_clocks_of_hosts_say_nothing(tmp_path: Path, monkeypa
 
 
 def test_a_taken_lease_is_lost_and_nothing_is_touched(tmp_path: Path) -> None:
-    first, clock = held(tmp_path), Clock()
+    first = held(tmp_path)
+    clock = Clock()
     second = wanted(tmp_path, elsewhere("b"), clock)
     second.attempt()
     clock.now = STALE_SECONDS
@@ -210,7 +213,8 @@ def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> N
 def test_a_slow_taker_finds_that_another_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number that it takes is free again, but that does not help."""
     held(tmp_path).release()
-    fast, slow = wanted(tmp_path, elsewhere("fast")), wanted(tmp_path, elsewhere("slow"))
+    fast = wanted(tmp_path, elsewhere("fast"))
+    slow = wanted(tmp_path, elsewhere("slow"))
     is_free = slow._is_free
 
     def slowly(generation: int) -> bool:

@@ -63,7 +63,8 @@ def test_of_all_that_take_a_stale_lease_one_wins(
 ) -> None:
     """Three takers compete with the old holder, which may release the lease or save once more at any moment."""
     root = tmp_path_factory.mktemp("takers")
-    old, clocks = held(root, "old"), [Clock() for _ in range(3)]
+    old = held(root, "old")
+    clocks = [Clock() for _ in range(3)]
     takers = [wanted(root, elsewhere(f"taker{number}"), clock) for number, clock in enumerate(clocks)]
     for taker, clock in zip(takers, clocks, strict=True):
         assert not taker.attempt()

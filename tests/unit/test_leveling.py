@@ -27,7 +27,8 @@ def level(
     """Return what the slow search finds; the compiled one must find the same."""
     moves = slow_level(ranks, experts, loads, busiest, reach=reach, tokens=tokens)
     most = max(map(len, experts))
-    tokens_E, experts_DH = np.zeros(1 + most * len(loads)), np.full((len(loads), most), most * len(loads))
+    tokens_E = np.zeros(1 + most * len(loads))
+    experts_DH = np.full((len(loads), most), most * len(loads))
     for rank, row in enumerate(experts):
         # Missing experts come first, and have no tokens
         for place, (size, expert) in enumerate(row, start=most - len(row)):
@@ -105,7 +106,8 @@ def test_moves_fit_and_help(case: Case, busiest: float, reach: int, local: bool)
             free[rank] -= 1
             assert reach != NEAR or case.ranks.node_of[rank] == case.ranks.node_of[owner]
         # The owner of the moved expert was the heaviest rank, and no rank becomes heavier than that
-        earlier_D, later_D = case.after(moves[: number - 1], split), case.after(moves[:number], split)
+        earlier_D = case.after(moves[: number - 1], split)
+        later_D = case.after(moves[:number], split)
         assert earlier_D[owner] == pytest.approx(earlier_D.max(), rel=1e-9) and earlier_D[owner] > limit
         if len({*case.rates}) == 1:
             assert later_D.max() <= earlier_D.max() * (1 + 1e-9)
@@ -114,7 +116,8 @@ def test_moves_fit_and_help(case: Case, busiest: float, reach: int, local: bool)
 
 def fewest_guests(case: Case, expert: int, limit: float) -> int | None:
     """Return the fewest guests on any ranks with which all hosts of an expert are within the limit; slow."""
-    owner, size = int(case.owner_E[expert]), float(case.counts_ED[expert].sum())
+    owner = int(case.owner_E[expert])
+    size = float(case.counts_ED[expert].sum())
     rooms = [limit * rate - load for rate, load in zip(case.rates, case.loads, strict=True)]
     able = sorted((rooms[rank] for rank, slots in enumerate(case.ranks.free) if slots and rank != owner), reverse=True)
     for number in range(1, len(able) + 1):
@@ -126,7 +129,8 @@ def fewest_guests(case: Case, expert: int, limit: float) -> int | None:
 
 @given(drawn, st.sampled_from([1.05, 1.3, 1.6]))
 def test_the_first_expert_gets_the_fewest_guests_that_suffice(case: Case, busiest: float) -> None:
-    moves, limit = case.level(busiest, ANYWHERE, local=False), busiest * case.mean
+    moves = case.level(busiest, ANYWHERE, local=False)
+    limit = busiest * case.mean
     time_D = np.array(case.loads) / case.rates
     heaviest = int(time_D.argmax())
     if not moves or (time_D > time_D.max() * (1 - 1e-9)).sum() > 1:
@@ -162,14 +166,16 @@ def test_reaches() -> None:
 
 
 def test_guests_compute_their_own_tokens_or_all_of_them() -> None:
-    experts, loads = [[(12.0, 0)], [(1.0, 1)], [(1.0, 2)], [(2.0, 3)]], [12.0, 1.0, 1.0, 2.0]
+    experts = [[(12.0, 0)], [(1.0, 1)], [(1.0, 2)], [(2.0, 3)]]
+    loads = [12.0, 1.0, 1.0, 2.0]
     tokens = [[1.0, 2.0, 5.0, 4.0], *([0.25] * 4 for _ in range(3))]
     ranks = even_ranks(4, 4)
     # Rank 2 holds most of the tokens, then rank 3
     assert level(ranks, experts, loads, 7.0, reach=ANYWHERE, tokens=tokens) == [Move(0, [2], 0)]
     assert level(ranks, experts, loads, 6.0, reach=ANYWHERE, tokens=tokens) == [Move(0, [2, 3], 0)]
     # No other rank has tokens of the expert, but rank 1 can compute all of them while rank 0 has another expert
-    experts, loads = [[(3.0, 4), (4.0, 0)], [(1.0, 1)], [(1.0, 2)], [(2.0, 3)]], [7.0, 1.0, 1.0, 2.0]
+    experts = [[(3.0, 4), (4.0, 0)], [(1.0, 1)], [(1.0, 2)], [(2.0, 3)]]
+    loads = [7.0, 1.0, 1.0, 2.0]
     tokens = [[0.0, 0.0, 0.0, 4.0]] * 5
     full = ranks._replace(free=[2, 2, 2, 0])
     assert level(full, experts, loads, 5.0, reach=ANYWHERE, tokens=tokens) == [Move(0, [1], 1)]

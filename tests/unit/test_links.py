@@ -26,7 +26,8 @@ def test_lines_are_those_of_single_routes(
     found = routes(placement, node_size, fanout, far).values()
     if not found:
         return
-    loads, received = LinkLoads(placement.num_ranks, node_size, adapters), np.zeros(placement.num_ranks)
+    loads = LinkLoads(placement.num_ranks, node_size, adapters)
+    received = np.zeros(placement.num_ranks)
     for route in found:
         loads.add(route)
         for link in route:

@@ -83,7 +83,8 @@ def test_nothing_to_write(tmp_path: Path) -> None:
 
 
 def test_counts_may_change_after_they_were_added(tmp_path: Path) -> None:
-    log, counts_DE = LoadLog(tmp_path, 0), np.ones((2, 4), dtype=np.int64)
+    log = LoadLog(tmp_path, 0)
+    counts_DE = np.ones((2, 4), dtype=np.int64)
     log.add(0, {1: (counts_DE, PLAIN)})
     counts_DE[:] = 5
     log.flush()
@@ -149,7 +150,8 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 def test_damage_is_told_by_the_path_or_harmless(tmp_path: Path, seed: int) -> None:
     write(tmp_path, range(5))
     (path,) = tmp_path.iterdir()
-    whole, generator = bytearray(path.read_bytes()), np.random.default_rng(seed)
+    whole = bytearray(path.read_bytes())
+    generator = np.random.default_rng(seed)
     expected = read_loads(tmp_path)[0]
     for _ in range(25):
         damaged = bytearray(whole)

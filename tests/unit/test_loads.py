@@ -85,7 +85,8 @@ def test_guests_of_several_plans_add_to_the_owners_loads(
 ) -> None:
     """As `expert_loads` and `link_times`, which count all nodes and one plan at a time."""
     home = drawn[0].rehost([(owner,) for owner in drawn[0].owners], drawn[0].owners)
-    cost, ranks = cost_model(home.num_ranks, node_size, split="proportional"), np.arange(home.num_ranks)
+    cost = cost_model(home.num_ranks, node_size, split="proportional")
+    ranks = np.arange(home.num_ranks)
     counts_EBD = np.stack([data.draw(any_loads(home, 10**4)).numpy() for _ in range(microbatches)]).transpose(2, 0, 1)
     owner_E = owners(home)
     guest = owner_E[:, None] != ranks
@@ -165,7 +166,8 @@ def test_experts_that_are_hot_in_turn_stay_so_in_plans(method: str) -> None:
             seen.append(cost.layer_time(counts_BDE, current))
             return current.with_hosts([(0, 1), (3, 0)])
 
-    plain, counts_BDE = Placement.identity(4, 2, 1), alternating()
+    plain = Placement.identity(4, 2, 1)
+    counts_BDE = alternating()
     cost = cost_model(2, 2)
     manager = Manager(Policy(), cost, Predictor(method), plain)
     for _ in range(3):

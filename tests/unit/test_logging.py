@@ -112,7 +112,8 @@ def test_times_are_averaged(single_rank: None, capsys: pytest.CaptureFixture[str
 
 
 def test_skipped_iterations_do_not_count_into_losses(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    log, progress = RunLog(run_config(), 5, 128), Progress(skipped_iterations=1)
+    log = RunLog(run_config(), 5, 128)
+    progress = Progress(skipped_iterations=1)
     reports = [report(1, loss=float("nan"), skipped=True), report(2, loss=4.0)]
     (line,) = printed(log, reports, progress, capsys)
     assert (float(fields(line)["loss"]), int(fields(line)["skipped"])) == (4.0, 1)

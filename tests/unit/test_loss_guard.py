@@ -21,7 +21,8 @@ from megatron_balance.training.loss_guard import LossGuard, PoisonedRun, Remembe
 from megatron_balance.training.progress import Progress, StepReport
 from tests.distributed.runs import BASE
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def steady(spikes: SpikyLoss, count: int = SpikyLoss.WINDOW) -> SpikyLoss:
@@ -126,7 +127,8 @@ def test_what_has_no_numbers_is_finite() -> None:
 
 
 def test_only_the_earliest_findings_are_described() -> None:
-    early, late = Finding((0, 1, 5), "early"), Finding((0, 2, 0), "late")
+    early = Finding((0, 1, 5), "early")
+    late = Finding((0, 2, 0), "late")
     assert describe([[late], [early], [], [early]]) == "  ranks 1, 3: early"
 
 
@@ -136,7 +138,8 @@ def test_description_is_short() -> None:
 
 
 def test_losses_that_are_bad_once_and_twice() -> None:
-    good, bad = {"lm loss": torch.tensor([1.0, 2.0])}, {"lm loss": torch.tensor([INF, 2.0])}
+    good = {"lm loss": torch.tensor([1.0, 2.0])}
+    bad = {"lm loss": torch.tensor([INF, 2.0])}
     found = bad_losses([good, bad, bad], [good, good, bad])
     assert [finding.text.split(";")[0] for finding in found] == [
         "the loss of microbatch 1 is Inf",
@@ -190,7 +193,8 @@ class Experts(GroupedExperts):
         self, rows_RH: torch.Tensor, tokens_per_slot: torch.Tensor, probs_R: torch.Tensor, gradients: None = None
     ) -> torch.Tensor:
         output_RH = torch.full_like(rows_RH, NAN)
-        first, used = int(tokens_per_slot[0]), int(tokens_per_slot.sum())
+        first = int(tokens_per_slot[0])
+        used = int(tokens_per_slot.sum())
         output_RH[:first] = rows_RH[:first]
         output_RH[first:used] = rows_RH[first:used] * INF
         return output_RH

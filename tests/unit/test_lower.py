@@ -162,7 +162,8 @@ def test_what_is_wrong_is_found_and_shown(stage: Stage, data: st.DataObject) -> 
 
 
 def moved(schedule: Schedule, action: str, column: str, source: int, target: int) -> Schedule:
-    steps, what = list(schedule), Action.parse(action)
+    steps = list(schedule)
+    what = Action.parse(action)
     assert what in getattr(steps[source], column)
     left = tuple(other for other in getattr(steps[source], column) if other != what)
     steps[source] = steps[source]._replace(**{column: left})

@@ -24,11 +24,14 @@ from megatron_balance.device.norm import TorchNorm
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
-APEX, ENGINE = dataclasses.replace(NEITHER, apex=True), dataclasses.replace(NEITHER, transformer_engine=True)
-SOFTMAX, GRADIENT = KERNELS["masked_softmax_fusion"], KERNELS["gradient_accumulation_fusion"]
+APEX = dataclasses.replace(NEITHER, apex=True)
+ENGINE = dataclasses.replace(NEITHER, transformer_engine=True)
+SOFTMAX = KERNELS["masked_softmax_fusion"]
+GRADIENT = KERNELS["gradient_accumulation_fusion"]
 BALANCED = "--expert-model-parallel-size 2 --balance-policy quota"
 ROPE = "--position-embedding-type rope"
-NO_GRADIENT, NO_SOFTMAX = "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"
+NO_GRADIENT = "--no-gradient-accumulation-fusion"
+NO_SOFTMAX = "--no-masked-softmax-fusion"
 
 
 def without(computer: Machine, *modules: str) -> Machine:
@@ -204,7 +207,8 @@ def test_megatron_core_is_completed_on_cuda_too(monkeypatch: pytest.MonkeyPatch)
     cpu.install()
     assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
     assert not utils.is_te_min_version("0.0.1")
-    weight, rows = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
+    weight = torch.ones(2, 3, requires_grad=True)
+    rows = torch.ones(4, 3)
     moe_utils.router_gating_linear(rows, weight, None, torch.float32).sum().backward()
     assert torch.equal(weight.grad, torch.full((2, 3), 4.0))
 

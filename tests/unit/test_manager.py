@@ -19,7 +19,9 @@ from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.profile.cluster_profile import builtin
 
-RANKS, EXPERTS, SLOTS = 4, 8, 2
+RANKS = 4
+EXPERTS = 8
+SLOTS = 2
 OWNERS = Placement.identity(EXPERTS, RANKS, SLOTS)
 COST = CostModel(builtin(RANKS, RANKS, 1024, 2048), token_bytes=2048, param_bytes=8e6, grad_bytes=8e6)
 
@@ -47,7 +49,8 @@ def listed(loads_BDE: np.ndarray | None) -> list:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_expects_what_the_predictor_predicts(method: str) -> None:
-    one, predictor = manager(predictor=method), Predictor(method)
+    one = manager(predictor=method)
+    predictor = Predictor(method)
     history = predictor.observe(one.history, load(1))
     assert one.expected_BDE is None
     assert one.observe(load(1)) is None
@@ -59,7 +62,8 @@ def test_it_expects_what_the_predictor_predicts(method: str) -> None:
 
 
 def test_it_tells_how_wrong_the_expectation_was() -> None:
-    one, counts_BDE = manager(), np.full((1, RANKS, EXPERTS), 4)
+    one = manager()
+    counts_BDE = np.full((1, RANKS, EXPERTS), 4)
     one.observe(counts_BDE)
     assert one.observe(counts_BDE) == 0.0
     shifted_BDE = counts_BDE.copy()
@@ -71,7 +75,8 @@ def test_it_tells_how_wrong_the_expectation_was() -> None:
 
 
 def test_what_it_has_seen_is_its_own() -> None:
-    one, counts_BDE = manager(), load(1)
+    one = manager()
+    counts_BDE = load(1)
     one.observe(counts_BDE)
     counts_BDE[:] = 0
     assert listed(one.expected_BDE) == load(1).tolist()
@@ -80,7 +85,9 @@ def test_what_it_has_seen_is_its_own() -> None:
 @pytest.mark.parametrize(("interval", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [1, 4, 7])])
 def test_plans_are_due_at_intervals(interval: int, due: list[int]) -> None:
     """Plans are due on the exact load of iteration 1, or after it for iteration 2; then every `interval` iterations."""
-    one, exact, predicted = manager(interval=interval), [], []
+    one = manager(interval=interval)
+    exact = []
+    predicted = []
     for iteration in range(1, 8):
         exact += [iteration] if one.is_due(ahead=0) else []
         one.observe(load(iteration))
@@ -208,7 +215,8 @@ def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     one.observe(load(1))
     expected_BDE = load(2)
     question = one.question(expected_BDE, 3)
-    held, expected = dict(question.held), question.answer()
+    held = dict(question.held)
+    expected = question.answer()
     assert held == dict.fromkeys(held, 1) and held
     one.held.clear()
     one.adopt(one.decide(load(3), 1))
@@ -269,7 +277,8 @@ mover = Own(_move_on)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_unused_manager_survives_a_checkpoint(method: str) -> None:
-    one, fresh = manager(predictor=method), manager(predictor=method)
+    one = manager(predictor=method)
+    fresh = manager(predictor=method)
     fresh.observe(load(1))
     fresh.adopt(fresh.decide(load(1), 1))
     fresh.restore(json.loads(json.dumps(one.state())))
@@ -319,7 +328,8 @@ def test_failed_transfers_are_tried_ever_more_rarely(monkeypatch: pytest.MonkeyP
 
 def test_a_pause_goes_on_after_a_checkpoint() -> None:
     for before in range(1, 20):
-        one, fresh = transferring(), transferring()
+        one = transferring()
+        fresh = transferring()
         attempts(one, before)
         fresh.restore(json.loads(json.dumps(one.state())))
         assert attempts(fresh, 20) == attempts(one, 20)

@@ -152,7 +152,8 @@ def test_a_file_is_renamed(own: Path, name: str) -> None:
 
 
 def test_files_are_exchanged(own: Path) -> None:
-    first, second = own / "common.pt", own / "__0_0.distcp"
+    first = own / "common.pt"
+    second = own / "__0_0.distcp"
     first.write_bytes(CONTENT["__0_0.distcp"])
     second.write_bytes(CONTENT["common.pt"])
     for path in (first, second):

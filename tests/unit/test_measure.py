@@ -27,7 +27,9 @@ class FakeCluster:
         return 1e-6 * number, 1e-10 * number
 
     def __init__(self, num_ranks: int = 4, all_to_alls: Sequence[str] = (), codecs: Sequence[str] = ()) -> None:
-        self.num_ranks, self.all_to_alls, self.codecs = num_ranks, all_to_alls, codecs
+        self.num_ranks = num_ranks
+        self.all_to_alls = all_to_alls
+        self.codecs = codecs
 
     tensors = 3
     """Number of tensors of an expert."""
@@ -53,7 +55,8 @@ class FakeCluster:
         return [1e-5 * len(name) + 1e-10 * ord(name[0]) * size for size in sizes_bytes]
 
     def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        forward, backward = [1e-4 + 2e-6 * count for count in tokens], [3e-4 + 5e-6 * count for count in tokens]
+        forward = [1e-4 + 2e-6 * count for count in tokens]
+        backward = [3e-4 + 5e-6 * count for count in tokens]
         ones_1D = np.ones((1, self.num_ranks))
         return np.array(forward)[:, None] * ones_1D, np.array(backward)[:, None] * ones_1D
 
@@ -76,7 +79,8 @@ def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
 @given(layouts)
 def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     num_ranks, node_size = layout
-    cluster, everyone = FakeCluster(num_ranks), tuple(range(num_ranks))
+    cluster = FakeCluster(num_ranks)
+    everyone = tuple(range(num_ranks))
     profile = fit_profile(cluster, num_ranks, node_size, sizes_bytes=SIZES, tokens=TOKENS)
     node = tuple(rank for rank in everyone if rank < node_size)
     heads = tuple(rank for rank in everyone if rank % node_size == 0)

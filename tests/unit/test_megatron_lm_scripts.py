@@ -17,7 +17,8 @@ UNSET = object()
 def parse(words: list[str], ranks: int) -> tuple[Layout, list[str]]:
     """Return the layout and the notices of a command line on GPUs, or raise the error that a user sees."""
     machine = Machine(ranks, cuda=True, transformer_engine=True, apex=True, wandb=True)
-    parser, said = build_parser(), io.StringIO()
+    parser = build_parser()
+    said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             values = vars(parser.parse_args(words))

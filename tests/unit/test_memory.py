@@ -43,7 +43,8 @@ def test_fused_attention_keeps_no_scores() -> None:
 def test_what_is_recomputed_is_stored_otherwise(module: str) -> None:
     config = parsed("--num-experts 4")
     whole = layer(config, module != "mlp", TOKENS)
-    config.transformer.recompute_granularity, config.transformer.recompute_modules = "selective", [module]
+    config.transformer.recompute_granularity = "selective"
+    config.transformer.recompute_modules = [module]
     part = layer(config, module != "mlp", TOKENS)
     assert whole.recomputed == 0 < part.recomputed
     assert sum(part) == sum(whole)

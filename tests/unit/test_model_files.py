@@ -36,7 +36,8 @@ PUBLISHED = {"mixtral_8x7b": (46.7e9, 12.9e9), "qwen3_30b_a3b": (30.5e9, 3.3e9),
 def test_sizes_are_the_published_ones(name: str) -> None:
     config = parse_args([f"@{next(path for path in MODELS if path.stem == name)}", *RUN], ALONE).config
     shape = config.transformer
-    gated, hidden = 3 if shape.gated_linear_unit else 2, shape.hidden_size
+    gated = 3 if shape.gated_linear_unit else 2
+    hidden = shape.hidden_size
     groups = shape.num_query_groups or shape.num_attention_heads
     attention = hidden * shape.kv_channels * 2 * (shape.num_attention_heads + groups)
     expert = gated * hidden * shape.moe_ffn_hidden_size

@@ -12,7 +12,8 @@ from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from tests.unit.test_clusters import FILES
 
-NEAR, FAR = Level(launch=100.0, message=10.0, beta=1.0), Level(launch=1000.0, message=50.0, beta=4.0)
+NEAR = Level(launch=100.0, message=10.0, beta=1.0)
+FAR = Level(launch=1000.0, message=50.0, beta=4.0)
 NEAR_TURNS, FAR_TURNS = NEAR._replace(one_way=0.5), FAR._replace(one_way=0.75)
 """The directions of links inside nodes take turns, and those of links between nodes slow each other down."""
 
@@ -86,9 +87,11 @@ def shared(work: list[float], size: int, one_way: float) -> float:
     """Return when the last rank is done, by letting all ranks work at the same rate until the next one is done."""
     if one_way == 1:
         return max(work)
-    left, seconds = [one for one in work if one > 0], 0.0
+    left = [one for one in work if one > 0]
+    seconds = 0.0
     while left:
-        step, rate = min(left), min(size / len(left), 1 / one_way)
+        step = min(left)
+        rate = min(size / len(left), 1 / one_way)
         seconds += step / rate
         left = [one - step for one in left if one > step]
     return seconds
@@ -96,7 +99,8 @@ def shared(work: list[float], size: int, one_way: float) -> float:
 
 def by_loop(net: Network, bytes_DD: np.ndarray) -> float:
     """Return what `byte_seconds` does, one resource at a time."""
-    ranks, seconds = range(net.num_ranks), [0.0]
+    ranks = range(net.num_ranks)
+    seconds = [0.0]
 
     def on(link: Level, amounts: list[float]) -> float:
         low, high = sorted(amounts)

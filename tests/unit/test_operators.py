@@ -17,7 +17,8 @@ def test_all_that_torch_documents_is_known() -> None:
     assert {*names} == {*DOCUMENTED}
 
 
-TWICE, ONCE = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 1])
+TWICE = torch.tensor([1, 0, 1])
+ONCE = torch.tensor([2, 0, 1])
 
 
 def gather_backward(index: torch.Tensor) -> None:

@@ -43,7 +43,8 @@ class LoadLogs:
     flag = "--balance-log-dir"
 
     def __init__(self, directory: Path) -> None:
-        self.log, self.directory = LoadLog(directory, 0), directory
+        self.log = LoadLog(directory, 0)
+        self.directory = directory
         self.generator = np.random.default_rng(0)
 
     def step(self, iteration: int) -> None:
@@ -74,7 +75,8 @@ class Traces:
     flag = "--moe-routing-trace-path"
 
     def __init__(self, directory: Path) -> None:
-        self.now, self.path = 0, directory / "router_trace_rank0.jsonl"
+        self.now = 0
+        self.path = directory / "router_trace_rank0.jsonl"
         self.trace = RoutingTrace([], directory, 0, lambda: self.now)
 
     def step(self, iteration: int) -> None:
@@ -90,7 +92,8 @@ class Events:
     flag = "--tensorboard-dir"
 
     def __init__(self, directory: Path) -> None:
-        self.scalars, self.directory = Scalars(directory, queue_size=50), directory
+        self.scalars = Scalars(directory, queue_size=50)
+        self.directory = directory
 
     def step(self, iteration: int) -> None:
         for number in range(50):
@@ -172,7 +175,8 @@ def test_attempts_are_rare_while_they_fail_and_the_last_one_is_made(monkeypatch:
     now = [0.0]
     monkeypatch.setattr(optional, "RETRY_SECONDS", 30.0)
     monkeypatch.setattr(optional.time, "monotonic", lambda: now[0])
-    attempts, made = Attempts("--flag value"), []
+    attempts = Attempts("--flag value")
+    made = []
 
     def fail() -> None:
         made.append(now[0])

@@ -68,7 +68,8 @@ def every_copy(owners: Placement) -> Iterator[Placement]:
 
 def sending(placement: Placement, cost: CostModel) -> tuple[float, float]:
     """Return lower bounds of the seconds of Trans and Agg, with the best parts of experts on each link."""
-    node, size = cost.network.node_D, len(cost.network.first_N)
+    node = cost.network.node_D
+    size = len(cost.network.first_N)
     guests = [
         (expert, placement.owner(expert), rank)
         for expert, ranks in enumerate(placement.hosts)
@@ -78,10 +79,14 @@ def sending(placement: Placement, cost: CostModel) -> tuple[float, float]:
         return 0.0, 0.0
     lent = sorted({expert for expert, _, _ in guests})
     # For each guest, the part that enters its node there; for each lent expert, the part that leaves its owner's node
-    first, numbers = len(guests), 1 + len(guests) + len(lent)
+    first = len(guests)
+    numbers = 1 + len(guests) + len(lent)
     found = []
     for launch, near, far in cost.transport.at_least():
-        rows, upper, equal, total = [], [], [], []
+        rows = []
+        upper = []
+        equal = []
+        total = []
 
         def busy(seconds: np.ndarray, constant: float = 0.0, rows: list = rows, upper: list = upper) -> None:
             rows.append(np.append(seconds, -1.0))
@@ -122,14 +127,18 @@ def best_shares(counts_DE: np.ndarray, placement: Placement, cost: CostModel) ->
     Variables are the tokens of each source and expert on each host, the seconds of an exchange, the computed tokens,
     and the exposed seconds of Trans and Agg.
     """
-    unit, network = 1000.0, cost.network
+    unit = 1000.0
+    network = cost.network
     flows = [(d, e, m) for d in range(len(counts_DE)) for e, hosts in enumerate(placement.hosts) for m in {*hosts}]
     source, _, target = np.array(flows).T
-    near, away = network.node_D[source] == network.node_D[target], source != target
+    near = network.node_D[source] == network.node_D[target]
+    away = source != target
     none, one = (np.array(cost.time_of(0.0, tokens, 0.0, 0.0)) for tokens in (0.0, unit))
-    slope, overlap = one - none, cost.overlap or Overlap(0.0, 0.0, experts=False)
+    slope = one - none
+    overlap = cost.overlap or Overlap(0.0, 0.0, experts=False)
     byte = 1e3 * unit * cost.token_bytes * cost.exchange.scale
-    rows, bounds = [], []
+    rows = []
+    bounds = []
     for end in (source, target):
         carried = [
             *(byte * network.near.beta * (away & near & (end == rank)) for rank in range(len(counts_DE))),
@@ -168,7 +177,8 @@ def test_it_is_the_least_of_all_placements(size: tuple[int, int, int, int], over
 
 @pytest.mark.parametrize(("node_size", "shared"), [(4, 1), (2, 1), (2, 2), (1, 1)])
 def test_copies_are_the_least_of_all_copies(node_size: int, shared: float) -> None:
-    owners, cost = Placement.identity(4, 4, 1), cost_model(4, node_size, shared=shared)
+    owners = Placement.identity(4, 4, 1)
+    cost = cost_model(4, node_size, shared=shared)
     counts_DE = 4 * load(3, 4, 4)
     placements = [*every_copy(owners)]
     bounds = [
@@ -184,7 +194,9 @@ def test_copies_are_the_least_of_all_copies(node_size: int, shared: float) -> No
 @pytest.mark.parametrize("shared", [1, 2])
 def test_messages_cannot_change_their_links(counts: str, shared: float) -> None:
     # Without guest slots there is nothing to choose
-    owners, cost, counts_DE = Placement.identity(4, 4, 0), cost_model(4, 2, shared=shared), load(5, 4, 4)
+    owners = Placement.identity(4, 4, 0)
+    cost = cost_model(4, 2, shared=shared)
+    counts_DE = load(5, 4, 4)
     is_near_DE = cost.network.is_near_DD
     counts_DE = counts_DE * {"near": is_near_DE, "far": ~is_near_DE, "both": 1}[counts]
     least = oracle.least_seconds(counts_DE, owners, cost)
@@ -204,7 +216,8 @@ def test_messages_cannot_change_their_links(counts: str, shared: float) -> None:
     ],
 )
 def test_every_end_of_a_link_is_busy(additions: list[tuple[int, int]], shared: float, busy: str) -> None:
-    placement, cost = Placement.identity(12, 6, 2).with_hosts(additions), cost_model(6, 2, shared=shared)
+    placement = Placement.identity(12, 6, 2).with_hosts(additions)
+    cost = cost_model(6, 2, shared=shared)
     program = oracle._Program()
     hosts_ED = program.variables(12, 6, upper=1, integer=True)
     for expert, rank in np.ndindex(hosts_ED.shape):
@@ -223,7 +236,8 @@ def test_every_end_of_a_link_is_busy(additions: list[tuple[int, int]], shared: f
 def test_no_policy_and_no_split_is_faster(data: st.DataObject, seed: int) -> None:
     sizes = st.sampled_from([(2, 4, 2, 1), (3, 6, 1, 2), (4, 4, 1, 2), (4, 4, 2, 4), (4, 8, 1, 2)])
     num_ranks, num_experts, slots, node_size = data.draw(sizes)
-    shared, overlap = data.draw(st.sampled_from([1, 1.5])), data.draw(st.sampled_from([None, Overlap(1e-4, 2e-4)]))
+    shared = data.draw(st.sampled_from([1, 1.5]))
+    overlap = data.draw(st.sampled_from([None, Overlap(1e-4, 2e-4)]))
     cost = cost_model(num_ranks, node_size, shared=shared, overlap=overlap)
     check_bound(num_ranks, num_experts, slots, cost, seed)
 
@@ -235,7 +249,8 @@ def test_no_policy_is_faster_on_eight_ranks(node_size: int, monkeypatch: pytest.
 
 
 def check_bound(num_ranks: int, num_experts: int, slots: int, cost: CostModel, seed: int) -> None:
-    owners, counts_DE = Placement.identity(num_experts, num_ranks, slots), load(seed, num_ranks, num_experts)
+    owners = Placement.identity(num_experts, num_ranks, slots)
+    counts_DE = load(seed, num_ranks, num_experts)
     least = oracle.least_seconds(counts_DE, owners, cost) * (1 - EXACT)
     copies = oracle.least_seconds(counts_DE, owners, cost, copies=True) * (1 - EXACT)
     assert 0 < least <= copies * (1 + 2 * EXACT)
@@ -251,7 +266,8 @@ def check_bound(num_ranks: int, num_experts: int, slots: int, cost: CostModel, s
 
 
 def test_microbatches_wait_for_their_own_slowest_rank() -> None:
-    owners, cost = Placement.identity(4, 2, 0), cost_model(2, microbatches=2)
+    owners = Placement.identity(4, 2, 0)
+    cost = cost_model(2, microbatches=2)
     counts_BDE = np.array([[[9000, 0, 0, 0]] * 2, [[0, 0, 0, 9000]] * 2])
     together = oracle.least_seconds(counts_BDE.sum(0), owners, cost)
     apart = oracle.least_seconds(counts_BDE, owners, cost)
@@ -262,7 +278,8 @@ def test_microbatches_wait_for_their_own_slowest_rank() -> None:
 def test_ranks_have_their_own_speeds() -> None:
     cost = cost_model(2)
     cost = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, rates=(1.5, 0.5)))
-    owners, counts_DE = Placement.identity(2, 2, 0), np.array([[5000, 5000]] * 2)
+    owners = Placement.identity(2, 2, 0)
+    counts_DE = np.array([[5000, 5000]] * 2)
     assert oracle.least_seconds(counts_DE, owners, cost) == pytest.approx(
         cost.layer_seconds(counts_DE, owners), rel=EXACT
     )
@@ -271,7 +288,8 @@ def test_ranks_have_their_own_speeds() -> None:
 def test_a_planner_that_is_blind_to_nodes_is_noticed() -> None:
     # Rank 0 owns both hot experts and most tokens. Lending one to rank 1 pays; on another node, its messages do not
     counts_DE = np.array([[9000, 9000, 0, 0, 0, 0, 0, 0]] + [[300] * 8] * 3)
-    owners, cost = Placement.identity(8, 4, 1), cost_model(4, 2)
+    owners = Placement.identity(8, 4, 1)
+    cost = cost_model(4, 2)
     least = oracle.least_seconds(counts_DE, owners, cost)
     seconds = [cost.layer_seconds(counts_DE, owners.rehost([[rank], *owners.hosts[1:]])) for rank in (1, 2)]
     assert seconds[0] < 1.15 * least
@@ -281,7 +299,8 @@ def test_a_planner_that_is_blind_to_nodes_is_noticed() -> None:
 def test_guests_may_compute_in_place_of_the_owner() -> None:
     # Rank 0 owns both hot experts. Lending one moves all its tokens; a copy would take only its host's own tokens
     counts_DE = np.array([[9000, 9000, 0, 0]] * 2)
-    owners, cost = Placement.identity(4, 2, 1), dataclasses.replace(cost_model(2), param_bytes=1.0, grad_bytes=1.0)
+    owners = Placement.identity(4, 2, 1)
+    cost = dataclasses.replace(cost_model(2), param_bytes=1.0, grad_bytes=1.0)
     lent = owners.rehost([[0], [1], [1], [1]])
     assert oracle.least_seconds(counts_DE, owners, cost) == pytest.approx(cost.layer_seconds(counts_DE, lent), rel=1e-3)
     copies = oracle.least_seconds(counts_DE, owners, cost, copies=True)
@@ -289,6 +308,7 @@ def test_guests_may_compute_in_place_of_the_owner() -> None:
 
 
 def test_no_tokens_take_latencies_only() -> None:
-    owners, cost = Placement.identity(4, 2, 1), cost_model(2)
+    owners = Placement.identity(4, 2, 1)
+    cost = cost_model(2)
     counts_DE = np.zeros((2, 4), dtype=np.int64)
     assert oracle.least_seconds(counts_DE, owners, cost) == pytest.approx(cost.layer_seconds(counts_DE, owners))

@@ -23,7 +23,8 @@ from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.profile.profile_file import load
 from megatron_balance.workloads.synthetic import load_matrix
 
-Outcome, Sample = overlap_checks.Outcome, overlap_checks.Sample
+Outcome = overlap_checks.Outcome
+Sample = overlap_checks.Sample
 
 widths = st.integers(1, 512)
 
@@ -87,13 +88,16 @@ def test_the_defaults_make_transfers_worth_hiding_and_possible_to_hide() -> None
     profile = slow_runs.profile_of(device, nodes=2, node_size=2, link_mbit=400)
     cost = CostModel(profile, token_bytes=1024, param_bytes=2 << 20, grad_bytes=2 << 20)
     hiding = replace(cost, overlap=Overlap(device.attention_seconds, 2 * device.attention_seconds))
-    owners, trans, total = Placement.identity(8, 4, 3), 0.0, 0.0
+    owners = Placement.identity(8, 4, 3)
+    trans = 0.0
+    total = 0.0
     for layer in range(1, 5):
         counts_DE = load_matrix("hot_experts", 4, 8, 1, 512, seed=1234 + layer, step=0)
         planned = ProProphet().plan(counts_DE, owners, cost)
         time = cost.layer_time(counts_DE, planned)
         assert time.total < 0.9 * cost.layer_seconds(counts_DE, owners)
-        trans, total = trans + time.trans, total + time.total + 3 * device.attention_seconds
+        trans = trans + time.trans
+        total = total + time.total + 3 * device.attention_seconds
         hidden = hiding.layer_time(counts_DE, planned)
         assert hidden.trans == hidden.agg == 0
     low, high = overlap_checks.TRANS_SHARE

@@ -57,7 +57,8 @@ def cases(draw: st.DrawFn) -> tuple[Placement, np.ndarray, dict[tuple[int, int],
     counts_BDE = np.stack([draw(loads(placement, 10**4)).numpy() for _ in range(draw(st.integers(1, 2)))])
     held = {guest: draw(st.integers(0, 50)) for guest in lasting({}, placement)}
     ages = {expert: draw(st.integers(0, 50)) for expert in range(placement.num_experts)}
-    split, state_bytes = draw(st.sampled_from(sorted(SPLITS))), draw(st.sampled_from([0.0, 3.0 * MIB]))
+    split = draw(st.sampled_from(sorted(SPLITS)))
+    state_bytes = draw(st.sampled_from([0.0, 3.0 * MIB]))
     cost = cost_model(placement.num_ranks, state_bytes, split=split, microbatches=len(counts_BDE))
     return placement, counts_BDE, held, ages, cost
 
@@ -116,7 +117,8 @@ def test_owners_that_exchange_are_timed_alone(case: tuple, seed: int) -> None:
     if placement.num_experts < 2:
         return
     one, other = np.random.default_rng(seed).permutation(placement.num_experts)[:2].tolist()
-    experts, ranks = (one, other), (placement.owner(one), placement.owner(other))
+    experts = (one, other)
+    ranks = (placement.owner(one), placement.owner(other))
     if ranks[0] == ranks[1]:
         return
     counts_EBD = counts_BDE.transpose(2, 0, 1).astype(np.float64)
@@ -248,16 +250,20 @@ class Step(NamedTuple):
 
 def train(manager: Manager, loads: Sequence[np.ndarray]) -> list[Step]:
     """Run iterations with these loads, planning after each."""
-    steps, transfer, exchanges = [], 0.0, ()
+    steps = []
+    transfer = 0.0
+    exchanges = ()
     for counts_BDE in loads:
         steps.append(Step(manager.cost.layer_seconds(counts_BDE, manager.placement), transfer, exchanges))
         manager.observe(counts_BDE)
         assert manager.expected_BDE is not None
-        decision, before = manager.decide(manager.expected_BDE, 1), manager.placement
+        decision = manager.decide(manager.expected_BDE, 1)
+        before = manager.placement
         assert decision.placement is not None and decision.settlement is not None
         manager.adopt(decision)
         pairs = [(move.source, move.target) for move in moves(before, manager.placement)]
-        transfer, exchanges = manager.cost.transfer_seconds(pairs), decision.settlement.exchanges
+        transfer = manager.cost.transfer_seconds(pairs)
+        exchanges = decision.settlement.exchanges
     return steps
 
 
@@ -268,9 +274,11 @@ POLICIES = ("demi", "pro_prophet", "flexmoe")
 def test_owners_exchange_experts_that_no_lend_is_worth(policy: str) -> None:
     """An exchange saves 0.9 ms in each iteration and costs 5.5 ms, and a lend costs 2.4 ms in each iteration."""
     manager = mixtral(policy)
-    start, cost = manager.placement, manager.cost
+    start = manager.placement
+    cost = manager.cost
     steps = train(manager, [warm(0, 100)] * 30)
-    transfer, saved = cost.transfer_seconds([(0, 1), (1, 0)]), steps[0].layer - steps[-1].layer
+    transfer = cost.transfer_seconds([(0, 1), (1, 0)])
+    saved = steps[0].layer - steps[-1].layer
     assert (transfer, saved) == (pytest.approx(5.5e-3, rel=0.01), pytest.approx(0.9e-3, rel=0.01))
     (changed,) = [number for number, step in enumerate(steps) if step.exchanges]
     # Each of the first iterations proposed it
@@ -319,7 +327,8 @@ def test_experts_are_exchanged_for_local_tokens_alone() -> None:
 def test_the_slowest_microbatch_is_relieved_first() -> None:
     """The exchange that leaves the lowest sum of both microbatches does not help the slowest one."""
     counts_BDE = 1000 * np.array([[90, 40, 0, 40], [50, 90, 10, 60]])[:, None].repeat(2, axis=1)
-    start, cost = Placement.identity(4, 2, 1), cost_model(2, microbatches=2)
+    start = Placement.identity(4, 2, 1)
+    cost = cost_model(2, microbatches=2)
     ((exchange, seconds),) = _swaps(start, counts_BDE, cost)
     assert exchange.experts == (0, 3)
     assert seconds < 0.95 * cost.layer_seconds(counts_BDE, start)
@@ -334,7 +343,8 @@ def test_no_exchange_is_taken_back() -> None:
 
 def test_guests_that_do_not_pay_are_no_reason_for_a_transfer() -> None:
     """Without the guest the layer is faster anyway; an exchange saves another 0.4 us and costs 31 us."""
-    placement, counts_BDE = Placement.identity(4, 2, 1).with_hosts([(0, 1)]), np.array([[[401, 401, 300, 300]] * 2])
+    placement = Placement.identity(4, 2, 1).with_hosts([(0, 1)])
+    counts_BDE = np.array([[[401, 401, 300, 300]] * 2])
     cost = cost_model(2)
     alone = owners_host(placement)
     others = [alone, exchanged(alone, [Swap((0, 2), (0, 1))])]

@@ -28,7 +28,8 @@ def transfers(draw: st.DrawFn) -> Case:
 def test_rounds_move_everything_once(case: Case) -> None:
     """Execute the rounds on all ranks' tensors in one place, and compare with a permutation of the whole tensors."""
     ranks = range(len(case.places))
-    own, extents = [case.kept_by(rank) for rank in ranks], case.extents
+    own = [case.kept_by(rank) for rank in ranks]
+    extents = case.extents
     messages = plan_messages(case.moves, case.places, extents)
     for part in plan_rounds(messages, case.staging_bytes):
         packed = [own[each.source][each.field].bytes_of(each.taken, each.size).clone() for each in part]
@@ -62,7 +63,8 @@ def test_rounds_are_full_and_no_more(case: Case) -> None:
         starts = [parcel.start for one in parts for parcel in (*one.leaving, *one.arriving)]
         assert all(start % ALIGNMENT == 0 for start in starts)
     for part, following in pairwise(rounds):
-        field, offset = following[0].field, following[0].offset
+        field = following[0].field
+        offset = following[0].offset
         row = [each.cut(offset, offset + 1) for each in following if (each.field, each.offset) == (field, offset)]
         assert max((staged(part) + staged(row)).values()) > case.staging_bytes
     assert len(plan_rounds(messages, 10**6)) == bool(messages)
@@ -87,7 +89,8 @@ def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
 def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
     """Replica 1 keeps the whole first field and replica 0 the whole second, so the fields share no rank."""
     exchanged = (Move(0, 0, 0, 0, 1), Move(1, 0, 1, 0, 0))
-    nothing, everything = (0, 0), (0, 2)
+    nothing = (0, 0)
+    everything = (0, 2)
     extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]
     rounds = plan_rounds(plan_messages(exchanged, [Place(0, 0), Place(0, 1)], extents), 2)
     assert [staged(part) for part in rounds] == [{1: 4}, {0: 2}]

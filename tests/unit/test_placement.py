@@ -23,7 +23,8 @@ BY_HAND = Placement(
 
 @given(placements())
 def test_tables_are_those_of_one_host_after_another(placement: Placement) -> None:
-    rows, experts_P = [], [-1] * placement.num_physical
+    rows = []
+    experts_P = [-1] * placement.num_physical
     for expert, ranks in enumerate(placement.hosts):
         quotas = placement.quotas[expert] if placement.quotas else ()
         for index, rank in enumerate(sorted({*ranks})):
@@ -128,7 +129,8 @@ def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> 
         for expert in {*placement.home[rank], *placement.guests[rank]} - {-1}:
             assert trimmed.slot(rank, expert) == placement.slot(rank, expert)
     # The physical experts are the same, except for the stride between ranks
-    stride, shorter = placement.slots_per_rank, trimmed.slots_per_rank
+    stride = placement.slots_per_rank
+    shorter = trimmed.slots_per_rank
     assert trimmed.physicals == tuple(
         tuple(index // stride * shorter + index % stride for index in indices) for indices in placement.physicals
     )

@@ -47,7 +47,8 @@ def rounded(amount: int, weights: list[int]) -> list[int]:
 
 def quotas_of(own: list[int], placement: Placement, expert: int, split: str) -> list[int]:
     """Return the number of an expert's tokens that each rank computes."""
-    hosts, ranks = placement.hosts[expert], range(placement.num_ranks)
+    hosts = placement.hosts[expert]
+    ranks = range(placement.num_ranks)
     if split == "local_first":
         away = sum(own[rank] for rank in ranks if rank not in hosts)
         return [(own[rank] if rank in hosts else 0) + away * (rank == placement.primary[expert]) for rank in ranks]
@@ -61,7 +62,10 @@ def quotas_of(own: list[int], placement: Placement, expert: int, split: str) -> 
 
 def pairs(out: list[int], into: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yield sources, receivers and tokens, both in their order."""
-    out, into, source, target = [*out], [*into], 0, 0
+    out = [*out]
+    into = [*into]
+    source = 0
+    target = 0
     while any(out):
         if not out[source]:
             source += 1
@@ -117,9 +121,11 @@ def test_equals_the_reference(case: tuple[torch.Tensor, Placement, str, int | No
 
 def among_sources(counts: list[list[int]], planned: list[int], physicals: tuple[int, ...], expert: int) -> list[dict]:
     """Give a host's tokens for an expert, source by source, to the expert's physical experts, one after another."""
-    left, sent = {physical: planned[physical] for physical in physicals}, []
+    left = {physical: planned[physical] for physical in physicals}
+    sent = []
     for row in counts:
-        tokens, sent_by_one = row[expert], {}
+        tokens = row[expert]
+        sent_by_one = {}
         for physical in physicals:
             sent_by_one[physical] = min(tokens, left[physical])
             left[physical] -= sent_by_one[physical]

@@ -113,7 +113,8 @@ def test_no_plan_is_made_in_a_forward_pass(monkeypatch) -> None:
     """The thread gets what was asked for in forward passes when the next computation of a backward pass begins."""
     planner = Planner()
     world = build(monkeypatch, overlap="blockwise", policy=Hottest, planner=planner)
-    journal, begin = world.journal, planner.begin
+    journal = world.journal
+    begin = planner.begin
 
     def begun() -> None:
         journal.append(("BEGIN", list(planner._kept)))
@@ -132,7 +133,8 @@ def test_no_plan_is_made_in_a_forward_pass(monkeypatch) -> None:
 
 def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
     """Other ranks wait for all of this rank's plans until one deadline, instead of one deadline per plan."""
-    first, never = threading.Lock(), threading.Event()
+    first = threading.Lock()
+    never = threading.Event()
 
     class Slow(Hottest):
         def plan(self, *arguments):
@@ -140,7 +142,8 @@ def test_all_that_is_needed_at_one_time_has_one_deadline() -> None:
                 never.wait()
             return super().plan(*arguments)
 
-    manager, planner = Manager(Slow(2, []), COST, Predictor("last"), OWNERS), Planner(600.0)
+    manager = Manager(Slow(2, []), COST, Predictor("last"), OWNERS)
+    planner = Planner(600.0)
     asked = [planner.ask(manager.question(total(loads(1), 3), 1)) for _ in range(4)]
     decisions = [planner.result(asked[0], planner.deadline()).decision]
     # A result that waited for its own 600 seconds would exceed the time limit of the test

@@ -38,7 +38,9 @@ def cost_model(num_ranks: int, node_size: int = 4, **options: object) -> CostMod
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel]:
     """Draw a load, the placement in use (any homes, guests of an earlier plan) and a cost model."""
-    num_ranks, home, slots = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    num_ranks = draw(st.integers(1, 6))
+    home = draw(st.integers(1, 4))
+    slots = draw(st.integers(0, 3))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = (num_ranks, num_ranks * home)
     counts_DE = (generator.lognormal(0, 2, size) * draw(st.sampled_from([0, 10, 1000]))).astype(np.int64)
@@ -82,7 +84,8 @@ def test_selections_count_as_the_model_does(case: tuple[np.ndarray, Placement, C
 
 def check(selection: Selection, counts: np.ndarray) -> None:
     """Compare a selection with the cost model."""
-    cost, placement = selection.layer.cost, selection.placement()
+    cost = selection.layer.cost
+    placement = selection.placement()
     work = cost.work(counts, placement)
     assert [float(part) for part in cost.work_of(selection.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
     assert selection.free_D.tolist() == [row.count(EMPTY) for row in placement.guests]
@@ -97,7 +100,8 @@ def drawn_searches(selection: Selection, generator: np.random.Generator) -> list
     """Return some moves of each of a few searches, within the guest slots: experts, guests and primaries."""
     searches = []
     for _ in range(int(generator.integers(0, 4))):
-        free_D, moves = selection.free_D.copy(), list[tuple[int, list[int], int]]()
+        free_D = selection.free_D.copy()
+        moves = list[tuple[int, list[int], int]]()
         for expert in generator.permutation(len(selection.primary_E))[: int(generator.integers(0, 5))].tolist():
             owner = int(selection.layer.owner_E[expert])
             able = [rank for rank in np.flatnonzero(free_D).tolist() if rank != owner]
@@ -126,10 +130,13 @@ def test_each_search_keeps_its_fastest_step(
     searches = drawn_searches(plain, np.random.default_rng(seed))
     kept = []
     for moves in searches:
-        hosts, primaries = [[owner] for owner in current.owners], [*current.owners]
-        extra, steps = 0.0, list[tuple[float, list[int]]]()
+        hosts = [[owner] for owner in current.owners]
+        primaries = [*current.owners]
+        extra = 0.0
+        steps = list[tuple[float, list[int]]]()
         for number, (expert, guests, primary) in enumerate(moves, start=1):
-            hosts[expert], primaries[expert] = [*hosts[expert], *guests], primary
+            hosts[expert] = [*hosts[expert], *guests]
+            primaries[expert] = primary
             placement = current.rehost(hosts, primaries)
             guests_ED = (shares(placement) > 0) & ~plain.layer.owned_ED
             times_ED, extra_E = cost.transport.link_times(plain.layer.owner_E, guests_ED)
@@ -152,8 +159,12 @@ def test_each_search_keeps_its_fastest_step(
 def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
     """In one microbatch rank 0 is heavy, in another rank 2; together all ranks are even."""
     counts_BDE = np.full((2, 4, 4), 100)
-    counts_BDE[0, :, 0], counts_BDE[0, :, 2], counts_BDE[1, :, 2], counts_BDE[1, :, 0] = 190, 10, 190, 10
-    current, cost = Placement.identity(4, 4, 2), cost_model(4, split="proportional", microbatches=2)
+    counts_BDE[0, :, 0] = 190
+    counts_BDE[0, :, 2] = 10
+    counts_BDE[1, :, 2] = 190
+    counts_BDE[1, :, 0] = 10
+    current = Placement.identity(4, 4, 2)
+    cost = cost_model(4, split="proportional", microbatches=2)
     experts = [moves.expert_M.tolist() for moves in leveled(Selection.plain(counts_BDE, current, cost))]
     assert {row[0] for row in experts} <= {0, 2} <= {expert for row in experts for expert in row}
     assert not [*leveled(Selection.plain(counts_BDE.sum(0), current, cost))]
@@ -163,7 +174,8 @@ def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
 @pytest.mark.parametrize("size", [(4, 16), (16, 64)])
 def test_pro_prophet_is_about_as_fast_as_the_others(workload: str, size: tuple[int, int]) -> None:
     num_ranks, num_experts = size
-    current, cost = Placement.identity(num_experts, num_ranks, 2), cost_model(num_ranks)
+    current = Placement.identity(num_experts, num_ranks, 2)
+    cost = cost_model(num_ranks)
     counts_DE = load_matrix(workload, num_ranks, num_experts, 2, 4096, 0, 9)
     seconds = {
         name: cost.layer_seconds(counts_DE, load_policy(name).plan(counts_DE, current, cost)) for name in COPYING
@@ -202,7 +214,8 @@ def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
 
 
 def test_ranks_that_are_equally_slow_are_relieved_together() -> None:
-    current, cost = Placement.identity(128, 32, 2), cost_model(32, node_size=8, split="proportional")
+    current = Placement.identity(128, 32, 2)
+    cost = cost_model(32, node_size=8, split="proportional")
     counts_DE = np.full((32, 128), 200)
     counts_DE[:, ::8] = 5000
     planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
@@ -219,7 +232,9 @@ def test_guests_go_where_the_tokens_are() -> None:
 
 
 def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
+    counts_DE = np.full((4, 8), 10)
+    cost = cost_model(4)
+    current = Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
     plain = Selection.plain(counts_DE, current, cost)
     # Any guest counts as a gain, and only a useless one is found
@@ -233,7 +248,9 @@ def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_selections_without_guests_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts_DE, cost, current = np.full((4, 8), 10), cost_model(4), Placement.identity(8, 4, 1)
+    counts_DE = np.full((4, 8), 10)
+    cost = cost_model(4)
+    current = Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
     monkeypatch.setattr(pro_prophet, "fastest", lambda plain, *_: [plain])
     monkeypatch.setattr(Selection, "extended", lambda selection, *_: selection)
@@ -271,7 +288,8 @@ def least_of_copies(counts_DE: np.ndarray, current: Placement, cost: CostModel) 
 
 
 def test_pro_prophet_is_close_to_the_optimum() -> None:
-    current, cost = Placement.identity(4, 4, 2), cost_model(4)
+    current = Placement.identity(4, 4, 2)
+    cost = cost_model(4)
     ratios = []
     for workload, seed in itertools.product(WORKLOADS, range(2)):
         counts_DE = load_matrix(workload, 4, 4, 2, 4096, seed, 7)
@@ -287,7 +305,8 @@ FEW_WORKLOADS = ["hot_rank", "spread_hot_experts", "zero_load"]
 
 @pytest.mark.parametrize("workloads", [FEW_WORKLOADS, pytest.param([*WORKLOADS], marks=pytest.mark.slow)])
 def test_between_nodes_pro_prophet_is_close_to_the_best_placement(workloads: list[str]) -> None:
-    current, cost = Placement.identity(8, 4, 1), cost_model(4, 2)
+    current = Placement.identity(8, 4, 1)
+    cost = cost_model(4, 2)
     ratios = []
     for workload in workloads:
         counts_DE = load_matrix(workload, 4, 8, 2, 4096, 0, 7)
@@ -297,7 +316,8 @@ def test_between_nodes_pro_prophet_is_close_to_the_best_placement(workloads: lis
 
 
 def test_traces_are_read_by_layout(tmp_path: Path) -> None:
-    wide, narrow = np.arange(40 * 8).reshape(40, 2, 4), np.ones((3, 1, 2), dtype=np.int64)
+    wide = np.arange(40 * 8).reshape(40, 2, 4)
+    narrow = np.ones((3, 1, 2), dtype=np.int64)
     for rank, layer, loads in ((0, 2, wide), (1, 1, narrow)):
         log = LoadLog(tmp_path, rank)
         for iteration, counts_DE in enumerate(loads, start=1):

@@ -158,7 +158,8 @@ def test_a_policy_that_is_not_made_in_time() -> None:
 
 @pytest.mark.parametrize("name", ["Loops", "HoldsTheLock", "Stops"])
 def test_a_policy_that_never_answers_can_be_stopped(name: str) -> None:
-    one, decisions = policy(name), []
+    one = policy(name)
+    decisions = []
     thread = threading.Thread(target=lambda: decisions.append(decide(one)))
     thread.start()
     time.sleep(0.2)

@@ -20,8 +20,12 @@ from megatron_balance.cost.model import balance_ratio
 from megatron_balance.planning.policies import registered
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
-Sample, NONE, CEILING = policy_table.Sample, policy_table.NONE, policy_table.CEILING
-RANKS, EXPERTS, TOPK = 4, 16, 2
+Sample = policy_table.Sample
+NONE = policy_table.NONE
+CEILING = policy_table.CEILING
+RANKS = 4
+EXPERTS = 16
+TOPK = 2
 
 times = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)
 
@@ -105,7 +109,8 @@ def test_equals_are_equal_and_the_ceiling_closes_the_gap(seconds: list[float], r
 
 
 def test_a_burst_counts_for_its_share_of_the_iterations() -> None:
-    calm, burst = [1.0] * 6, [2.0] * 2
+    calm = [1.0] * 6
+    burst = [2.0] * 2
     found = {NONE: samples(calm + burst), CEILING: samples([1.0] * 8), "a policy": samples([*calm, 1.5, 1.5])}
     assert policy_table.ratio([found], "a policy") == pytest.approx(9 / 10)
     assert policy_table.closed([found], "a policy") == pytest.approx(0.5)

@@ -60,7 +60,8 @@ def test_nothing_seen_and_another_shape(method: str) -> None:
 @given(st.sampled_from(METHODS), st.integers(0, 2**32 - 1), st.integers(1, 6))
 def test_tokens_are_conserved_and_states_survive_json(method: str, seed: int, steps: int) -> None:
     generator = np.random.default_rng(seed)
-    predictor, state = Predictor(method), History()
+    predictor = Predictor(method)
+    state = History()
     for _ in range(steps):
         parts = int(generator.integers(1, 5))
         counts_BDE = generator.integers(0, 50, (parts, 3, 5)) * generator.integers(0, 2, (parts, 3, 1))
@@ -76,7 +77,8 @@ def test_tokens_are_conserved_and_states_survive_json(method: str, seed: int, st
 
 @pytest.mark.parametrize("method", METHODS)
 def test_microbatches_share_the_prediction_as_in_the_latest_iteration(method: str) -> None:
-    predictor, latest_BDE = Predictor(method), np.array([[[9, 0, 1]], [[3, 8, 1]], [[0, 0, 2]]])
+    predictor = Predictor(method)
+    latest_BDE = np.array([[[9, 0, 1]], [[3, 8, 1]], [[0, 0, 2]]])
     assert predictor.predict(predictor.observe(History(), latest_BDE)).tolist() == latest_BDE.tolist()
     before = predictor.observe(History(), np.array([[[4, 16, 4]]]))
     predicted_BDE = predictor.predict(predictor.observe(before, latest_BDE))

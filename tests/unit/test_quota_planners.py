@@ -25,7 +25,9 @@ def plan(name: str, tokens: list[int], owner_E: np.ndarray, slots: int, **option
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Draw tokens [E], owners [E], the number of ranks and the number of slots."""
-    ranks, home, slots = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    ranks = draw(st.integers(1, 5))
+    home = draw(st.integers(1, 3))
+    slots = draw(st.integers(0, 3))
     size = ranks * home
     tokens = draw(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 10_000)), min_size=size, max_size=size))
     owners = draw(st.permutations(np.repeat(np.arange(ranks), home).tolist()))
@@ -89,7 +91,8 @@ class TestKnownPlans:
 
     def test_ultraep_bisects_where_the_first_targets_do_not_fit(self) -> None:
         # One slot takes 10 of ten equally hot experts
-        tokens, owner_E = [10] * 10 + [0] * 10, np.repeat([0, 1], 10)
+        tokens = [10] * 10 + [0] * 10
+        owner_E = np.repeat([0, 1], 10)
         for name in ("ultraep", "interleaved", "moonep", "llep"):
             loads = np.sum(plan(name, tokens, owner_E, 1), axis=0).tolist()
             assert loads == [90, 10]
@@ -118,7 +121,8 @@ class TestProperties:
         self, problem: tuple[np.ndarray, np.ndarray, int, int], target: float
     ) -> None:
         tokens_E, owner_E, ranks, slots = problem
-        fewest, limit = fewest_copies(tokens_E, owner_E, ranks, target), limit_of(int(tokens_E.sum()), ranks, target)
+        fewest = fewest_copies(tokens_E, owner_E, ranks, target)
+        limit = limit_of(int(tokens_E.sum()), ranks, target)
         for name, planner in BOUNDED.items():
             quotas_ED = planner(tokens_E, owner_E, ranks, slots, target=target)
             if quotas_ED.sum(0).max() <= limit:
@@ -165,12 +169,14 @@ class TestFloors:
         ("ranks", "home", "slots"), [(2, 3, 1), (2, 4, 2), (3, 2, 1), (3, 2, 2), (4, 1, 1), (3, 3, 1)]
     )
     def test_floors_are_not_above_the_best_of_all_plans(self, ranks: int, home: int, slots: int) -> None:
-        owner_E, tight = np.repeat(np.arange(ranks), home), []
+        owner_E = np.repeat(np.arange(ranks), home)
+        tight = []
         for seed in range(12):
             generator = np.random.default_rng(seed)
             tokens_E = generator.integers(0, 100, ranks * home) * np.where(owner_E == 0, 1 + seed % 6, 1)
             plans = list(every_plan(tokens_E, owner_E, ranks, slots))
-            least, floor = min(plans)[0], floor_of(tokens_E, owner_E, ranks, slots)
+            least = min(plans)[0]
+            floor = floor_of(tokens_E, owner_E, ranks, slots)
             assert floor <= least
             tight.append(floor == least)
             for target in (1.0, 1.05, 1.3):
@@ -182,7 +188,8 @@ class TestFloors:
 
     @pytest.mark.parametrize(("slots", "kept"), [(1, 25), (2, 18), (4, 4)])
     def test_equally_hot_experts_of_one_rank_leave_one_per_slot(self, slots: int, kept: int) -> None:
-        tokens_E, owner_E = np.repeat([100, 1], [32, 224]), np.repeat(np.arange(8), 32)
+        tokens_E = np.repeat([100, 1], [32, 224])
+        owner_E = np.repeat(np.arange(8), 32)
         assert floor_of(tokens_E, owner_E, 8, slots) == max(100 * kept, -(-tokens_E.sum() // 8))
 
     @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def test_files_of_flags_that_are_no_text(
 
 
 def test_a_file_that_grows_is_read_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, read = tmp_path / "file", os.read
+    path = tmp_path / "file"
+    read = os.read
     path.write_bytes(b"x")
     sizes = []
 
@@ -134,7 +135,8 @@ def test_a_file_that_grows_is_read_no_further(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "file", os.stat
+    path = tmp_path / "file"
+    real = os.stat
     path.write_bytes(b"x")
     plain = real(path)
     path.unlink()
@@ -260,7 +262,8 @@ def test_mutated_inputs(kind: str) -> None:
 
 
 def test_the_content_of_files(tmp_path: Path) -> None:
-    file, directory = tmp_path / "file", tmp_path / "directory"
+    file = tmp_path / "file"
+    directory = tmp_path / "directory"
     directory.mkdir()
     file.write_text("a")
     first = content_digest(file)
@@ -277,7 +280,8 @@ def test_the_content_of_files(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_compared_in_places(tmp_path: Path) -> None:
-    file, size = tmp_path / "file", 2**20
+    file = tmp_path / "file"
+    size = 2**20
     file.write_bytes(bytes(size))
     first = content_digest(file, max_bytes=size - 1)
     assert first.startswith(f"{size} bytes, ")

@@ -46,7 +46,8 @@ def test_every_piece_reaches_every_guest_once(placement: Placement, node_size: i
 @given(placements() | many, st.integers(1, 6), st.integers(1, 4))
 def test_rounds_and_what_ranks_send(placement: Placement, node_size: int, chunks: int) -> None:
     guests = Counter(expert for row in placement.guests for expert in row if expert != EMPTY)
-    owned, kept = Counter(placement.owner(expert) for expert in guests), Counter()
+    owned = Counter(placement.owner(expert) for expert in guests)
+    kept = Counter()
     for rank, row in enumerate(placement.guests):
         kept[rank] = sum(expert != EMPTY for expert in row)
     for route, stages in zip(ROUTES, (1, 2, 3), strict=True):

@@ -17,7 +17,10 @@ from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.trace import Span, Timeline
 from megatron_balance.placement.placement import Placement
 
-LAYERS, RANKS, EXPERTS, ITERATIONS = (2, 3), 4, 8, 12
+LAYERS = (2, 3)
+RANKS = 4
+EXPERTS = 8
+ITERATIONS = 12
 OWNERS = Placement.identity(EXPERTS, RANKS, 1)
 COPIED = OWNERS.with_hosts([(0, 2), (0, 3)])
 FACTORS = Factors(exchange=1300.0, experts=0.25)

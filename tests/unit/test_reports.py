@@ -95,7 +95,8 @@ def test_what_happens_now_and_then_is_averaged_over_the_iterations_without_a_rep
         every.append(often.balancer.report())
         if iteration not in (3, 5):
             continue
-        since, reported = every[:3] if iteration == 3 else every[3:], seldom.balancer.report()
+        since = every[:3] if iteration == 3 else every[3:]
+        reported = seldom.balancer.report()
         for layer in LAYERS:
             for name in ("hosts_added", "trans_bytes", "agg_bytes"):
                 mean = sum(getattr(report[layer], name) for report in since) / len(since)
@@ -108,7 +109,8 @@ def test_what_happens_now_and_then_is_averaged_over_the_iterations_without_a_rep
 def test_a_report_is_about_its_iteration_even_if_it_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
     world = build(monkeypatch)
     world.iterate(1, loads(1))
-    now, later = world.balancer.report(), world.balancer.finished()
+    now = world.balancer.report()
+    later = world.balancer.finished()
     world.iterate(2, loads(2))
     assert later() == now != world.balancer.report()
     assert world.balancer.layers[LAYERS[0]].finished(RANK, Factors())().ratio_after != now[LAYERS[0]].ratio_after

@@ -42,7 +42,8 @@ def faked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[Job, Sy
 
 def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
     loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
-    plain_BDE, padded_BDE = loads.draw(1, 1, 0, 3), PaddedLoads(loads).draw(1, 1, 0, 3)
+    plain_BDE = loads.draw(1, 1, 0, 3)
+    padded_BDE = PaddedLoads(loads).draw(1, 1, 0, 3)
     assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
 
 

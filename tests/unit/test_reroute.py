@@ -91,7 +91,11 @@ def test_by_hand() -> None:
     probs_TE = torch.tensor([[0.1, 0, 0], [0.2, 0.3, 0], [0, 0, 0], [0.4, 0, 0], [0.5, 0, 0]])
     probs_TP, map_TP = reroute(probs_TE, map_TE, plan, source=2)
     expected = torch.zeros(5, 6)
-    expected[0, 0], expected[1, 3], expected[1, 2], expected[3, 3], expected[4, 5] = 0.1, 0.2, 0.3, 0.4, 0.5
+    expected[0, 0] = 0.1
+    expected[1, 3] = 0.2
+    expected[1, 2] = 0.3
+    expected[3, 3] = 0.4
+    expected[4, 5] = 0.5
     assert torch.equal(probs_TP, expected)
     assert torch.equal(map_TP, expected > 0)
 

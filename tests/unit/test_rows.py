@@ -50,7 +50,8 @@ class _Sums(torch.autograd.Function):
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, probs_TE, order):
-        ctx.order, ctx.shape = order, probs_TE.shape
+        ctx.order = order
+        ctx.shape = probs_TE.shape
         return rows.gather_weights(probs_TE, order)
 
     @staticmethod
@@ -58,7 +59,9 @@ class _Weights(torch.autograd.Function):
         return rows.scatter_weights(gradients[0], ctx.order, ctx.shape), None
 
 
-gather_rows, combine, gather_weights = _Copies.apply, _Sums.apply, _Weights.apply
+gather_rows = _Copies.apply
+combine = _Sums.apply
+gather_weights = _Weights.apply
 
 CPU = torch.device("cpu")
 DEVICE = torch.cuda.current_device()
@@ -77,7 +80,8 @@ def dense_mixture(tokens_TH: torch.Tensor, probs_TP: torch.Tensor, routing_TP: t
 @st.composite
 def routings(draw: st.DrawFn) -> torch.Tensor:
     # A GPU compiles kernels for every number of columns
-    tokens, columns = draw(st.integers(0, 9)), draw(st.sampled_from([1, 3, 7]))
+    tokens = draw(st.integers(0, 9))
+    columns = draw(st.sampled_from([1, 3, 7]))
     chosen = draw(st.lists(st.booleans(), min_size=tokens * columns, max_size=tokens * columns))
     return torch.tensor(chosen, dtype=torch.bool).view(tokens, columns)
 
@@ -86,9 +90,11 @@ def routings(draw: st.DrawFn) -> torch.Tensor:
 @given(routings(), st.sampled_from([1, 3]))
 def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -> None:
     (tokens, columns), routing_TP = routing_TP.shape, routing_TP.to(DEVICE)
-    tokens_TH, probs_TP = random(tokens, hidden), random(tokens, columns)
+    tokens_TH = random(tokens, hidden)
+    probs_TP = random(tokens, columns)
     order = row_order(routing_TP, int(routing_TP.sum()))
-    rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
+    rows_RH = gather_rows(tokens_TH, order)
+    probs_R = gather_weights(probs_TP, order)
     by_column = [tokens_TH[routing_TP[:, column]] for column in range(columns)]
     assert torch.equal(rows_RH, torch.cat(by_column))
     assert torch.equal(probs_R, torch.cat([probs_TP[routing_TP[:, one], one] for one in range(columns)]))
@@ -125,11 +131,13 @@ def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor
 def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return rows, weights, output and gradients of one pass with scaled rows."""
     torch.manual_seed(1)
-    tokens_TH, probs_TP = random(len(routing_TP), 40, dtype=dtype), random(*routing_TP.shape, dtype=torch.float32)
+    tokens_TH = random(len(routing_TP), 40, dtype=dtype)
+    probs_TP = random(*routing_TP.shape, dtype=torch.float32)
     count = int(routing_TP.sum())
     if ours:
         order = row_order(routing_TP, count)
-        rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
+        rows_RH = gather_rows(tokens_TH, order)
+        probs_R = gather_weights(probs_TP, order)
 
         def combined(rows_RH: torch.Tensor) -> torch.Tensor:
             return combine(rows_RH, order)
@@ -176,13 +184,16 @@ def test_same_bits_every_time(dtype: torch.dtype) -> None:
 
 def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
     routing_TP = with_chunks(50, 12, topk=4, seed=4)
-    tokens_TH, probs_TP, count = random(50, 8), random(50, 12), int(routing_TP.sum())
+    tokens_TH = random(50, 8)
+    probs_TP = random(50, 12)
+    count = int(routing_TP.sum())
     found = []
     for ours in (True, False):
         with Operators() as operators:
             if ours:
                 order = row_order(routing_TP, count)
-                rows_RH, probs_R = gather_rows(tokens_TH, order), gather_weights(probs_TP, order)
+                rows_RH = gather_rows(tokens_TH, order)
+                probs_R = gather_weights(probs_TP, order)
                 output = combine(rows_RH * probs_R.unsqueeze(1), order)
             else:
                 rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
@@ -199,7 +210,9 @@ def sent(placement: Placement, map_TE: torch.Tensor, tokens_CMP: torch.Tensor) -
 
     A token takes the first member, host and chunk of its expert, in this order, with tokens left in the plan.
     """
-    left, target, sent_rows = tokens_CMP.tolist(), {}, []
+    left = tokens_CMP.tolist()
+    target = {}
+    sent_rows = []
     for expert, token in map_TE.T.nonzero().tolist():
         member, physical, chunk = next(
             (member, physical, chunk)
@@ -242,7 +255,8 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
 def test_one_loop_finds_the_same(
     placement: Placement, tokens: int, split: Split, by_block: bool, random: Random
 ) -> None:
-    ranks, generator = placement.num_ranks, torch.Generator().manual_seed(random.randrange(10**6))
+    ranks = placement.num_ranks
+    generator = torch.Generator().manual_seed(random.randrange(10**6))
     counts_DE = torch.randint(0, 1 + tokens, (ranks, placement.num_experts), generator=generator)
     plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
     rank = random.randrange(ranks)

@@ -58,7 +58,8 @@ class Recorder:
     """Keeps the calls of its methods, by name."""
 
     def __init__(self, calls: list[tuple], name: str) -> None:
-        self.calls, self.name = calls, name
+        self.calls = calls
+        self.name = name
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         return lambda *arguments, **named: self.calls.append((self.name, method, *arguments, *named.values()))

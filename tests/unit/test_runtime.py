@@ -137,7 +137,8 @@ def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mo
         return deadline(planner)
 
     monkeypatch.setattr(Planner, "deadline", waiting)
-    world, exact = build(monkeypatch, **MODES[mode], threads=slow, policy=Policy), mode == "exact"
+    world = build(monkeypatch, **MODES[mode], threads=slow, policy=Policy)
+    exact = mode == "exact"
     for iteration in range(1, iterations + 1):
         world.journal.clear()
         waits.clear()
@@ -175,7 +176,8 @@ def test_all_microbatches_are_observed_and_reported(monkeypatch, mode: str) -> N
         load = loads(iteration, world.microbatches)
         world.iterate(iteration, load)
         for layer in LAYERS:
-            state, counts_DE = world.balancer.layers[layer], total(load, layer)
+            state = world.balancer.layers[layer]
+            counts_DE = total(load, layer)
             assert np.array_equal(state.manager.history.latest, counts_DE)
             reported_DE, placement = world.balancer.loads()[layer]
             assert np.array_equal(reported_DE, counts_DE)
@@ -189,7 +191,8 @@ def test_all_microbatches_are_observed_and_reported(monkeypatch, mode: str) -> N
 
 @pytest.mark.parametrize("mode", MODES)
 def test_predictions_are_compared_with_the_iteration_that_they_were_for(monkeypatch, mode: str) -> None:
-    world, errors = build(monkeypatch, **MODES[mode]), []
+    world = build(monkeypatch, **MODES[mode])
+    errors = []
     for iteration in (1, 2, 3):
         world.iterate(iteration, loads(iteration))
         errors.append({layer: report.prediction_error for layer, report in world.balancer.report().items()})
@@ -206,7 +209,8 @@ def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str)
     replicas = [{1: loads(1), 2: loads(2)}, {1: loads(11), 2: loads(12)}]
     seen = []
     for replica in (0, 1):
-        own, other = replicas[replica], replicas[1 - replica]
+        own = replicas[replica]
+        other = replicas[1 - replica]
         calls: list[int] = []
 
         def contribute(rank: int, counts_BDE: torch.Tensor, replica=replica, own=own, other=other, calls=calls):
@@ -334,8 +338,10 @@ def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -
     """The fault search evaluates between the end of an iteration and a Transfer of its experts."""
     world = build(monkeypatch)
     world.iterate(1, loads(1))
-    layer, counts_DE = LAYERS[0], torch.ones(RANKS, EXPERTS, dtype=torch.int64)
-    state, placement = world.balancer.layers[layer], hottest(loads(7)[layer][0])
+    layer = LAYERS[0]
+    counts_DE = torch.ones(RANKS, EXPERTS, dtype=torch.int64)
+    state = world.balancer.layers[layer]
+    placement = hottest(loads(7)[layer][0])
     world.balancer.host(layer, Reading(counts_DE.clone), training=False)
     assert placement != state.placement
     decision = Decision(loads(7)[layer][0][None], placement)

@@ -61,7 +61,8 @@ def save(path: Path, as_path: bool) -> None:
     """Save a checkpoint with everything that megatron-core may put into one; a task for ranks."""
     # Otherwise, the queue would be a server process
     filesystem_async._results_queue = queue.SimpleQueue()
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    ranks = torch.distributed.get_world_size()
     weights = {
         str(dtype): ShardedTensor.from_rank_offsets(f"weight.{dtype}", torch.ones(4, 3).to(dtype), (0, rank, ranks))
         for dtype in DTYPES
@@ -141,7 +142,8 @@ PICKLES = hostile.CALLS | hostile.PLACES | hostile.OPCODES
 
 @pytest.mark.parametrize("payload", PICKLES.values(), ids=PICKLES)
 def test_a_hostile_metadata_is_named_and_does_not_run(tmp_path: Path, payload: hostile.Payload) -> None:
-    path, canary = tmp_path / ".metadata", tmp_path / "canary"
+    path = tmp_path / ".metadata"
+    canary = tmp_path / "canary"
     with hostile.registered():
         path.write_bytes(payload(canary))
         with pytest.raises(Damaged) as error:
@@ -324,7 +326,8 @@ def test_a_hostile_object_is_named_and_does_not_run(own: Path, payload: hostile.
 def test_a_hostile_common_is_named_and_does_not_run(
     own: Path, payload: hostile.Payload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, canary = own / "common.pt", own / "canary"
+    path = own / "common.pt"
+    canary = own / "canary"
     path.write_bytes(payload(canary))
     # With this variable, megatron-core's own call reads without restrictions
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -411,7 +414,8 @@ def test_an_entry_outside_its_file(checkpoint: Path, name: str, offset: int, len
     metadata = check_metadata(checkpoint / ".metadata")
     (index,) = [index for index in metadata.storage_data if index.fqn == name]
     info = metadata.storage_data[index]
-    info.offset, info.length = offset, length
+    info.offset = offset
+    info.length = length
     with pytest.raises(Damaged, match=f"cannot hold {name}: bytes {offset} to") as error:
         check_objects(checkpoint, metadata)
     assert error.value.path == checkpoint / info.relative_path

@@ -12,15 +12,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_balance.config.run_config import SchedulerConfig, TrainConfig
 from megatron_balance.training.schedule import Length, build_batch_schedule, build_param_scheduler, run_length
 
-PEAK, FLOOR, DECAY = 1.0, 0.1, 0.05
+PEAK = 1.0
+FLOOR = 0.1
+DECAY = 0.05
 
 
 def model_batch_sizes(train: TrainConfig) -> list[int]:
     """Return every iteration's batch size by the definition of the ramp: equal shares of its samples for each size."""
-    final, ramp = train.global_batch_size, train.rampup_batch_size
+    final = train.global_batch_size
+    ramp = train.rampup_batch_size
     sizes: list[int] = []
     while train.train_iters is None or len(sizes) < train.train_iters:
-        consumed, size = sum(sizes), final
+        consumed = sum(sizes)
+        size = final
         if ramp is not None:
             start, increment, samples = ramp
             steps = (final - start) // increment
@@ -34,11 +38,14 @@ def model_batch_sizes(train: TrainConfig) -> list[int]:
 @st.composite
 def trainings(draw: st.DrawFn) -> tuple[TrainConfig, int]:
     """Draw a training of a few dozen iterations and its data-parallel size."""
-    micro, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    micro = draw(st.integers(1, 3))
+    ranks = draw(st.integers(1, 4))
     step = micro * ranks
-    ramp, batch = None, step * draw(st.integers(1, 6))
+    ramp = None
+    batch = step * draw(st.integers(1, 6))
     if draw(st.booleans()):
-        start, increment = step * draw(st.integers(1, 3)), step * draw(st.integers(1, 2))
+        start = step * draw(st.integers(1, 3))
+        increment = step * draw(st.integers(1, 2))
         batch = start + increment * draw(st.integers(1, 4))
         # Whole shares keep the ramp's thresholds exact
         ramp = [start, increment, (batch - start) // increment * draw(st.integers(1, 40))]

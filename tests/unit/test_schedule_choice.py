@@ -9,10 +9,14 @@ from megatron_balance.flow.schedule_choice import ScheduleModel, choices, ranges
 from megatron_balance.profile.cluster_profile import Fit, ParallelLines, builtin, from_links
 
 SHAPE = Shape(tokens=64, hidden=8, rows=96, mp=2, esp=4)
-BLM, ETM = 64 * 8, 96 * 8
+BLM = 64 * 8
+ETM = 96 * 8
 
-ALL_GATHER, ALL_TO_ALL, SIMULTANEOUS = Fit(3.0, 0.5, 0, 0), Fit(5.0, 0.25, 0, 0), Fit(7.0, 0.375, 0, 0)
-SORTING, GATHERED = Fit(11.0, 0.125, 0, 0), Fit(13.0, 0.0625, 0, 0)
+ALL_GATHER = Fit(3.0, 0.5, 0, 0)
+ALL_TO_ALL = Fit(5.0, 0.25, 0, 0)
+SIMULTANEOUS = Fit(7.0, 0.375, 0, 0)
+SORTING = Fit(11.0, 0.125, 0, 0)
+GATHERED = Fit(13.0, 0.0625, 0, 0)
 PROFILE = builtin(8, 4, hidden=8, ffn=16)
 LINES = {"all_to_all": ALL_TO_ALL, "gathered": GATHERED}
 SAME_TOKENS = {"all_gather": ALL_GATHER, "simultaneous": SIMULTANEOUS, "sorting": SORTING}
@@ -45,8 +49,10 @@ def test_volumes_without_tensor_parallelism(schedule: str) -> None:
 
 
 def test_algorithm_1_by_hand() -> None:
-    model, y = ScheduleModel(MEASURED, 2, 4), 2 * ETM * 4 / 2
-    all_to_all, sorting = 5 + 0.25 * y, (11 + 0.125 * 2 * ETM) / 2
+    model = ScheduleModel(MEASURED, 2, 4)
+    y = 2 * ETM * 4 / 2
+    all_to_all = 5 + 0.25 * y
+    sorting = (11 + 0.125 * 2 * ETM) / 2
     assert model.seconds("s1", SHAPE, 2, True) == 2 * all_to_all + 3 + 0.5 * 2 * BLM + (11 + 0.125 * 2 * ETM / 2) / 2
     assert model.seconds("s2", SHAPE, 2, True) == all_to_all + 7 + 0.375 * y + sorting
     assert model.seconds("s2", SHAPE, 2, False) == 2 * all_to_all + 3 + 0.5 * 2 * ETM + sorting
@@ -54,7 +60,8 @@ def test_algorithm_1_by_hand() -> None:
 
 def test_megatron_repeats_the_experts_where_ranks_have_the_same_tokens() -> None:
     slow = replace(MEASURED, forward=MEASURED.forward._replace(seconds_per_token=17.0))
-    sorting, exchange = (11 + 0.125 * 2 * ETM) / 2, 13 + 0.0625 * 2 * ETM
+    sorting = (11 + 0.125 * 2 * ETM) / 2
+    exchange = 13 + 0.0625 * 2 * ETM
     # A rank computes its host's rows, 96 of each batch of tokens; four of eight ranks have a batch of their own
     repeated = 17 * 96 * 4 / 2
     assert ScheduleModel(slow, 2, 4).seconds("megatron", SHAPE, 2, True) == sorting + exchange + repeated
@@ -62,7 +69,8 @@ def test_megatron_repeats_the_experts_where_ranks_have_the_same_tokens() -> None
 
 def test_with_sequence_parallelism_only_exchanges_differ() -> None:
     """Every rank has its own tokens: nothing is split, gathered or computed twice."""
-    shape, lines = SHAPE._replace(mp=1), ParallelLines(1, 4, **LINES)
+    shape = SHAPE._replace(mp=1)
+    lines = ParallelLines(1, 4, **LINES)
     model = ScheduleModel(replace(PROFILE, parallel=lines), 1, 4)
     assert model.seconds("s1", shape, 2, True) == 2 * (5 + 0.25 * 2 * ETM * 4)
     assert model.seconds("megatron", shape, 2, True) == 13 + 0.0625 * 2 * ETM
@@ -106,7 +114,8 @@ def test_lines_of_another_layout_are_not_taken() -> None:
         assert other == plain
 
 
-NEAR, FAR = Fit(100.0, 1.0, 0, 0), Fit(1000.0, 10.0, 0, 0)
+NEAR = Fit(100.0, 1.0, 0, 0)
+FAR = Fit(1000.0, 10.0, 0, 0)
 FREE = PROFILE.forward._replace(seconds_per_token=0.0)
 
 
@@ -119,9 +128,11 @@ def links(node_size: int, shared: float = 10.0, far: Fit = FAR) -> ScheduleModel
 def test_exchanges_from_the_lines_of_links() -> None:
     """Two nodes of four ranks; a batch takes 0.9 of a message's latency, and each message a tenth."""
     shape = SHAPE._replace(esp=2)
-    y, rows = 2.0 * ETM * 2 / 2, 2.0 * ETM
+    y = 2.0 * ETM * 2 / 2
+    rows = 2.0 * ETM
     # Half of the bytes that a rank sends leave the node
-    all_to_all, far_bytes = 900 + 4 * 100 + 10 * y / 2, 10 * y / 2
+    all_to_all = 900 + 4 * 100 + 10 * y / 2
+    far_bytes = 10 * y / 2
     gather = 100 + rows
     model = links(4)
     assert model.seconds("s1", shape, 2, True) == pytest.approx(2 * all_to_all + 100 + 2 * BLM)
@@ -136,17 +147,21 @@ def test_exchanges_from_the_lines_of_links() -> None:
 
 @pytest.mark.parametrize("node_size", [1, 8])
 def test_simultaneous_exchanges_on_one_kind_of_link(node_size: int) -> None:
-    shape, line = SHAPE._replace(esp=2), NEAR if node_size == 8 else FAR
-    y, rows = 2.0 * ETM, 2.0 * ETM
+    shape = SHAPE._replace(esp=2)
+    line = NEAR if node_size == 8 else FAR
+    y = 2.0 * ETM
+    rows = 2.0 * ETM
     all_to_all = 0.9 * line.alpha + 7 * 0.1 * line.alpha + line.beta * 7 / 8 * y
     assert links(node_size).seconds("s2", shape, 2, True) == pytest.approx(2 * all_to_all + line.seconds(rows))
 
 
 def test_simultaneous_exchanges_last_as_long_as_the_slower_level() -> None:
     """If links between nodes take no time, the traffic inside nodes takes longer, because of the gather."""
-    shape, y = SHAPE._replace(esp=2), 2.0 * ETM
+    shape = SHAPE._replace(esp=2)
+    y = 2.0 * ETM
     model = links(4, shared=1e-9, far=Fit(0.0, 1e-9, 0, 0))
-    inside, gather = 3 / 8 * y, 100 + 2 * ETM
+    inside = 3 / 8 * y
+    gather = 100 + 2 * ETM
     latency = 90 + 3 * 10
     assert model.seconds("s2", shape, 2, True) == pytest.approx(2 * (latency + inside) + gather, rel=1e-6)
 

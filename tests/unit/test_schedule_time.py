@@ -8,7 +8,8 @@ import schedule_time
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 
-VARIANTS, SHAPES = schedule_time.VARIANTS, schedule_time.SHAPES
+VARIANTS = schedule_time.VARIANTS
+SHAPES = schedule_time.SHAPES
 TIMES = {"baseline": 4.0, "megatron": 3.0, "s1": 2.0, "s2": 1.0, "auto": 1.1}
 
 
@@ -41,7 +42,8 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank() -> None:
 
 
 def test_rows_and_means() -> None:
-    shape, one = SHAPES[0], measured()
+    shape = SHAPES[0]
+    one = measured()
     cells = ["4", "2", *(f"{number:g}" for number in shape), "4000", "1.33x", "2.00x", "4.00x", "3.64x (s2)"]
     assert schedule_time.row(4, 2, shape, one) == f"| {' | '.join([*cells, '1.100', '1.000'])} |"
     worse = one._replace(chosen="s1", seconds=one.seconds | {"auto": [2.2] * 3})

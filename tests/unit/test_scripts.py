@@ -93,7 +93,8 @@ def test_every_model_has_a_layout_and_a_script() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_flags_parse_for_the_number_of_gpus(model: str, torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = Header.of(model)
-    script, nodes = SCRIPTS / f"pretrain_{model}.sh", str(header.nodes)
+    script = SCRIPTS / f"pretrain_{model}.sh"
+    nodes = str(header.nodes)
     several = {"NNODES": nodes, "NODE_RANK": "0", "MASTER_ADDR": "node0"}
     launch, flags = split(words(torchrun, script, "out put", "none", "mock", "--train-iters", "7", **several))
     assert launch["--nproc-per-node"] == str(header.gpus) and launch["--nnodes"] == nodes
@@ -108,7 +109,8 @@ def test_flags_parse_for_the_number_of_gpus(model: str, torchrun: Path, monkeypa
 
 
 def test_a_layout_overrides_common_flags(torchrun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, paths = SCRIPTS / "pretrain.sh", ["out", "none", "mock"]
+    script = SCRIPTS / "pretrain.sh"
+    paths = ["out", "none", "mock"]
     launch, flags = split(words(torchrun, script, "tiny", *paths))
     config = parsed(flags, 4, monkeypatch)
     assert (config.train.train_iters, config.optimizer.lr, config.optimizer.weight_decay) == (200, 2e-3, 0.1)

@@ -107,7 +107,9 @@ def test_a_transfer_takes_its_rounds() -> None:
     # Two parts for two guests. In three pieces, guests exchange one while they receive the next: 25 s for an expert,
     # 4 batches of 1 to 1.05 s for the owner's two messages or a guest's three
     assert (len(plan.rounds), {message.chunks for messages in plan.rounds for message in messages}) == (4, {6})
-    first, middle, last = (25 / 3, 1.0), (25 / 3, 1.05), (25 / 6, 1.0)
+    first = (25 / 3, 1.0)
+    middle = (25 / 3, 1.05)
+    last = (25 / 6, 1.0)
     trans = sum(first) + 2 * sum(middle) + sum(last)
     assert cost.sending(placement)[:3] == ("exchanged", 3, pytest.approx(trans))
     assert cost.plan_seconds(plan) == pytest.approx((trans, trans + 2 * 25 * 7 / 6))
@@ -136,7 +138,8 @@ OWNERS = Placement.identity(4, 4, 4)
 )
 def test_hops_between_nodes_take_longer_and_share_adapters(adapters: int, additions: list, seconds: float) -> None:
     links = profile(4, 2, line(0.0, 1.0), line(0.0, 3.0), adapters)
-    model, placement = dataclasses.replace(FOUR, profile=links), OWNERS.with_hosts(additions)
+    model = dataclasses.replace(FOUR, profile=links)
+    placement = OWNERS.with_hosts(additions)
     assert model.far == 3 and model.network.adapters == adapters
     found = model.best(placement)
     assert (found.trans, found.agg) == (seconds, 2 * seconds)
@@ -175,7 +178,8 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
     """Return `SendingModel.progress` rank by rank, in exact numbers."""
     lines = [model.profile.link(kind, level) for level in LEVELS]
     launches = [model.profile.launch(kind, level) for level in LEVELS]
-    node_size, first = model.profile.node_size, model.profile.starts.get(kind, 0.0)
+    node_size = model.profile.node_size
+    first = model.profile.starts.get(kind, 0.0)
     free: dict[int, Fraction] = {}
     carried: dict[tuple[int, int], Fraction] = {}
     ends = []
@@ -291,7 +295,8 @@ def test_no_choice_is_slower_than_any_other(
     near = line(1.0, latencies / 100)
     links = profile(placement.num_ranks, node_size, near, line(far * near.alpha, far * near.beta), adapters)
     model = SendingModel(links, 100, 300, in_parts)
-    found, plan = model.best(placement), model.plan(placement)
+    found = model.best(placement)
+    plan = model.plan(placement)
     if not placement.added_hosts:
         assert found.trans == found.agg == 0 and plan == EMPTY_PLAN
         return

@@ -18,7 +18,8 @@ import pytest
 
 from megatron_balance.simulate.engine import Compute, Engine, Start, Wait, Work
 
-CASES, LINKS = 60, 5
+CASES = 60
+LINKS = 5
 
 PLAIN = (
     *("network/model:CM02", "network/crosstraffic:0", "network/TCP-gamma:0", "network/weight-S:0"),

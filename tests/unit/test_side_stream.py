@@ -10,7 +10,9 @@ from megatron_balance.device.side_stream import SideStream
 
 
 def test_work_runs_in_order_while_the_caller_goes_on() -> None:
-    stream, done, gate = SideStream("test"), [], threading.Event()
+    stream = SideStream("test")
+    done = []
+    gate = threading.Event()
 
     def work(number: int) -> None:
         gate.wait(60)
@@ -37,7 +39,8 @@ def test_whoever_waits_gets_the_error_and_the_stream_goes_on() -> None:
     def fail() -> None:
         raise ConnectionError("gone")
 
-    failed, after = stream.start(fail), stream.start(lambda: time.sleep(0.01))
+    failed = stream.start(fail)
+    after = stream.start(lambda: time.sleep(0.01))
     start, end = after.wait()
     assert end - start >= 0.01
     for _ in range(2):
@@ -53,7 +56,8 @@ def test_the_thread_ends_with_its_side_stream_and_keeps_nothing() -> None:
             self.ended.set()
 
     name = "a side stream that ends"
-    stream, tensors = SideStream(name), Tensors()
+    stream = SideStream(name)
+    tensors = Tensors()
     stream.start(lambda tensors=tensors: None).wait()
     del tensors
     assert Tensors.ended.wait(60), "the thread still refers to its last task"

@@ -150,9 +150,11 @@ def test_one_stage_without_overlap_takes_the_sum_of_its_parts(microbatches: int)
 
 
 def test_a_pipeline_has_its_bubble() -> None:
-    stages, microbatches = 4, 8
+    stages = 4
+    microbatches = 8
     total, _, _ = simulated(stages, microbatches, balanced=False)
-    forward, backward = 3 * 1.0 + 2 * (3.0 + 2.0), 3 * 2.0 + 2 * (6.0 + 2.0)
+    forward = 3 * 1.0 + 2 * (3.0 + 2.0)
+    backward = 3 * 2.0 + 2 * (6.0 + 2.0)
     least = (microbatches + stages - 1) * (forward + backward)
     messages = 2 * (stages - 1) * 0.25
     # Messages are hidden in the steady state, but for some at its borders
@@ -184,7 +186,8 @@ def test_more_bandwidth_is_not_slower() -> None:
 
 
 def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
-    stages, ranks = [stage_of(number, 2, 4, True) for number in range(2)], [np.array([0, 1]), np.array([2, 3])]
+    stages = [stage_of(number, 2, 4, True) for number in range(2)]
+    ranks = [np.array([0, 1]), np.array([2, 3])]
     recorder = Recorder(ranks, [0, 3])
     moves = work(0.1, {MOVES: 2.0})
     teams = [(2, program(stage, layers_of(stage, 4, 1, moves), 0, 2)) for stage in stages]
@@ -198,7 +201,8 @@ def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
 
 
 def test_a_trace_can_be_read(tmp_path: Path) -> None:
-    stage, recorder = stage_of(0, 1, 1, True), Recorder([np.array([0, 1])], [1])
+    stage = stage_of(0, 1, 1, True)
+    recorder = Recorder([np.array([0, 1])], [1])
     Engine([(2, program(stage, layers_of(stage, 1), 0, 2))], 2, recorder).run()
     recorder.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

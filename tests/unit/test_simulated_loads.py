@@ -26,7 +26,8 @@ def test_even_loads_differ_by_one_token() -> None:
 
 def test_recorded_loads_keep_their_popularity() -> None:
     counts = {1: np.array([[[30, 10], [0, 40]]]), 2: np.array([[[1, 1], [1, 1]]])}
-    same, other = recorded(counts, 2, 2), recorded(counts, 4, 2)
+    same = recorded(counts, 2, 2)
+    other = recorded(counts, 4, 2)
     assert same(7, 1) == pytest.approx(np.array([[0.75, 0.25], [0.0, 1.0]]), abs=1e-6)
     assert other(0, 1) == pytest.approx(np.tile([0.375, 0.625], (4, 1)), abs=1e-6)
     assert other(0, 4) == pytest.approx(0.5)

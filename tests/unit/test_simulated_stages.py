@@ -55,13 +55,16 @@ def test_early_reductions_and_late_gathers_overlap_without_experts(seconds: floa
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 20.0])
 def test_late_gathers_are_hidden_up_to_what_hides_them(seconds: float) -> None:
-    stage, log = stage_of(0, 1, 2, balanced=False), Log()
+    stage = stage_of(0, 1, 2, balanced=False)
+    log = Log()
     parts = {block: work(0.0, {1: seconds}) for block in stage.others}
     late = dataclasses.replace(stage, late=parts)
     plain = Engine([(2, program(stage, layers_of(stage, 2), 0, 2))], 2, Log()).run()
     total = Engine([(2, program(late, layers_of(late, 2), 0, 2))], 2, log).run()
     # Only the first block's is not hidden, if those of others arrive before their blocks begin
-    first, before_second, layer = seconds, 1.0, 3.0 + 2.0 + 1.0
+    first = seconds
+    before_second = 1.0
+    layer = 3.0 + 2.0 + 1.0
     second = max(0.0, seconds - before_second)
     third = max(0.0, 3 * seconds - (first + before_second + second) - layer)
     assert total == pytest.approx(plain + first + second + third)
@@ -69,7 +72,8 @@ def test_late_gathers_are_hidden_up_to_what_hides_them(seconds: float) -> None:
 
 
 def test_a_transfer_follows_the_step_on_all_teams() -> None:
-    stage, log = stage_of(0, 1, 1, balanced=True, teams=2), Log()
+    stage = stage_of(0, 1, 1, balanced=True, teams=2)
+    log = Log()
     layers = layers_of(stage, 1)
     moving = {number: dataclasses.replace(layer, transfer=work(0.0, {MOVES: 3.0})) for number, layer in layers.items()}
     plain = Engine([(2, program(stage, layers, team, 2)) for team in range(2)], MOVES + 1, Log()).run()
@@ -125,7 +129,8 @@ def busy_pipeline(scale: float) -> tuple[float, float, float]:
     shared = {
         name: work(0.05, {0: scale * seconds}) for name, seconds in (("first", 0.2), ("spread", 0.7), ("last", 1.1))
     }
-    message, chain = work(0.0, {0: scale * 0.9}), 0.0
+    message = work(0.0, {0: scale * 0.9})
+    chain = 0.0
     teams = []
     for number in range(2):
         stage = dense_stage(0, 2, 4) if number == 0 else stage_of(1, 2, 4, balanced=True)
@@ -148,7 +153,8 @@ def busy_pipeline(scale: float) -> tuple[float, float, float]:
 
 
 def test_no_collective_beats_its_links_or_its_chain() -> None:
-    slower, before = 0, 0.0
+    slower = 0
+    before = 0.0
     for scale in np.linspace(0.1, 8.0, 40):
         total, busy, chain = busy_pipeline(float(scale))
         assert total >= busy - 1e-9 and total >= chain - 1e-9

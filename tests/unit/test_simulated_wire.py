@@ -18,15 +18,20 @@ from megatron_balance.simulate.wire import Wire
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = Throughput(1e-8, 0.0, 0.0, 0.0)
-TOKENS, HIDDEN, TOPK, ITEM = 1024, 512, 2, 2
+TOKENS = 1024
+HIDDEN = 512
+TOPK = 2
+ITEM = 2
 
 
 def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: bool = False) -> Wire:
     ranks = hosts * esp
-    near, far = Fit(10e-6, 1 / 150e9, 0.0, 0.0), Fit(25e-6, 1 / 25e9, 0.0, 0.0)
+    near = Fit(10e-6, 1 / 150e9, 0.0, 0.0)
+    far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
     shared = far._replace(beta=2 * far.beta)
     measured = from_links(4 * ranks, node_size, near, far, shared=shared, forward=SPEED, backward=SPEED)
-    links, whole = resized(measured, hosts, max(1, node_size // esp)), resized(measured, ranks, node_size)
+    links = resized(measured, hosts, max(1, node_size // esp))
+    whole = resized(measured, ranks, node_size)
     direct = TokenStep.EP_ESP_ALL_TO_ALL in SCHEDULES[schedule]
     row_bytes = HIDDEN * ITEM
     return Wire(
@@ -69,7 +74,8 @@ def test_exchanges_alone_take_what_the_choice_of_schedules_predicts(
 
 @pytest.mark.parametrize(("mp", "esp"), [(1, 2), (2, 2), (4, 2), (2, 4), (4, 1)])
 def test_rows_are_those_of_the_schedule(mp: int, esp: int) -> None:
-    hosts, generator = 4, np.random.default_rng(0)
+    hosts = 4
+    generator = np.random.default_rng(0)
     counts_BHE = generator.integers(0, 50, (2, hosts, 8))
     distinct = counts_BHE.sum((1, 2))
     for name in SCHEDULES:

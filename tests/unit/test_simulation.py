@@ -114,7 +114,8 @@ def test_late_gathers_are_hidden(tmp_path: Path) -> None:
 
 
 def test_experts_change_owners_once(tmp_path: Path) -> None:
-    times, seconds = [], []
+    times = []
+    seconds = []
     flags = f"{FLAGS} --num-experts 32 --balance-policy flexmoe --balance-ownership transfer"
     for iterations in range(1, 5):
         options = ["--nodes", "4", "--load", "zero_load", "--iterations", str(iterations), "--plan-ms", "1"]

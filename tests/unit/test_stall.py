@@ -20,7 +20,8 @@ from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, v
 STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
 """Threads of the test runner, which may look like autograd's."""
 
-NOW, LIMIT = 1000.0, 600.0
+NOW = 1000.0
+LIMIT = 600.0
 PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
 
@@ -191,7 +192,9 @@ ENGINES: dict[str, Callable[[torch.Tensor], object]] = {
 
 def in_the_engine(ask: Callable[[FrameType], object], caller: str = "_engine_run_backward") -> object:
     """Return `ask(deciding frame)` while this thread is in autograd's engine, with no frame above the engine's."""
-    main, leave, answer = threading.get_ident(), queue.SimpleQueue[None](), queue.SimpleQueue[object]()
+    main = threading.get_ident()
+    leave = queue.SimpleQueue[None]()
+    answer = queue.SimpleQueue[object]()
 
     def look() -> None:
         while sys._current_frames()[main].f_code.co_name != caller:
@@ -221,10 +224,12 @@ def test_the_main_thread_in_the_engine_is_where_the_thread_of_the_device_is(hand
 
 @pytest.mark.gpu
 def test_autograd_runs_hooks_of_a_device_in_a_thread_of_its_own(handle: Handle) -> None:
-    main, places = threading.get_ident(), []
+    main = threading.get_ident()
+    places = []
 
     def look() -> None:
-        deadline, place = time.monotonic() + 10, None
+        deadline = time.monotonic() + 10
+        place = None
         while place is None and time.monotonic() < deadline:
             place = waits_in(deciding_frame(sys._current_frames(), main))
         places.append(place)

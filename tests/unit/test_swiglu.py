@@ -14,7 +14,8 @@ from megatron_balance.flow.slot_weights import GroupedWeights
 from megatron_balance.flow.swiglu import is_swiglu, swiglu_linear
 from megatron_balance.flow.weight_gradients import LinearGradients
 
-INNER, OUTPUTS = 6, 5
+INNER = 6
+OUTPUTS = 5
 
 
 def config(**fields: Any) -> TransformerConfig:
@@ -51,10 +52,12 @@ def plain(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split:
 @pytest.mark.parametrize("at_once", [False, True], ids=["later", "at once"])
 def test_the_same_bits(sizes: list[int], dtype: torch.dtype, weights: torch.dtype, bias: bool, at_once: bool) -> None:
     torch.manual_seed(0)
-    linear, rows = projection(len(sizes), dtype, bias), sum(sizes)
+    linear = projection(len(sizes), dtype, bias)
+    rows = sum(sizes)
     inner = torch.randn(rows, 2 * INNER, dtype=dtype, requires_grad=True)
     probs = torch.rand(rows, dtype=weights, requires_grad=True)
-    gradient, split = torch.randn(rows, OUTPUTS, dtype=dtype), RowSplit(sizes, inner.device)
+    gradient = torch.randn(rows, OUTPUTS, dtype=dtype)
+    split = RowSplit(sizes, inner.device)
     found = []
     for function in (swiglu_linear, plain):
         gradients = LinearGradients(linear, len(sizes), TorchGemm())
@@ -68,8 +71,10 @@ def test_the_same_bits(sizes: list[int], dtype: torch.dtype, weights: torch.dtyp
 
 def test_only_the_input_is_kept() -> None:
     linear = projection(2, torch.float32, bias=False)
-    inner, probs = torch.randn(7, 2 * INNER, requires_grad=True), torch.rand(7, requires_grad=True)
-    layer, split = SlotLinear(linear(), LinearGradients(linear, 2, TorchGemm())), RowSplit([3, 4], inner.device)
+    inner = torch.randn(7, 2 * INNER, requires_grad=True)
+    probs = torch.rand(7, requires_grad=True)
+    layer = SlotLinear(linear(), LinearGradients(linear, 2, TorchGemm()))
+    split = RowSplit([3, 4], inner.device)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         swiglu_linear(inner, probs, layer, split)

@@ -104,8 +104,11 @@ def test_unknown_splits_are_refused() -> None:
 
 def test_the_busiest_link_sets_the_limit() -> None:
     bytes_DD = np.zeros((4, 4))
-    bytes_DD[0, 1], bytes_DD[0, 0] = 3e6, 1e9
-    bytes_DD[0, 2], bytes_DD[1, 3], bytes_DD[3, 1] = 5e6, 7e6, 1e6
+    bytes_DD[0, 1] = 3e6
+    bytes_DD[0, 0] = 1e9
+    bytes_DD[0, 2] = 5e6
+    bytes_DD[1, 3] = 7e6
+    bytes_DD[3, 1] = 1e6
     found = traffic.limit(bytes_DD, 2, 1, 0.5)
     assert found.inter == pytest.approx(seconds(12))
     assert found.intra == pytest.approx(2 * seconds(3))

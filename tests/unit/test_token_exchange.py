@@ -14,10 +14,12 @@ HIDDEN = 64
 
 @pytest.mark.parametrize(("directions", "compressed"), [("dispatch", 1), ("combine", 1), ("forward", 2), ("all", 4)])
 def test_bytes_of_a_row_are_the_mean_of_the_four_exchanges(directions, compressed: int) -> None:
-    codec, wire = load_codec("int8"), FlatAllToAll(SimpleNamespace(size=lambda: 4, rank=lambda: 0))
+    codec = load_codec("int8")
+    wire = FlatAllToAll(SimpleNamespace(size=lambda: 4, rank=lambda: 0))
     exchange = token_exchange(wire, codec, directions)
     assert exchange.compressed_share == compressed / 4
-    plain, coded = 4 * HIDDEN, codec.bytes_per_row(HIDDEN, torch.float32)
+    plain = 4 * HIDDEN
+    coded = codec.bytes_per_row(HIDDEN, torch.float32)
     assert coded < plain / 2
     found = exchange.bytes_per_row(HIDDEN, torch.float32)
     assert found == (compressed * coded + (4 - compressed) * plain) / 4

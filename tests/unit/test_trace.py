@@ -30,9 +30,11 @@ times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)
 @st.composite
 def spans(draw: st.DrawFn) -> Span:
     start, end = sorted((draw(times), draw(times)))
-    queued, num_bytes = draw(st.none() | st.floats(0, 1)), draw(st.integers(0, 2**40))
+    queued = draw(st.none() | st.floats(0, 1))
+    num_bytes = draw(st.integers(0, 2**40))
     issued = None if queued is None else NOW + start - queued
-    stream, name = draw(st.sampled_from(STREAMS)), draw(st.text(max_size=20))
+    stream = draw(st.sampled_from(STREAMS))
+    name = draw(st.text(max_size=20))
     return Span(draw(st.integers(0, 5)), stream, name, NOW + start, NOW + end, issued, num_bytes)
 
 
@@ -277,7 +279,8 @@ def test_files_that_are_no_timelines(tmp_path: Path, text: str, said: str) -> No
 
 @pytest.mark.gpu
 def test_spans_of_a_device(tmp_path: Path) -> None:
-    start, host = clock.mark(), time.perf_counter()
+    start = clock.mark()
+    host = time.perf_counter()
     torch.cuda._sleep(10**7)
     middle = clock.mark()
     torch.cuda._sleep(10**7)
@@ -315,7 +318,8 @@ def color_at(image: Image.Image, x: int, y: int) -> str:
 def test_the_picture_shows_what_was_where() -> None:
     image = draw.picture(made_up(), 4)
     assert image.width == 1400
-    left, width = draw.MARGIN + draw.LABELS, image.width - 2 * draw.MARGIN - draw.LABELS
+    left = draw.MARGIN + draw.LABELS
+    width = image.width - 2 * draw.MARGIN - draw.LABELS
     rows = {(row.rank, row.stream): row for row in draw.rows_of([r for r in made_up() if r.iteration == 4], 104)}
     assert list(rows) == [(rank, stream) for rank in range(2) for stream in STREAMS[:3]]
 

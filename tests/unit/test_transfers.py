@@ -13,7 +13,9 @@ from tests.unit.link_loads import LinkLoads
 from tests.unit.placements import CROWDED, placements
 from tests.unit.slow_routes import Route, routes, slow_plan
 
-node_sizes, chunk_numbers, fanouts = st.integers(1, 6), st.integers(1, 9), st.integers(1, 4)
+node_sizes = st.integers(1, 6)
+chunk_numbers = st.integers(1, 9)
+fanouts = st.integers(1, 4)
 
 
 def one_to_all(num_ranks: int, experts: int = 1) -> Placement:

@@ -109,7 +109,8 @@ def test_a_newer_megatron_core_adds_no_flags() -> None:
 
 @pytest.mark.parametrize("flag", SUPPORTED)
 def test_supported_flags_are_upstreams(flag: str) -> None:
-    action, facts = ACTIONS[flag], UPSTREAM[flag]
+    action = ACTIONS[flag]
+    facts = UPSTREAM[flag]
     assert sorted(action.option_strings) == sorted(facts["all"])
     assert action.nargs == facts.get("nargs")
     # A switch has no visible default: upstream's is None, False or, under another name, True

@@ -30,7 +30,8 @@ def random_modification(start: Placement, generator: np.random.Generator) -> Mod
 def test_vexperts_count_as_the_model_does(layer: tuple[np.ndarray, Placement, CostModel], seed: int) -> None:
     counts_BDE, start, cost = layer
     generator = np.random.default_rng(seed)
-    state, target = VExperts.start(counts_BDE, start, cost, limit=100), start
+    state = VExperts.start(counts_BDE, start, cost, limit=100)
+    target = start
     for modification in [random_modification(start, generator) for _ in range(20)]:
         try:
             target = modify(target, [modification])
@@ -50,7 +51,8 @@ def test_vexperts_count_as_the_model_does(layer: tuple[np.ndarray, Placement, Co
     used = Counter(rank for ranks in target.hosts for rank in ranks)
     assert state.free_vexperts_D.tolist() == [100 - used[rank] for rank in range(start.num_ranks)]
     assert state.free_slots_D.tolist() == [row.count(EMPTY) for row in target.guests]
-    expert, rank = int(generator.integers(start.num_experts)), int(generator.integers(start.num_ranks))
+    expert = int(generator.integers(start.num_experts))
+    rank = int(generator.integers(start.num_ranks))
     after = state.after([Expand(expert, rank)])
     tried = state.tried_with((np.array([expert]), gaining(np.array([rank]), 1, start.num_ranks)))
     assert tried.work_ABD[0] == pytest.approx(after.work_BD, abs=1e-12)
@@ -61,7 +63,9 @@ def test_vexperts_count_as_the_model_does(layer: tuple[np.ndarray, Placement, Co
 
 def sending_of(placement: Placement, cost: CostModel) -> tuple[np.ndarray, float]:
     """Return [D] the time in which each rank receives its guests and sends its experts once, and the longest chain."""
-    sent_D, extras, node_size = np.zeros(placement.num_ranks), [0.0], cost.profile.node_size
+    sent_D = np.zeros(placement.num_ranks)
+    extras = [0.0]
+    node_size = cost.profile.node_size
     for route in routes(placement, node_size, far=cost.transport.far).values():
         times = [link.time for link in route]
         for link in route:
@@ -82,7 +86,8 @@ def test_migrate_makes_synchronization_cheaper() -> None:
     assert migrated([[4, 4]] * 2, "0x0 + . | 1 + 0!", limit=2, node_size=2) == ["Migrate 0@1 <->@0"]
     assert migrated([[4, 4]] * 2, "0 + . | 1 + .", limit=2, node_size=2) == []
     # Rank 2 is on a different node from the owner and the tokens
-    far, counts = "0 + . | 1 + . | 2 + 0 | 3 + .", [[8, 1, 1, 1], [8, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+    far = "0 + . | 1 + . | 2 + 0 | 3 + ."
+    counts = [[8, 1, 1, 1], [8, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
     assert migrated(counts, far, limit=2, node_size=2) == ["Migrate 0@2 <->@1"]
     assert migrated(counts, far, limit=2, node_size=4) == []
     # Rank 3 is the slowest anyway. Rank 1 would save more than the owner, but the expert would have to be sent

@@ -12,15 +12,20 @@ from megatron_balance.observe.wandb_run import WandbRun
 
 pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs the package wandb")
 
-BLOCK, FILE_HEADER, HEADER = 32768, 7, 7
-FULL, LAST = 1, 4
+BLOCK = 32768
+FILE_HEADER = 7
+HEADER = 7
+FULL = 1
+LAST = 4
 
 
 def records(path: Path) -> Iterator[Any]:
     """Yield the records of a .wandb file, which is a log in LevelDB's format after a header of its own."""
     from wandb.proto import wandb_internal_pb2
 
-    content, at, whole = path.read_bytes(), FILE_HEADER, b""
+    content = path.read_bytes()
+    at = FILE_HEADER
+    whole = b""
     while at + HEADER <= len(content):
         if BLOCK - at % BLOCK < HEADER:
             at += BLOCK - at % BLOCK
@@ -37,7 +42,8 @@ def records(path: Path) -> Iterator[Any]:
 
 def history(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the settings of a run, and its numbers by step, without those of wandb itself."""
-    settings, rows = {}, []
+    settings = {}
+    rows = []
     for record in records(path):
         if record.HasField("run"):
             settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}

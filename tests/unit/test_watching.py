@@ -81,7 +81,8 @@ def test_weights_and_biases_are_enough() -> None:
 
 
 def test_data_in_files(tmp_path: Path) -> None:
-    blend, splits = tmp_path / "blend.txt", tmp_path / "splits.json"
+    blend = tmp_path / "blend.txt"
+    splits = tmp_path / "splits.json"
     blend.write_text("0.3 code\n0.7 english\n")
     splits.write_text(json.dumps({"train": ["0.5", "a", 0.5, "b"], "valid": "c d", "test": []}))
     plain = FLAGS.replace("--mock-data", "")

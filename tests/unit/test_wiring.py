@@ -17,7 +17,8 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 
 
 def times_read(flags: str, rank: int, directory: Path) -> int:
     """Build one rank's run with a profile in a file, and return how many times the file was read."""
-    path, profile = directory / "profile.json", builtin(2, 2, 32, 64)
+    path = directory / "profile.json"
+    profile = builtin(2, 2, 32, 64)
     path.touch()
     line = f"{BASE} {FOUR_RANKS} --balance-profile {path} {flags}"
     config = parse_args(line.split(), Machine.here(4)).config

@@ -45,8 +45,10 @@ def test_other_errors_pass() -> None:
 
 
 def test_the_last_file_is_the_last_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, replace = [], os.replace
-    synced, fsync = [], os.fsync
+    moved = []
+    replace = os.replace
+    synced = []
+    fsync = os.fsync
     monkeypatch.setattr(os, "replace", lambda old, new: moved.append(new.name) or replace(old, new))
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(len(moved)) or fsync(number))
     with staged(tmp_path / "new", last="a") as folder:

@@ -122,7 +122,8 @@ class SequentialAllToAll(NodeAllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         rank = self.group.rank()
-        sends, receives = rows.split(splits_DD[rank].tolist()), received.split(splits_DD[:, rank].tolist())
+        sends = rows.split(splits_DD[rank].tolist())
+        receives = received.split(splits_DD[:, rank].tolist())
         for peers in peers_in_order(rank, self.group.size(), self.nodes.node_size):
             for work in post(self.group, {one: receives[one] for one in peers}, {one: sends[one] for one in peers}):
                 work.wait()
@@ -140,7 +141,8 @@ SIZES = tuple(4**power << 14 for power in range(5))
 
 def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile:
     """Return a profile with measured messages and all-to-alls; everything else is the builtin one."""
-    base, kinds = builtin(group.size(), node_size, 64, 64), group_kinds(group.size(), node_size)
+    base = builtin(group.size(), node_size, 64, 64)
+    kinds = group_kinds(group.size(), node_size)
     with sub_groups(group, group, kinds.values()) as groups, node_groups(group, group, node_size) as nodes:
         bench = GroupBench(
             stopwatch=Stopwatch(group, torch.device("cpu"), PROFILE_REPEATS),
@@ -200,11 +202,13 @@ def meet() -> None:
 
 
 def timed(run: Callable[[], object]) -> Sample:
-    machine, process = psutil.cpu_times(), time.process_time()
+    machine = psutil.cpu_times()
+    process = time.process_time()
     start = time.monotonic()
     run()
     end = time.monotonic()
-    process, after = time.process_time() - process, psutil.cpu_times()
+    process = time.process_time() - process
+    after = psutil.cpu_times()
     used = {field: getattr(after, field) - getattr(machine, field) for field in after._fields}
     programs = used["user"] + used["nice"] + used["system"] + used["steal"]
     return Sample(start, end, process, programs, used["irq"] + used["softirq"])

@@ -63,7 +63,8 @@ def main() -> int:
             jobs = [ranks.job(__file__, args.ranks, task) for _ in range(args.repeats)]
             times = [job["seconds"] for job in jobs]
             for policy in (AGAIN, EVEN, *args.policy):
-                ratio, done = ranks.compare(times, policy, BASELINE), jobs[0]["balance"].get(policy, "")
+                ratio = ranks.compare(times, policy, BASELINE)
+                done = jobs[0]["balance"].get(policy, "")
                 print(f"{workload}, {policy}: {ratio} |{done}", flush=True)
             for policy in (BASELINE, *args.policy):
                 print(f"{workload}, {policy} over even routing: {ranks.compare(times, policy, EVEN)}", flush=True)

@@ -27,7 +27,9 @@ import ranks
 from namespaces import TestbedUnavailable
 from slow_runs import MODEL, Cluster, Variant, add_options, build, jobs
 
-EXPERTS, TOPK, SEQUENCE = 16, 4, 512
+EXPERTS = 16
+TOPK = 4
+SEQUENCE = 512
 
 COMMON = (
     f"{MODEL} --num-layers 2 --seq-length {SEQUENCE} --num-experts {EXPERTS} --moe-router-topk {TOPK} "
@@ -83,7 +85,8 @@ def measure(
     assert choice is not None
     each = SEQUENCE * TOPK / EXPERTS
     ways = choice.decide.model.times(np.full((cluster.nodes * cluster.ranks_per_node, EXPERTS), each))
-    network, experts = sum(way.a1 + way.a2 for way in ways), sum(way.e for way in ways)
+    network = sum(way.a1 + way.a2 for way in ways)
+    experts = sum(way.e for way in ways)
     degrees = sorted({chunking.chunks for chunking in choice.chosen.values()})
     seconds = {name: [report.seconds for report in steps] for name, steps in reports.items()}
     return Measured(seconds, "/".join(map(str, degrees)), network / experts)

@@ -29,7 +29,11 @@ from megatron_balance.workloads.synthetic import load_matrix
 
 CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
 POLICIES = ("none", "pro_prophet", "flexmoe", "quota", "demi")
-TOKENS, TOPK, BURST_STEP, NODE, DTYPE_BYTES = 4096, 2, 9, 8, 2
+TOKENS = 4096
+TOPK = 2
+BURST_STEP = 9
+NODE = 8
+DTYPE_BYTES = 2
 SLOTS = 2
 HOTTEST = 4
 """Maximum number of experts that a search starts with on several ranks."""
@@ -111,7 +115,8 @@ def cost_model(case: Case) -> CostModel:
 
 
 def _table(case: Case, args: argparse.Namespace) -> None:
-    cost, current = cost_model(case), Placement.identity(case.num_experts, case.num_ranks, SLOTS)
+    cost = cost_model(case)
+    current = Placement.identity(case.num_experts, case.num_ranks, SLOTS)
     counts_DE = loads_of(case, args.tokens, args.seed)
     print(f"\n{case.label}: D={case.num_ranks} E={case.num_experts}, {case.cluster}")
     print("policy            layer ms  over best  guests  exchanges  experts  Trans+Agg ms")
@@ -130,7 +135,8 @@ def _table(case: Case, args: argparse.Namespace) -> None:
     best = min(judge.layer_seconds(counts_DE, plan) for judge, plan in plans.values())
     for name, (judge, plan) in plans.items():
         time = judge.layer_time(counts_DE, plan)
-        experts, sending = time.forward + time.backward, time.trans + time.agg
+        experts = time.forward + time.backward
+        sending = time.trans + time.agg
         print(
             f"{name:17s} {1e3 * time.total:8.2f} {time.total / best:10.3f} {plan.added_hosts:7d} "
             f"{1e3 * time.all_to_all:10.2f} {1e3 * experts:8.2f} {1e3 * sending:13.2f}",
@@ -188,7 +194,9 @@ class Annealing:
         now = best = self._seconds(self.total_FBD, self.hosts_ED, self.primary_E, math.inf)
         found = self.hosts_ED, self.primary_E
         for warmth in np.geomspace(*WARMTH, steps):
-            rows, hosts_ED, primary_E = self._proposal(), self.hosts_ED.copy(), self.primary_E.copy()
+            rows = self._proposal()
+            hosts_ED = self.hosts_ED.copy()
+            primary_E = self.primary_E.copy()
             if not rows:
                 continue
             experts_A = np.array([*rows])
@@ -204,18 +212,24 @@ class Annealing:
             seconds = self._seconds(total_FBD, hosts_ED, primary_E, limit)
             if seconds > limit:
                 continue
-            now, self.total_FBD, self.hosts_ED, self.primary_E = seconds, total_FBD, hosts_ED, primary_E
+            now = seconds
+            self.total_FBD = total_FBD
+            self.hosts_ED = hosts_ED
+            self.primary_E = primary_E
             self.loads_EFBD[experts_A] = loads_AFBD
             if now < best:
-                best, found = now, (hosts_ED, primary_E)
+                best = now
+                found = (hosts_ED, primary_E)
         return self._placement(*found)
 
     def _proposal(self) -> dict[int, np.ndarray]:
         """Return new vExperts [D] of one expert or two."""
-        generator, ranks = self.generator, len(self.hosts_ED[0])
+        generator = self.generator
+        ranks = len(self.hosts_ED[0])
         expert = int(generator.choice(len(self.chance_E), p=self.chance_E))
         row_D = self.hosts_ED[expert].copy()
-        hosts, rank = np.flatnonzero(row_D), int(generator.integers(ranks))
+        hosts = np.flatnonzero(row_D)
+        rank = int(generator.integers(ranks))
         kind = generator.choice(self.kinds)
         # Kinds 2 and 5 keep the number of vExperts
         if kind == 0:
@@ -236,7 +250,8 @@ class Annealing:
         else:
             # Exchange a guest with one of another expert
             other = int(generator.choice(len(self.chance_E), p=self.chance_E))
-            theirs_D, gone = self.hosts_ED[other].copy(), generator.choice(hosts)
+            theirs_D = self.hosts_ED[other].copy()
+            gone = generator.choice(hosts)
             if other == expert or not theirs_D[rank]:
                 return {}
             row_D[[gone, rank]] += [-row_D[gone], row_D[gone]]

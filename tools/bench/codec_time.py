@@ -42,7 +42,8 @@ def main() -> int:
 
 
 def _table(rows: torch.Tensor, codecs: dict[str, Codec]) -> None:
-    hidden, gigabytes = rows.shape[1], rows.nbytes / 1e9
+    hidden = rows.shape[1]
+    gigabytes = rows.nbytes / 1e9
     dtype = str(rows.dtype).removeprefix("torch.")
     payloads = {name: codec.encode(rows) for name, codec in codecs.items()}
     actions: Actions = {("copy", "encode"): rows.clone}
@@ -52,7 +53,8 @@ def _table(rows: torch.Tensor, codecs: dict[str, Codec]) -> None:
     seconds = _medians(actions, rows.device)
     print(f"{dtype:9s} copy   {1:5.2f}  {gigabytes / seconds['copy', 'encode']:11.2f}")
     for name, codec in codecs.items():
-        encode, decode = seconds[name, "encode"], seconds[name, "decode"]
+        encode = seconds[name, "encode"]
+        decode = seconds[name, "decode"]
         ratio = rows.nbytes / payloads[name].nbytes
         gain = gigabytes * (1 - 1 / ratio) / (encode + decode)
         error = (codec.decode(payloads[name], hidden, rows.dtype).double() - rows.double()).abs()

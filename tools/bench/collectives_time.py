@@ -74,7 +74,8 @@ def _measure(task: ranks.Task, machine: "Machine") -> dict:
                 seconds[side].append(train_step(run).seconds)
     operations = sum(channel.last for channel in collectives.record().values()) / task["pairs"]
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    value, call = torch.zeros(1, device=torch.cuda.current_device()), {}
+    value = torch.zeros(1, device=torch.cuda.current_device())
+    call = {}
     for side in SIDES:
         with sides[side]():
             start = time.perf_counter()

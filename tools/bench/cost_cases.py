@@ -72,7 +72,8 @@ def measure(task: dict, machine: Machine) -> dict:
     # Random initialization takes time and has no effect on the results
     transformer.perform_initialization = False
     experts = _experts(transformer, groups)
-    device, dtype = experts.linear_fc1.weight.device, transformer.params_dtype
+    device = experts.linear_fc1.weight.device
+    dtype = transformer.params_dtype
     seed = task["seed"]
     apart = [*exchanges(transformer, groups, device, seed), *transfers(transformer, groups, seed)]
     pairs = [*computations(experts, groups, seed)]
@@ -83,7 +84,8 @@ def measure(task: dict, machine: Machine) -> dict:
         profile = measure_cluster(config, groups, task["node_size"])
         return CostModel(profile, token_bytes=transformer.hidden_size * dtype.itemsize, param_bytes=0, grad_bytes=0)
 
-    seconds, before = [], model()
+    seconds = []
+    before = model()
     for _ in range(task["rounds"]):
         trials = [case.trial(before) for case in cases]
         runs = [trial.run for trial in trials]
@@ -128,7 +130,8 @@ def exchanges(
     config: TransformerConfig, groups: ProcessGroupCollection, device: torch.device, seed: int
 ) -> Iterator[Case]:
     """Yield a layer's first exchange for uneven loads, with each expert on its owner; own rows are included."""
-    rank, num_ranks = groups.ep.rank(), groups.ep.size()
+    rank = groups.ep.rank()
+    num_ranks = groups.ep.size()
     all_to_all = default_all_to_all(groups.ep)
     for label, counts_DE in _loads(config, num_ranks, EXCHANGED_TOKENS, seed):
         traffic_DD = counts_DE.reshape(num_ranks, num_ranks, -1).sum(2)
@@ -147,7 +150,8 @@ def exchanges(
 
 def random_placement(num_experts: int, num_ranks: int, guests: int, seed: int) -> Placement:
     """Return a placement with owners in order and `guests` random guests on every rank, if there are enough experts."""
-    generator, owners = np.random.default_rng((seed, guests)), Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
+    generator = np.random.default_rng((seed, guests))
+    owners = Placement.identity(num_experts, num_ranks, GUEST_SLOTS)
     additions = []
     for rank in range(num_ranks):
         strangers = [expert for expert in range(num_experts) if owners.owner(expert) != rank]
@@ -205,7 +209,8 @@ def _transfer(
 
 def computations(experts: GroupedExperts, groups: ProcessGroupCollection, seed: int) -> Iterator[Case]:
     """Yield forward and backward passes for loads that are uneven over ranks and over their slots."""
-    rank, num_ranks = groups.ep.rank(), groups.ep.size()
+    rank = groups.ep.rank()
+    num_ranks = groups.ep.size()
     for label, counts_DE in _loads(experts.config, num_ranks, COMPUTED_TOKENS, seed):
         tokens_by_rank = counts_DE.sum(0).reshape(num_ranks, -1)
         passes = slot_passes(experts, torch.from_numpy(tokens_by_rank[rank]))

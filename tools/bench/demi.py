@@ -47,8 +47,13 @@ LARGEST = {"full": 4 * 64, "aggregated": 16 * 64}
 
 POLICIES = ("none", "demi", "demi_s1", "demi_s2", "demi_s3", "pro_prophet")
 BUSY = [name for name in WORKLOADS if name not in ("balanced", "burst")]
-TOKENS, TOPK, STEP = 4096, 2, 0
-HIDDEN, FFN, NUMBER_BYTES, NODE = 1024, 2048, 2, 8
+TOKENS = 4096
+TOPK = 2
+STEP = 0
+HIDDEN = 1024
+FFN = 2048
+NUMBER_BYTES = 2
+NODE = 8
 
 SETTINGS = {1: 16, 2: 64}
 """Number of experts in the paper's settings, both on the four workers of one V100 server (its Section V-A)."""
@@ -94,14 +99,17 @@ def main() -> int:
 def instance(seed: int) -> Problem:
     """Return a random problem: skewed tokens, experts of different sizes, unequal links and workers, limited rooms."""
     generator = np.random.default_rng(seed)
-    workers, experts = int(generator.integers(2, 4)), int(generator.integers(3, 6))
+    workers = int(generator.integers(2, 4))
+    experts = int(generator.integers(3, 6))
     owner_E = np.sort(np.r_[generator.permutation(workers), generator.integers(0, workers, experts - workers)])
     popular_E = generator.lognormal(0, 0.8, experts)
     tokens_DE = np.rint(generator.lognormal(2, 1, (workers, experts)) * popular_E)
     tokens_DE[generator.random((workers, experts)) < 0.1] = 0
-    load_E, mean = tokens_DE.sum(0), tokens_DE.sum() / experts
+    load_E = tokens_DE.sum(0)
+    mean = tokens_DE.sum() / experts
     size_E = np.rint(generator.uniform(0, 1) * generator.lognormal(0, 0.5, experts) * mean)
-    link_DD, compute_D = generator.uniform(0.5, 1.5, (workers, workers)), generator.uniform(0.5, 3, workers)
+    link_DD = generator.uniform(0.5, 1.5, (workers, workers))
+    compute_D = generator.uniform(0.5, 3, workers)
     owned_DD = np.zeros((workers, workers))
     np.add.at(owned_DD, owner_E, tokens_DE.T)
     crossing_DD = (owned_DD + owned_DD.T) * ~np.eye(workers, dtype=bool)
@@ -169,7 +177,8 @@ def _planning(args: argparse.Namespace) -> None:
     print("finish: when the best schedule ends, over that of the owners; speedup: of the layer by the cost model")
     print("D   E    program      of it LP ms      ms  max ms  finish  speedup")
     for num_ranks, num_experts in LAYOUTS:
-        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost = cost_model(num_ranks)
+        current = Placement.identity(num_experts, num_ranks, args.guest_slots)
         loads = [
             load_matrix(
                 name,
@@ -222,7 +231,8 @@ def _timed_program(problem: Problem, program: Solver) -> tuple[float, float, flo
 
 def paper_problem(setting: int, counts_DE: np.ndarray) -> Problem:
     """Return the problem of one of the paper's settings, where only rooms bound the experts of a worker."""
-    workers, experts = PAPER_WORKERS, SETTINGS[setting]
+    workers = PAPER_WORKERS
+    experts = SETTINGS[setting]
     ranks = Ranks(num_ranks=workers, node_size=workers, ranks_per_node=workers)
     cost = CostModel(
         load_profile(PAPER_CLUSTER, ranks, PAPER_HIDDEN, PAPER_FFN, PAPER_NUMBER_BYTES),
@@ -309,7 +319,8 @@ def imbalance(tokens_D: np.ndarray) -> float:
 def _imbalance(args: argparse.Namespace) -> None:
     print("\nworkload imbalance degree D, the mean over seeds; even loads have 1 / sqrt(workers)")
     for num_ranks, num_experts in LAYOUTS[:3]:
-        cost, current = cost_model(num_ranks), Placement.identity(num_experts, num_ranks, args.guest_slots)
+        cost = cost_model(num_ranks)
+        current = Placement.identity(num_experts, num_ranks, args.guest_slots)
         print(f"D={num_ranks} E={num_experts}, even {num_ranks**-0.5:.3f}")
         print(f"{'':20s}" + "".join(f"{name:>12s}" for name in POLICIES))
         for workload in BUSY:

@@ -25,7 +25,9 @@ class _Exact:
     """Variables and constraints of the mixed-integer program; axes of tokens are expert, source, worker and slot."""
 
     def __init__(self, problem: Problem, slots: int) -> None:
-        self.problem, self.slots, self.count = problem, slots, 0
+        self.problem = problem
+        self.slots = slots
+        self.count = 0
         workers = problem.num_workers
         self.apart_DD = ~np.eye(workers, dtype=bool)
         self.foreign_ED = problem.owner_E[:, None] != np.arange(workers)
@@ -49,7 +51,8 @@ class _Exact:
         self._order()
         costs = np.zeros(self.count)
         costs[self.used_T] = 1
-        equal, most = self.equal.matrix(self.count), self.most.matrix(self.count)
+        equal = self.equal.matrix(self.count)
+        most = self.most.matrix(self.count)
         binary = np.arange(self.count) < self.binaries
         # Binary variables are bounded by 1 in rows
         bounded = Rows()
@@ -65,7 +68,8 @@ class _Exact:
 
     def _places(self) -> None:
         """Add constraints (1) to (4) and the bound on guests."""
-        problem, tokens_ED = self.problem, self.problem.tokens_DE.T
+        problem = self.problem
+        tokens_ED = self.problem.tokens_DE.T
         self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.host_ED, 1.0)
         for task, present_DD in ((self.dispatch, self.apart_DD), (self.combine, self.apart_DD), (self.compute, True)):
             rows = self.equal.new(task.shape[:-1], 0.0)
@@ -83,7 +87,8 @@ class _Exact:
 
     def _capacities(self) -> None:
         """Add constraints (5a) and (5b) for the slots in use, which are the first ones."""
-        problem, workers = self.problem, self.problem.num_workers
+        problem = self.problem
+        workers = self.problem.num_workers
         links = self.most.new((workers, workers, self.slots), 0.0)
         self.most.put(links, self.dispatch, 1.0)
         self.most.put(links[problem.owner_E], self.trans_EDT, 1.0)
@@ -98,7 +103,8 @@ class _Exact:
 
     def _order(self) -> None:
         """Add constraints (6a) to (6e)."""
-        up_to, before = np.tri(self.slots), np.tri(self.slots, k=-1)
+        up_to = np.tri(self.slots)
+        before = np.tri(self.slots, k=-1)
         remote = np.where(self.apart_DD[..., None], self.compute, ABSENT)
         for later, earlier in ((remote, self.dispatch), (self.combine, remote)):
             rows = self.most.new(later.shape, 0.0)[..., None]

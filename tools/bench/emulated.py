@@ -59,7 +59,8 @@ class _Sleep(torch.autograd.Function):
     def forward(
         ctx: Any, values: torch.Tensor, device: EmulatedDevice, seconds: float, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.device, ctx.seconds = device, seconds
+        ctx.device = device
+        ctx.seconds = seconds
         ctx.parameters = parameters
         device.sleep(seconds)
         return values.view_as(values)
@@ -122,7 +123,8 @@ def _emulated_attention(
     from megatron.core.tensor_parallel import mappings
 
     assert device.attention_seconds is not None
-    group, apart = attention.pg_collection.tp, attention.config.sequence_parallel
+    group = attention.pg_collection.tp
+    apart = attention.config.sequence_parallel
     if group.size() > 1:
         enter = (
             mappings.gather_from_sequence_parallel_region if apart else mappings.copy_to_tensor_model_parallel_region
@@ -131,10 +133,8 @@ def _emulated_attention(
     output = device.pass_through(hidden_states, device.attention_seconds / group.size(), attention.parameters())
     if group.size() > 1:
         # All ranks have the same output, so each contributes a fraction of it
-        reduce, scatter = (
-            mappings.reduce_from_tensor_model_parallel_region,
-            mappings.reduce_scatter_to_sequence_parallel_region,
-        )
+        reduce = mappings.reduce_from_tensor_model_parallel_region
+        scatter = mappings.reduce_scatter_to_sequence_parallel_region
         output = (scatter if apart else reduce)(output / group.size(), group=group)
     return output, None
 

@@ -75,7 +75,8 @@ def config_kind(folder: Path, _: Path) -> Kind:
     def read(data: bytes) -> None:
         name = next((name for name in configs if f'"{name}"'.encode() in data), "mixtral")
         (folder / name / "config.json").write_bytes(data)
-        there, back = folder / "there", folder / "back"
+        there = folder / "there"
+        back = folder / "back"
         try:
             with contextlib.redirect_stderr(io.StringIO()) as said:
                 model, _ = conversion.checked_model(folder / name)
@@ -114,10 +115,8 @@ def saved_flags_kind(folder: Path, _: Path) -> Kind:
     run = "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --mock-data"
     model = "--hidden-size 48 --num-attention-heads 4 --seq-length 32 --num-layers 2 --num-experts 8 --window-size 8,0"
     model += " --moe-layer-freq [0,1] --tokenizer-type NullTokenizer --vocab-size 127 --tokenizer-special-tokens a b"
-    alone, path = (
-        Machine(1, cuda=False, transformer_engine=False, apex=False),
-        folder / "iter_0000001" / "arguments.json",
-    )
+    alone = Machine(1, cuda=False, transformer_engine=False, apex=False)
+    path = folder / "iter_0000001" / "arguments.json"
     saved = saved_flags.to_json(parse_args(f"{run} {model}".split(), alone).config)
     path.parent.mkdir()
     taken = [*run.split(), "--load", str(folder), "--use-checkpoint-args"]
@@ -144,10 +143,12 @@ def profile_kind(folder: Path, _: Path) -> Kind:
     )
     from megatron_balance.profile.profile_file import load
 
-    path, some = folder / "profile.json", Throughput(1e-8, 1e-5, 0.1, 0.2)
+    path = folder / "profile.json"
+    some = Throughput(1e-8, 1e-5, 0.1, 0.2)
     base = builtin(4, 2, 64, 128)
     line = Fit(1e-5, 1e-10, 0.0, 0.0)
-    lines, rates = ParallelLines(2, 2, *[line] * 5), (0.5, 1.0, 1.0, 1.5)
+    lines = ParallelLines(2, 2, *[line] * 5)
+    rates = (0.5, 1.0, 1.0, 1.5)
     measured = {"rates": rates, "all_to_alls": {"pipe": line}, "codecs": {"fp8": CodecTimes(some, some)}}
     measured["parallel"] = lines
     valid = []
@@ -173,7 +174,8 @@ def cluster_kind(folder: Path, canary: Path) -> Kind:
     from megatron_balance.files.reading import read_yaml
     from megatron_balance.profile.cluster import Ranks, _plain, load_profile
 
-    path, files = folder / "cluster.yaml", Path(__file__).parents[2] / "configs" / "clusters"
+    path = folder / "cluster.yaml"
+    files = Path(__file__).parents[2] / "configs" / "clusters"
     valid = [(files / f"{name}.yaml").read_bytes() for name in ("h100", "demi", "pro_prophet_hpnv", "parm_b")]
 
     def read(data: bytes) -> None:
@@ -208,7 +210,8 @@ def _plan(profile: Any) -> None:
     from megatron_balance.planning.policies import load_policy
 
     counts_DE = np.random.default_rng(0).integers(0, 50, (4, 8)) ** 3
-    cost, current = CostModel(profile, token_bytes=128, param_bytes=1e5, grad_bytes=1e5), Placement.identity(8, 4, 2)
+    cost = CostModel(profile, token_bytes=128, param_bytes=1e5, grad_bytes=1e5)
+    current = Placement.identity(8, 4, 2)
     for name in ("pro_prophet", "flexmoe"):
         found = load_policy(name).plan(counts_DE, current, cost)
         assert np.isfinite(cost.layer_time(counts_DE, found).total), found
@@ -244,7 +247,9 @@ def loads_kind(folder: Path, _: Path) -> Kind:
     from megatron_balance.placement.placement import Placement
     from report_runs import layer_loads
 
-    placement, log, rng = Placement.identity(8, 4, 1), LoadLog(folder, 0), random.Random(0)
+    placement = Placement.identity(8, 4, 1)
+    log = LoadLog(folder, 0)
+    rng = random.Random(0)
     for iteration in range(3):
         log.add(iteration, {layer: (np.full((4, 8), iteration), placement) for layer in (1, 2)})
     log.flush()
@@ -267,7 +272,8 @@ def loads_kind(folder: Path, _: Path) -> Kind:
 
 def _spoilt_log(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
     """Return a log in which the types, shapes or values of one or two arrays are changed."""
-    arrays, file = dict(arrays), io.BytesIO()
+    arrays = dict(arrays)
+    file = io.BytesIO()
     for name in rng.sample(sorted(arrays), rng.randint(1, 2)):
         old = arrays[name]
         edits: list[Callable[[], Any]] = [

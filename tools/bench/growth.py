@@ -43,7 +43,10 @@ from megatron_balance.timeline.planner import Plan, plan_for, prepare
 from megatron_balance.workloads.synthetic import load_matrix
 from planner import NODE, TOPK, cost_model
 
-MICROBATCHES, GUEST_SLOTS, LEAST_EXPERTS, TOKENS = 4, 2, 256, 1024
+MICROBATCHES = 4
+GUEST_SLOTS = 2
+LEAST_EXPERTS = 256
+TOKENS = 1024
 OVERLAP = Overlap(2e-3, 4e-3)
 POLICIES = ("quota", "pro_prophet")
 SCHEDULES = ((8, 64), (48, 64), (48, 256))
@@ -80,7 +83,8 @@ class Received:
     """A layer on a rank that another rank has sent a plan."""
 
     def __init__(self, name: str, ranks: int, experts: int) -> None:
-        owners, policy = Placement.identity(experts, ranks, GUEST_SLOTS), load_policy(name)
+        owners = Placement.identity(experts, ranks, GUEST_SLOTS)
+        policy = load_policy(name)
         cost = replace(cost_model(ranks, split_of(policy)), overlap=OVERLAP)
         cost.prepare()
         self.owners, self.counts_BDE = owners, np.stack([load(ranks, experts, step) for step in range(MICROBATCHES)])
@@ -149,7 +153,8 @@ def plans(sizes: list[int], repeats: int) -> Iterator[str]:
     for ranks in sizes:
         for name in POLICIES:
             received = Received(name, ranks, max(ranks, LEAST_EXPERTS))
-            size, row = len(received.content), "".join(f"{ms:9.2f}" for ms in received.columns(repeats))
+            size = len(received.content)
+            row = "".join(f"{ms:9.2f}" for ms in received.columns(repeats))
             assert received.state.last is not None
             kept = received.state.last.loads[0].nbytes
             yield f"{ranks:6d} {name:12s} {kept:8d} {size:8d} {room(size):10d} {row}"
@@ -157,8 +162,10 @@ def plans(sizes: list[int], repeats: int) -> Iterator[str]:
 
 def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
     """Return a placement with a guest in every slot, and quotas; popularities of experts are Zipf's."""
-    generator, owners = np.random.default_rng(seed), Placement.identity(experts, ranks, GUEST_SLOTS)
-    hosts, order_E = [[owner] for owner in owners.owners], generator.permutation(experts)
+    generator = np.random.default_rng(seed)
+    owners = Placement.identity(experts, ranks, GUEST_SLOTS)
+    hosts = [[owner] for owner in owners.owners]
+    order_E = generator.permutation(experts)
     weights_E = 1 / np.arange(1, experts + 1)
     for rank in range(ranks):
         wanted = generator.choice(order_E, size=4 * GUEST_SLOTS, replace=False, p=weights_E / weights_E.sum())
@@ -173,7 +180,8 @@ def split(sizes: list[int], repeats: int) -> Iterator[str]:
     yield f"{'ranks':>6s} {'experts':>8s} {'cut':>8s} {'whole':>8s} {'shards':>8s}, ms"
     for ranks in sizes:
         experts = max(ranks, LEAST_EXPERTS)
-        placement, counts_DE = crowded(ranks, experts), torch.from_numpy(load(ranks, experts, 0))
+        placement = crowded(ranks, experts)
+        counts_DE = torch.from_numpy(load(ranks, experts, 0))
         plan = make_dispatch_plan(counts_DE, placement, "proportional", NODE)
         both_DE = torch.stack([counts_DE // 2, counts_DE - counts_DE // 2], 1).flatten(0, 1)
         times = [

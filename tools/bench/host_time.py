@@ -106,7 +106,8 @@ def _table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """Format the times in microseconds over the baseline's, and the counts."""
     head = f"{'run':12s}" + "".join(f"{name + ', us':>{WIDTH}s}" for name in INTERVALS)
     baseline, *_ = RUNS
-    medians, lines = {}, [head]
+    medians = {}
+    lines = [head]
     for run in RUNS:
         cells = []
         for interval in INTERVALS:
@@ -262,8 +263,10 @@ class Watched:
         start = clock.read()
         self.step()
         whole = clock.read().since(start)
-        (begin, first), (end, last) = self.ends["forward begins"], self.ends["forward ends"]
-        (begin_back, _), (end_back, _) = self.ends["backward begins"], self.ends["backward ends"]
+        (begin, first) = self.ends["forward begins"]
+        (end, last) = self.ends["forward ends"]
+        (begin_back, _) = self.ends["backward begins"]
+        (end_back, _) = self.ends["backward ends"]
         rest = end.since(begin)
         for (called, _), (returned, _) in zip(self.experts[::2], self.experts[1::2], strict=True):
             rest = rest.since(returned.since(called))

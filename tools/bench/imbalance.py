@@ -50,7 +50,8 @@ from slow_runs import Cluster, add_options
 
 MODES = ("dispatch_only", "moe_fwd_bwd", "training_step")
 
-MEGATRON, NONE = "megatron", "none"
+MEGATRON = "megatron"
+NONE = "none"
 
 COMMON = (
     "--num-layers 1 --hidden-size 512 --num-attention-heads 8 --num-experts 8 --moe-router-topk 2 --swiglu "
@@ -152,7 +153,8 @@ def heads(mode: str, variants: Sequence[str]) -> list[str]:
 
 def row(of_variants: Sequence[dict[str, Any]]) -> str:
     """Return the row of a workload, given its `records`, of which the first is the baseline."""
-    first, cells = of_variants[0], []
+    first = of_variants[0]
+    cells = []
     for record in of_variants:
         low, high = np.percentile(worst(record["seconds"]), [10, 90])
         cells.append(f"{record['ms']:.1f} ({low:.1f}-{high:.1f}), {record['ms'] / first['ms']:.3f}")

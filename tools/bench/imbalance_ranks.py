@@ -87,14 +87,18 @@ def routing_of(task: ranks.Task, config: "RunConfig", layer: int, step: int) -> 
     Raises:
         ValueError: a trace does not fit the run.
     """
-    shape, length = config.transformer, config.model.seq_length
-    num_ranks, ragged = shape.expert_model_parallel_size, task["mode"] != "training_step"
+    shape = config.transformer
+    length = config.model.seq_length
+    num_ranks = shape.expert_model_parallel_size
+    ragged = task["mode"] != "training_step"
     assert length is not None and config.train.micro_batch_size is not None
     tokens = length * config.train.micro_batch_size
     size = {"num_experts": shape.num_moe_experts, "topk": shape.moe_router_topk}
     if task["trace"] is not None:
         return _checked(task["trace"], {**size, "ranks": num_ranks}, None if ragged else tokens)
-    name, total, seed = task["workload"], num_ranks * tokens, task["seed"] + layer - 1
+    name = task["workload"]
+    total = num_ranks * tokens
+    seed = task["seed"] + layer - 1
     if name in imbalance.WORKLOADS:
         experts_TK, gates_TK = imbalance.draw(name, tokens=total, seed=seed, step=step, **size)
     else:
@@ -151,7 +155,9 @@ class Given:
     """
 
     def __init__(self, rank: int, routing: Callable[[int], Routing], step: Callable[[], int]) -> None:
-        self.rank, self.routing, self.step = rank, routing, step
+        self.rank = rank
+        self.routing = routing
+        self.step = step
         self._drawn: int | None = None
 
     def draw(self) -> None:
@@ -161,7 +167,8 @@ class Given:
         if self._drawn == self.step():
             return
         self._drawn = self.step()
-        routing, device = self.routing(self._drawn), torch.cuda.current_device()
+        routing = self.routing(self._drawn)
+        device = torch.cuda.current_device()
         own_T = routing.source_T == self.rank
         self.experts_TK = torch.from_numpy(routing.experts_TK[own_T]).to(device)
         self.gates_TK = torch.from_numpy(routing.gates_TK[own_T]).to(device)
@@ -212,7 +219,8 @@ def _rows(run: "Run", layer: Any) -> "torch.Tensor":
     """Return as many rows [T, 1, H] of small integers as this rank has tokens."""
     import torch
 
-    given, config = layer.router.router_replay, run.config.transformer
+    given = layer.router.router_replay
+    config = run.config.transformer
     given.draw()
     shape = len(given.experts_TK), 1, config.hidden_size
     rows = torch.randint(-LARGEST, LARGEST + 1, shape, generator=torch.Generator().manual_seed(given.rank))
@@ -256,7 +264,8 @@ def returns_integers(run: "Run") -> bool:
     """Send integer rows through every layer's placement; return whether this rank gets exactly K times its rows."""
     import torch
 
-    layers, topk = moe_layers(run), run.config.transformer.moe_router_topk
+    layers = moe_layers(run)
+    topk = run.config.transformer.moe_router_topk
     with exchanging(layers), torch.no_grad():
         sent = [_rows(run, layer) for layer in layers]
         # All layers, whatever the first ones return, because they communicate

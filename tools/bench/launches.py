@@ -38,7 +38,10 @@ CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
 SHAPES = {"Qwen3-235B": (4096, 1536, 8), "Mixtral 8x7B": (4096, 14336, 2)}
 """Hidden size, inner size of an expert, and experts per token."""
 
-NODE, SLOTS, TOKENS, REPEATS = 8, 2, 4096, 30
+NODE = 8
+SLOTS = 2
+TOKENS = 4096
+REPEATS = 30
 
 
 class Slots:
@@ -89,7 +92,8 @@ def column(plan: TransferPlan, placement: Placement, cost: CostModel) -> str:
     dist.init_process_group("fake", rank=rank, world_size=placement.num_ranks, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
-    transfer, slots = ExpertTransfer(group), Slots(placement.home_slots + placement.guest_slots)
+    transfer = ExpertTransfer(group)
+    slots = Slots(placement.home_slots + placement.guest_slots)
     transfer._is_queued = True  # as with NCCL
     hosts = [milliseconds(lambda run=run: run(plan, placement, slots)) for run in (transfer.trans, transfer.agg)]
     dist.destroy_process_group()
@@ -101,7 +105,8 @@ def column(plan: TransferPlan, placement: Placement, cost: CostModel) -> str:
 def batches() -> None:
     """Print the thread time of a batch by its messages."""
     dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
-    tensor, group = torch.zeros(1000), dist.group.WORLD
+    tensor = torch.zeros(1000)
+    group = dist.group.WORLD
     for count in (1, 4, 16, 64):
         operations = [
             dist.P2POp(dist.irecv if index % 2 else dist.isend, tensor, group=group, group_peer=1 + index % 63)

@@ -74,7 +74,8 @@ class Mutant:
 
     def apply(self, tree: pathlib.Path) -> None:
         """Change the file in `tree`."""
-        number, path = self.line(tree), tree / self.file
+        number = self.line(tree)
+        path = tree / self.file
         lines = path.read_text().splitlines()
         lines[number] = lines[number].replace(self.before, self.after)
         path.write_text("\n".join(lines) + "\n")
@@ -138,7 +139,8 @@ def candidates(file: pathlib.Path, root: pathlib.Path) -> Iterator[Mutant]:
             for place, text in changes(node, source):
                 if place.lineno != place.end_lineno or not text:
                     continue
-                number, line = place.lineno - 1, lines[place.lineno - 1]
+                number = place.lineno - 1
+                line = lines[place.lineno - 1]
                 # Columns of the syntax tree count bytes, which equal characters in ASCII lines
                 after = line[: place.col_offset] + text + line[place.end_col_offset :]
                 if not line.isascii() or after == line:
@@ -216,7 +218,8 @@ def pytest_runtest_logreport(report):
 
 def statement_around(source: str, line: int) -> ast.stmt:
     """Return the innermost statement around a line before which a statement can be inserted (not an `elif`)."""
-    lines, found = source.splitlines(), None
+    lines = source.splitlines()
+    found = None
     for node in ast.walk(ast.parse(source)):  # outer nodes come first
         for part in ast.iter_child_nodes(node):
             if not isinstance(part, ast.stmt) or lines[part.lineno - 1].lstrip().startswith("elif"):
@@ -287,7 +290,8 @@ def reach(mutants: list[Mutant], work: pathlib.Path) -> None:
 
 def run_one(number: int, mutant: Mutant, tests: list[tuple[str, float]], tree: pathlib.Path, budget: float) -> dict:
     """Run the tests of a mutant that fit in `budget` seconds, until one fails."""
-    chosen, spent = [], 0.0
+    chosen = []
+    spent = 0.0
     for name, seconds in tests:
         if spent + seconds > budget:
             break

@@ -46,7 +46,8 @@ def yaml_kind(folder: Path, canary: Path) -> Kind:
     """`--yaml-cfg`, from a file to parsed flags."""
     from megatron_balance.cli.arguments import build_parser, yaml_flags
 
-    parser, path = build_parser(), folder / "flags.yaml"
+    parser = build_parser()
+    path = folder / "flags.yaml"
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
@@ -189,7 +190,9 @@ def _spoilt_index(valid: bytes, rng: random.Random) -> bytes:
     """Make one or two changes: of a bit, a field of the header, a number in the arrays, or the length of the file."""
     data = bytearray(valid)
     for _ in range(rng.randint(1, 2)):
-        flipped, field, start = rng.randrange(len(data)), rng.choice(list(FIELDS)), rng.randrange(HEADER, len(data), 4)
+        flipped = rng.randrange(len(data))
+        field = rng.choice(list(FIELDS))
+        start = rng.randrange(HEADER, len(data), 4)
         number = rng.choice((rng.choice(EXTREMES), rng.randrange(2**64), rng.randrange(64))).to_bytes(8, "little")
         edit = rng.randrange(5)
         if edit == 0:
@@ -250,7 +253,8 @@ def campaign(name: str, count: int, seed: int) -> Result:
 def _attempt(kind: Kind, data: bytes, result: Result) -> str:
     """Read one input; return a description of the failure, or an empty string."""
     signal.alarm(HANG_S)
-    start, before = time.process_time(), _resident_mb()
+    start = time.process_time()
+    before = _resident_mb()
     trouble = ""
     try:
         kind.read(data)

@@ -53,7 +53,8 @@ def setup_commands(prefix: str, nodes: int, link_mbit: float, bus_mbit: float | 
         f"ip -n {switch} link set br0 mtu {MTU} up",
     ]
     for index in range(nodes):
-        node, port = f"{prefix}{index}", f"p{index}"
+        node = f"{prefix}{index}"
+        port = f"p{index}"
         wire = f"mtu {MTU} gso_max_size {SEGMENT_BYTES}"
         lines += [
             f"ip netns add {node}",

@@ -52,13 +52,15 @@ def least_seconds(counts: np.ndarray, current: Placement, cost: CostModel, *, co
     assert cost.degrees == (1,) and not cost.coding
     counts_BDE = by_microbatch(counts)
     # Solvers need numbers near 1: tokens in units of a rank's mean, seconds in units of the layer without guests
-    unit, plain = max(1.0, counts_BDE.sum() / current.num_ranks), cost.layer_seconds(counts, current) or 1.0
+    unit = max(1.0, counts_BDE.sum() / current.num_ranks)
+    plain = cost.layer_seconds(counts, current) or 1.0
     none, one = (np.array(cost.time_of(0.0, tokens, 0.0, 0.0)) / plain for tokens in (0.0, unit))
     slope = one - none
     program = _Program()
     hosts_ED = program.variables(current.num_experts, current.num_ranks, upper=1, integer=True)
     _slots(program, hosts_ED, current, copies=copies)
-    exchanged_B, computed_B = program.variables(len(counts_BDE)), program.variables(len(counts_BDE))
+    exchanged_B = program.variables(len(counts_BDE))
+    computed_B = program.variables(len(counts_BDE))
     for counts_DE, exchanged, computed in zip(counts_BDE, exchanged_B, computed_B, strict=True):
         shares = _Shares.of(program, hosts_ED, counts_DE / unit, current, cost, copies=copies)
         for rank, rate in enumerate(cost.rate_D):
@@ -66,7 +68,8 @@ def least_seconds(counts: np.ndarray, current: Placement, cost: CostModel, *, co
                 (computed[None], rate), *((part_ED[:, rank], -1) for part_ED in shares.computed if part_ED.size)
             )
         shares.exchange(program, exchanged[None], cost, unit * cost.token_bytes / plain)
-    overlap, seen = cost.overlap or Overlap(0.0, 0.0, experts=False), program.variables(2)
+    overlap = cost.overlap or Overlap(0.0, 0.0, experts=False)
+    seen = program.variables(2)
     experts = overlap.experts / cost.microbatches
     for index, (variables, seconds) in enumerate(_sending(program, hosts_ED, current, cost)):
         # Trans and Agg overlap with a pass of the experts of a microbatch, and with the layers in between
@@ -87,7 +90,8 @@ class _Program:
 
     def variables(self, *shape: int, upper: float = math.inf, integer: bool = False) -> np.ndarray:
         """Add variables of this shape, each at least 0, and return their indices."""
-        first, count = len(self._upper), math.prod(shape)
+        first = len(self._upper)
+        count = math.prod(shape)
         self._upper += [upper] * count
         self._integer += [integer] * count
         return np.arange(first, first + count).reshape(shape)
@@ -170,8 +174,10 @@ class _Shares(NamedTuple):
         shares = cls(tokens_DE, nodes, local_ED, near_ED, program.variables(*far), program.variables(*far))
         total_E = tokens_DE.sum(0)
         for expert, rank in np.ndindex(hosts_ED.shape):
-            host, cell = hosts_ED[expert, [rank]], (expert, slice(rank, rank + 1))
-            own, received = shares.local_ED[cell], (shares.near_ED[cell], shares.far_ED[cell])
+            host = hosts_ED[expert, [rank]]
+            cell = (expert, slice(rank, rank + 1))
+            own = shares.local_ED[cell]
+            received = (shares.near_ED[cell], shares.far_ED[cell])
             program.require((host, tokens_DE[rank, expert]), (own, -1))
             program.require((host, total_E[expert]), (own, -1), *((part, -1) for part in received))
             program.require((own, 1), (shares.sent_ED[cell], 1), upper=tokens_DE[rank, expert])
@@ -186,7 +192,8 @@ class _Shares(NamedTuple):
 
     def _conserve(self, program: _Program, expert: int) -> None:
         """Require that tokens within a node, and between nodes, arrive where other ranks compute them."""
-        sent, received = (self.sent_ED[expert], 1), (self.far_ED[expert], 1)
+        sent = (self.sent_ED[expert], 1)
+        received = (self.far_ED[expert], 1)
         for ranks in self.nodes:
             tokens = self.tokens_DE[ranks, expert].sum()
             inside = [(part_ED[expert, ranks], 1) for part_ED in (self.local_ED, self.near_ED)]
@@ -211,8 +218,10 @@ class _Shares(NamedTuple):
         Args:
             byte: the factor from tokens and seconds per byte to the unit of `exchanged`.
         """
-        network, byte = cost.network, byte * cost.exchange.scale
-        near, far = network.near.beta * byte, network.far.beta * byte
+        network = cost.network
+        byte = byte * cost.exchange.scale
+        near = network.near.beta * byte
+        far = network.far.beta * byte
         for rank, tokens_E in enumerate(self.tokens_DE):
             program.require((exchanged, 1), (self.near_ED[:, rank], -near))
             kept = [(self.local_ED[:, rank], near)]
@@ -228,13 +237,17 @@ class _Shares(NamedTuple):
 
 def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: CostModel) -> tuple[Term, Term]:
     """Return the seconds of Trans and of Agg, including overlapped parts."""
-    network, owner_E = cost.network, owners(current)
-    node_E, nodes = network.node_D[owner_E], np.split(np.arange(current.num_ranks), network.first_N[1:])
-    used, enters_EN = program.variables(1, upper=1, integer=True), program.variables(current.num_experts, len(nodes))
+    network = cost.network
+    owner_E = owners(current)
+    node_E = network.node_D[owner_E]
+    nodes = np.split(np.arange(current.num_ranks), network.first_N[1:])
+    used = program.variables(1, upper=1, integer=True)
+    enters_EN = program.variables(current.num_experts, len(nodes))
     entry_ED = program.variables(*hosts_ED.shape)
     """Parts of experts that enter a node at a rank."""
     for expert, node in np.ndindex(enters_EN.shape):
-        guests, is_home = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]], node == node_E[expert]
+        guests = hosts_ED[expert, nodes[node][nodes[node] != owner_E[expert]]]
+        is_home = node == node_E[expert]
         for guest in guests:
             program.require((enters_EN[expert, [node]], 1), (guest[None], -1))
             program.require((used, 1), (guest[None], -1))
@@ -247,7 +260,9 @@ def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: 
     for launch, near, far in cost.transport.at_least():
         # The unit of `busy` is the time of an expert within a node, or between nodes if that is free
         unit = near or far or 1.0
-        busy, inside, over = program.variables(1), near / unit, far / unit
+        busy = program.variables(1)
+        inside = near / unit
+        over = far / unit
         for rank, node in enumerate(network.node_D):
             entry = entry_ED[node_E != node, rank]
             program.require((busy, 1), (hosts_ED[owner_E != rank, rank], -inside), (entry, inside))
@@ -263,7 +278,8 @@ def _sending(program: _Program, hosts_ED: np.ndarray, current: Placement, cost: 
 
 def _first_sends(program: _Program, enters_EN: np.ndarray, node_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the parts of each expert that its owner sends at least once: within its node, and to other nodes."""
-    near_E, far_E = program.variables(len(enters_EN)), program.variables(len(enters_EN))
+    near_E = program.variables(len(enters_EN))
+    far_E = program.variables(len(enters_EN))
     for expert, (enters_N, home) in enumerate(zip(enters_EN, node_E, strict=True)):
         others_N = np.delete(enters_N, home)
         program.require((enters_N[[home]], 1), (near_E[[expert]], -1))

@@ -12,7 +12,11 @@ import slow_runs
 if TYPE_CHECKING:
     from megatron_balance.training.progress import StepReport
 
-NONE, PLANNER, SCHEDULER, FULL, MUTANT = "none", "planner", "planner+scheduler", "full", "full, waits at issue"
+NONE = "none"
+PLANNER = "planner"
+SCHEDULER = "planner+scheduler"
+FULL = "full"
+MUTANT = "full, waits at issue"
 
 TRANS_SHARE = (0.10, 0.30)
 """Range of Trans as a fraction of an iteration that does not hide it: less proves little, more cannot be overlapped."""
@@ -156,7 +160,8 @@ def checks(jobs: Sequence[Job]) -> Iterator[Check]:
             yield Check(_middle(values) <= 1, text)
     if FULL in names:
         outcome = jobs[0][FULL]
-        estimate, emulated = outcome.estimated_seconds or float("nan"), outcome.attention_seconds
+        estimate = outcome.estimated_seconds or float("nan")
+        emulated = outcome.attention_seconds
         text = f"{FULL}: T_FNEC {1e3 * estimate:.2f} ms, emulated {1e3 * emulated:.2f} ms"
         yield Check(abs(estimate / emulated - 1) <= ESTIMATE_ERROR, text)
 

@@ -124,7 +124,8 @@ def main() -> int:
         "--timeline", type=Path, help="directory for the last job's timelines, as with --balance-timeline, by variant"
     )
     args, extra = parser.parse_known_args()
-    cluster, variants = Cluster.of(args), {name: VARIANTS[name] for name in args.variants}
+    cluster = Cluster.of(args)
+    variants = {name: VARIANTS[name] for name in args.variants}
     common = f"{COMMON} {' '.join(extra)} {cluster.flags}"
     turns = (args.iterations + ranks.WARMUP) * len(variants)
     measured: list[Job] = []

@@ -202,7 +202,8 @@ def _by_load(found: Mapping[str, Sequence[Score]], target: float) -> str:
 
 def _kept(plans: Sequence[Score], target: float) -> str:
     """Return the mean number of copies, and the share of plans within the target unless it is 100%."""
-    copies, kept = np.mean([plan.copies for plan in plans]), np.mean([plan.ratio <= target for plan in plans])
+    copies = np.mean([plan.copies for plan in plans])
+    kept = np.mean([plan.ratio <= target for plan in plans])
     return f"{copies:.1f}" if kept == 1 else f"{copies:.1f} ({kept:.0%})"
 
 

@@ -22,8 +22,14 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throug
 from oracle import least_seconds
 from quota_planners import PLANNERS, TARGET, fewest_copies, floor_of, guests_of, limit_of
 
-EXPERTS, TOPK, TOKENS = 256, 8, 4096
-HIDDEN, FFN, DTYPE_BYTES, GRAD_BYTES, NODE = 7168, 2048, 2, 4, 8
+EXPERTS = 256
+TOPK = 8
+TOKENS = 4096
+HIDDEN = 7168
+FFN = 2048
+DTYPE_BYTES = 2
+GRAD_BYTES = 4
+NODE = 8
 RANKS = (8, 16, 32, 64, 128, 256)
 SHAPES = (
     *(("zipf", exponent) for exponent in (0.3, 0.5, 0.7, 0.9)),
@@ -113,7 +119,8 @@ def loads_of(num_ranks: int, seeds: int) -> Iterator[Load]:
 
 def reference(planner: Callable[..., np.ndarray], load: Load, slots: int, **options: float) -> Score:
     """Return the score of a function of `quota_planners`."""
-    tokens_E, owner_E = load.tokens_E, load.owner_E
+    tokens_E = load.tokens_E
+    owner_E = load.owner_E
     start = time.process_time()
     quotas_ED = planner(tokens_E, owner_E, load.num_ranks, slots, **options)
     seconds = time.process_time() - start
@@ -189,7 +196,8 @@ def timed(name: str, load: Load, slots: int, cluster: Cluster) -> Timed:
     """Return the times with a registered policy or a planner of `quota_planners`; nothing hides Trans and Agg."""
     profile = profile_of(cluster, Ranks(load.num_ranks, NODE, NODE), HIDDEN, GATED_FFN, DTYPE_BYTES)
     planner = None if name in PLANNERS else load_policy(name)
-    cost, current = model(profile, planner.split if planner else "proportional"), load.placement(slots)
+    cost = model(profile, planner.split if planner else "proportional")
+    current = load.placement(slots)
     start = time.process_time()
     if planner is None:
         quotas_ED = PLANNERS[name](load.tokens_E, load.owner_E, load.num_ranks, slots)
@@ -202,7 +210,8 @@ def timed(name: str, load: Load, slots: int, cluster: Cluster) -> Timed:
 
 def planning_ms(name: str, load: Load, slots: int, cluster: Cluster) -> tuple[float, float, float]:
     """Return the milliseconds of a plan with links that take no time, with those of a cluster, and of its transfers."""
-    planner, current = load_policy(name), load.placement(slots)
+    planner = load_policy(name)
+    current = load.placement(slots)
     real = profile_of(cluster, Ranks(load.num_ranks, NODE, NODE), HIDDEN, GATED_FFN, DTYPE_BYTES)
     costs = [model(profile, planner.split) for profile in (priced(load.num_ranks, 0.0), real)]
     planned = planner.plan(load.counts_DE, current, costs[1])

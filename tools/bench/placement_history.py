@@ -97,7 +97,8 @@ def sequence(name: str, num_ranks: int, num_experts: int, tokens: int, iteration
 def drifting_router(num_ranks: int, num_experts: int, tokens: int, iterations: int, seed: int) -> np.ndarray:
     """Like `sequence`, with popularities that follow a random walk (FlexMoE Fig. 3(b)) and slightly unequal sources."""
     generator = np.random.default_rng(seed)
-    log_E, source_DE = generator.normal(0, 1, num_experts), generator.normal(0, 0.3, (num_ranks, num_experts))
+    log_E = generator.normal(0, 1, num_experts)
+    source_DE = generator.normal(0, 0.3, (num_ranks, num_experts))
     loads = []
     for _ in range(iterations):
         weights_DE = np.exp(log_E + source_DE)
@@ -114,10 +115,13 @@ def play(policy: Policy, counts_NDE: np.ndarray, args: argparse.Namespace, inter
     slots = min(args.guest_slots, num_experts - num_experts // num_ranks)
     owners = Placement.identity(num_experts, num_ranks, slots)
     manager = Manager(policy, cost, Predictor(args.predictor), owners, interval=interval)
-    steps, before, plan_seconds = [], owners, 0.0
+    steps = []
+    before = owners
+    plan_seconds = 0.0
     for counts_DE in counts_NDE:
         steps.append(_step(before, manager.placement, counts_DE, cost, plan_seconds))
-        before, start = manager.placement, time.process_time()
+        before = manager.placement
+        start = time.process_time()
         manager.observe(counts_DE[None])
         if manager.is_due(ahead=1) and manager.expected_BDE is not None:
             decision = manager.decide(manager.expected_BDE, 1)

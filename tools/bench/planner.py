@@ -41,7 +41,11 @@ SMALL = (
 FEW = 8
 """Number of ranks from which the optimum is found for one seed only, because it takes long."""
 
-HIDDEN, FFN, DTYPE_BYTES, TOPK, NODE = 1024, 2048, 2, 2, 8
+HIDDEN = 1024
+FFN = 2048
+DTYPE_BYTES = 2
+TOPK = 2
+NODE = 8
 BURST_STEP = 9
 REPEATS = 7
 TRACED = 16
@@ -181,7 +185,8 @@ def _row(name: str, counts_DE: np.ndarray, current: Placement) -> tuple[float, .
 
 def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Placement, float]:
     """Return the policy's placement and its median CPU time in milliseconds."""
-    policy, seconds = load_policy(name), []
+    policy = load_policy(name)
+    seconds = []
     for _ in range(REPEATS):
         start = time.process_time()
         placement = policy.plan(counts_DE, current, cost)

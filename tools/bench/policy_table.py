@@ -9,7 +9,8 @@ import slow_runs
 if TYPE_CHECKING:
     from megatron_balance.training.progress import StepReport
 
-NONE, CEILING = "none", "even routing"
+NONE = "none"
+CEILING = "even routing"
 
 SMALLEST_GAP = 0.02
 """Minimum fraction of an iteration that even routing saves; below it, noise would be divided by noise."""
@@ -81,7 +82,8 @@ def plan_row(workload: str, jobs: Sequence[Job], names: Sequence[str]) -> str:
 
 
 def _cell(jobs: Sequence[Job], name: str) -> str:
-    by_job, share = [ratio([job], name) for job in jobs], closed(jobs, name)
+    by_job = [ratio([job], name) for job in jobs]
+    share = closed(jobs, name)
     samples = [sample for job in jobs for sample in job[name]]
     moved = statistics.fmean(sample.trans_bytes + sample.agg_bytes for sample in samples) / 1e6
     experts = statistics.fmean(sample.experts_moved for sample in samples)

@@ -90,7 +90,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="jobs per workload")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
     args, extra = parser.parse_known_args()
-    cluster, variants = Cluster.of(args), variants_of(args.variants, args.balance)
+    cluster = Cluster.of(args)
+    variants = variants_of(args.variants, args.balance)
     measured: dict[str, list[Job]] = {}
     print(f"{cluster}; {args.balance} {' '.join(extra)}\n")
     table = heads(args.variants)

@@ -115,13 +115,15 @@ def ultraep(
         if (quotas_ED := fitting(low)) is not None:
             return quotas_ED
     plain = Draft(tokens_E, owner_E, num_ranks, slots)
-    best_ED, high = plain.quotas_ED, int(plain.load_D.max())
+    best_ED = plain.quotas_ED
+    high = int(plain.load_D.max())
     while high - low > max(1, STEP * tokens / num_ranks):
         middle = (low + high) // 2
         if (quotas_ED := fitting(middle)) is None:
             low = middle
         else:
-            best_ED, high = quotas_ED, middle
+            best_ED = quotas_ED
+            high = middle
     return best_ED
 
 
@@ -189,7 +191,8 @@ def moonep(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int
     while True:
         excess_D = draft.load_D - share_D
         gap_D = np.where(done_D, 0, -excess_D)
-        donor, receiver = int(excess_D.argmax()), int(gap_D.argmax())
+        donor = int(excess_D.argmax())
+        receiver = int(gap_D.argmax())
         if excess_D[donor] <= 0 or gap_D[receiver] <= 0:
             return draft.quotas_ED
         for expert in draft.by_load(donor)[:slots]:
@@ -273,7 +276,8 @@ def floor_of(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: i
     It is the smallest limit that no counting argument excludes; see `_may_fit`.
     """
     load_D = np.bincount(owner_E, weights=tokens_E, minlength=num_ranks).astype(np.int64)
-    low, high = int(-(-load_D.sum() // num_ranks)), int(load_D.max())
+    low = int(-(-load_D.sum() // num_ranks))
+    high = int(load_D.max())
     while low < high:
         middle = (low + high) // 2
         if _may_fit(middle, tokens_E, owner_E, load_D, slots):

@@ -99,7 +99,8 @@ def take_turns(
     from megatron_balance.training.loop import train_step
 
     reports: dict[str, list[Any]] = {name: [] for name in runs}
-    names, step = list(runs), step or train_step
+    names = list(runs)
+    step = step or train_step
     order = order or (lambda turn: names if turn % 2 else names[::-1])
     for iteration in range(warmup + iterations):
         for name in order(iteration):

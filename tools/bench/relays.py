@@ -112,7 +112,9 @@ def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
     cpu.keep_freed_memory()
     group = dist.group.WORLD
     assert group is not None
-    rank, placement, transfer = group.rank(), case.placement, ExpertTransfer(group)
+    rank = group.rank()
+    placement = case.placement
+    transfer = ExpertTransfer(group)
     kept = Kept(round(case.mib * 2**18), rank)
     runs: dict[tuple[str, str], Callable[[], None]] = {}
     for name, plan in case.plans.items():
@@ -147,7 +149,8 @@ def table(rows: dict[tuple[str, str], Row], links: dict[str, float]) -> str:
     lines = [f"{'':18s} {'median ms':>9s} {'(min-max)':12s} /direct  links ms  /limit    own kernel foreign"]
     for (kind, name), row in rows.items():
         spread = f"({1e3 * min(row.seconds):.0f}-{1e3 * max(row.seconds):.0f})"
-        ratio, best = row.median / rows[kind, "direct"].median, min(links.values())
+        ratio = row.median / rows[kind, "direct"].median
+        best = min(links.values())
         over = row.median / best if best else float("nan")
         cores = f"{row.own_cores:6.2f} {row.kernel_cores:6.2f} {row.foreign_cores:7.2f}"
         times = f"{1e3 * row.median:9.1f} {spread:12s} {ratio:7.3f} {1e3 * links[name]:9.1f} {over:7.3f}"

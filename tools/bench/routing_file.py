@@ -40,7 +40,9 @@ class Routing:
 
     def problem(self) -> str | None:
         """Return what is wrong with the routing, if anything."""
-        experts_TK, gates_TK, source_T = self.experts_TK, self.gates_TK, self.source_T
+        experts_TK = self.experts_TK
+        gates_TK = self.gates_TK
+        source_T = self.source_T
         if experts_TK.ndim != 2 or not experts_TK.size:
             return "it has no tokens"
         if gates_TK.shape != experts_TK.shape or source_T.shape != experts_TK.shape[:1]:

@@ -53,7 +53,8 @@ def main() -> int:
     quiet_log.prints = False
     train_step(run)
 
-    digest, seconds = manifest.digest, {"with": [], "without": [], "load": []}
+    digest = manifest.digest
+    seconds = {"with": [], "without": [], "load": []}
 
     def no_digest(path: Path) -> manifest.Entry:
         return manifest.Entry(path.stat().st_size, "0" * 64)

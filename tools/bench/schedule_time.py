@@ -118,11 +118,13 @@ def measure(profile: Path, common: str, cluster: Cluster, whole: bool, iteration
 
     machine = Machine.here(dist.get_world_size())
     config = parse_args(common.split(), machine).config
-    device, groups = device_of(config, cluster.gflops), build_groups(config.transformer, config.train.seed)
+    device = device_of(config, cluster.gflops)
+    groups = build_groups(config.transformer, config.train.seed)
     lines = measure_schedules(config, groups)
     if dist.get_rank() == 0:
         known = profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit)
-        hosts, node_size = config.transformer.expert_model_parallel_size, cluster.ranks_per_node // lines.esp
+        hosts = config.transformer.expert_model_parallel_size
+        node_size = cluster.ranks_per_node // lines.esp
         replace(resized(known, hosts, node_size), parallel=lines).save(profile)
     flags = {name: f"{common} --moe-parallel-schedule {name}" for name in VARIANTS}
     flags["auto"] += f" --balance-profile {profile}"
@@ -189,7 +191,8 @@ def over_better(measured: Measured) -> tuple[float, float]:
     The first number is for its own iterations; the second is for all iterations with its schedule, which run the same
     program.
     """
-    own, chosen = speedups(measured), measured.chosen
+    own = speedups(measured)
+    chosen = measured.chosen
     together = measured.seconds[chosen] + measured.seconds["auto"]
     all_of_it = speedups(measured._replace(seconds=measured.seconds | {chosen: together, "auto": together}))
     one, other = (max(faster[name] for name in CANDIDATES) / faster["auto"] for faster in (own, all_of_it))
@@ -213,7 +216,8 @@ HEADS = (
 
 def row(mp: int, esp: int, shape: Shape, measured: Measured) -> str:
     """Return the row of one shape."""
-    faster, baseline = speedups(measured), statistics.median(measured.seconds["baseline"])
+    faster = speedups(measured)
+    baseline = statistics.median(measured.seconds["baseline"])
     cells = [str(mp), str(esp), *(f"{number:g}" for number in shape), f"{1e3 * baseline:.0f}"]
     cells += [f"{faster[name]:.2f}x" for name in VARIANTS[1:]]
     cells[-1] += f" ({measured.chosen})"
@@ -241,7 +245,8 @@ def table_iv(found: Mapping[tuple[int, int], Sequence[Measured]]) -> list[str]:
 
 def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> list[str]:
     """Measure the single layers; return their tables."""
-    world_size, found = cluster.nodes * cluster.ranks_per_node, defaultdict(list)
+    world_size = cluster.nodes * cluster.ranks_per_node
+    found = defaultdict(list)
     rows = [head(HEADS)]
     print(rows[0])
     for layout in args.layouts:
@@ -266,7 +271,8 @@ def layers(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> 
 
 def model(job: Any, cluster: Cluster, args: argparse.Namespace, extra: str) -> list[str]:
     """Measure GPT-2; return its row of Table V."""
-    world_size, runs = cluster.nodes * cluster.ranks_per_node, []
+    world_size = cluster.nodes * cluster.ranks_per_node
+    runs = []
     common = f"{COMMON} {layout_flags(4, 4, world_size)} {GPT2} --moe-comm-node-size {cluster.ranks_per_node} {extra}"
     turns = (args.iterations + args.warmup) * len(turn(0))
     for _ in range(args.repeats):

@@ -117,7 +117,8 @@ def simulated(
     flags = f"{job.common} {job.variants[name]} --dry-run --distributed-backend gloo"
     world = job.nodes * job.ranks_per_node
     config = parse_args(flags.split(), Machine.here(world)).config
-    transformer, length = config.transformer, config.model.seq_length
+    transformer = config.transformer
+    length = config.model.seq_length
     assert transformer.num_moe_experts is not None and length is not None
     target = Target(
         topology=Topology(world, job.ranks_per_node),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from slow_runs import MODEL, Cluster
 
 MODEL_FLAGS = f"{MODEL} --seq-length 256 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 256"
-GFLOPS, LINK_MBIT = 2.5, 200.0
+GFLOPS = 2.5
+LINK_MBIT = 200.0
 GUESTS = "--balance-guest-slots 3"
 BLOCKWISE = f"{GUESTS} --balance-overlap blockwise"
 
@@ -130,6 +131,7 @@ def stages_of(job: Job) -> int:
 
 def passes_of(job: Job) -> int:
     """Return the passes of layers in an iteration of one rank, if no two ranks share a core at the same time."""
-    numbers, stages = numbers_of(job), stages_of(job)
+    numbers = numbers_of(job)
+    stages = stages_of(job)
     data = job.nodes * job.ranks_per_node // stages
     return numbers["--num-layers"] // stages * (numbers["--global-batch-size"] // data)

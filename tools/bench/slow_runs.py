@@ -119,7 +119,9 @@ class Flops(NamedTuple):
 
 def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
     """Return a device with one FLOP rate: T_FNEC follows from the experts' throughput, as the planner assumes."""
-    transformer, length, samples = config.transformer, config.model.seq_length, config.train.micro_batch_size
+    transformer = config.transformer
+    length = config.model.seq_length
+    samples = config.train.micro_batch_size
     assert length is not None and samples is not None and transformer.moe_ffn_hidden_size is not None
     assert transformer.kv_channels is not None and transformer.num_query_groups is not None
     flops = Flops.of(
@@ -168,16 +170,20 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     from megatron_balance.measure.probes import codec_passes, expert_passes
     from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
-    transformer, world, host = config.transformer, dist.group.WORLD, torch.device("cpu")
+    transformer = config.transformer
+    world = dist.group.WORLD
+    host = torch.device("cpu")
     codecs = {}
     if (name := config.comm.moe_comm_codec) != "none":
         rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": host}
         codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
     assert config.model.seq_length is not None and config.train.micro_batch_size is not None and world is not None
     load = config.train.micro_batch_size * config.model.seq_length * transformer.moe_router_topk
-    tokens, everyone = [load // part for part in (16, 8, 4, 2, 1)], tuple(range(profile.num_ranks))
+    tokens = [load // part for part in (16, 8, 4, 2, 1)]
+    everyone = tuple(range(profile.num_ranks))
     passes = functools.partial(expert_passes, experts)
-    stopwatch, dtype = Stopwatch(world, host, REPEATS), transformer.params_dtype
+    stopwatch = Stopwatch(world, host, REPEATS)
+    dtype = transformer.params_dtype
     bench = GroupBench(
         stopwatch=stopwatch,
         groups={everyone: world},

@@ -100,8 +100,10 @@ class Testbed:
                 raise ValueError(f"{flag} {value}: choose a number above 0")
         if nodes > 250:
             raise ValueError(f"--nodes {nodes}: choose at most 250 (their addresses share one byte)")
-        self.nodes, self.ranks_per_node = nodes, ranks_per_node
-        self.link_mbit, self.bus_mbit = link_mbit, bus_mbit
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.link_mbit = link_mbit
+        self.bus_mbit = bus_mbit
         self.world_size = nodes * ranks_per_node
         # The process number distinguishes leftovers from namespaces in use
         self._prefix = f"testbed-{os.getpid()}-{secrets.token_hex(3)}-"
@@ -138,8 +140,10 @@ class Testbed:
         Raises:
             RankFailure: a rank failed; the error is about the first one.
         """
-        context, port = multiprocessing.get_context("forkserver"), next(self._ports)
-        processes, pipes = [], []
+        context = multiprocessing.get_context("forkserver")
+        port = next(self._ports)
+        processes = []
+        pipes = []
         try:
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
@@ -163,7 +167,8 @@ class Testbed:
             live: whether the last rank prints to our standard output and error instead of `Ended.output`.
             timeout: seconds after which all ranks are stopped.
         """
-        port, processes = next(self._ports), []
+        port = next(self._ports)
+        processes = []
         try:
             for rank in range(self.world_size):
                 with open(self._log(rank), "wb") as log:
@@ -246,7 +251,8 @@ def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int 
         if all(code is not None for code in codes):
             break
         if any(codes) and not failed:
-            failed, deadline = True, min(deadline, time.monotonic() + GRACE_SECONDS)
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.05)
     return [process.poll() for process in processes]
 

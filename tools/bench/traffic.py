@@ -71,7 +71,8 @@ def limit(bytes_DD: np.ndarray, node_size: int, link_mbit: float, bus_mbit: floa
     wire_DD = bytes_DD * (1 - np.eye(len(bytes_DD)))
     between_NN = wire_DD.reshape(shape).sum((1, 3))
     inside_N = between_NN.diagonal()
-    up_N, down_N = between_NN.sum(1) - inside_N, between_NN.sum(0) - inside_N
+    up_N = between_NN.sum(1) - inside_N
+    down_N = between_NN.sum(0) - inside_N
     inter = _seconds(np.maximum(up_N, down_N).max(), link_mbit)
     return Limit(inter, 0.0 if bus_mbit is None else _seconds(inside_N.max(), bus_mbit))
 

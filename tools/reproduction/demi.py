@@ -49,7 +49,8 @@ class Setting(NamedTuple):
 
     def popularity(self, iteration: int, layer: int) -> np.ndarray:
         """Return [D, E], see `simulate.loads.Popularity`: experts of a worker are equally popular."""
-        share, each = self.share(layer), self.experts // self.workers
+        share = self.share(layer)
+        each = self.experts // self.workers
         worker_E = np.arange(self.experts) // each
         popular = (3 * layer) % self.workers
         shares_E = np.where(worker_E == popular, share, (1 - share) / (self.workers - 1)) / each
@@ -132,7 +133,8 @@ def _fig_8(iterations: int) -> Iterator[Found]:
 def _fig_10(iterations: int) -> Iterator[Found]:
     for topk, paper in FIG_10.items():
         setting = SETTINGS[2]._replace(topk=topk)
-        systems, job = setting.systems(), setting.job()
+        systems = setting.systems()
+        job = setting.job()
         base, ours = (simulated(job, systems[name], iterations).moe for name in ("FastMoE", "demi"))
         yield found(f"top-{topk}", "demi", paper, base / ours)
 

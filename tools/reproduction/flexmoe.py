@@ -59,7 +59,8 @@ def _scaling(iterations: int) -> Iterator[Found]:
     rates: dict[tuple[str, int], float] = {}
     for gpus in FIG_7B:
         more = "--num-layers 1 --moe-layer-freq 1 --num-experts 64"
-        layer, even = _job("gpt_moe_l", gpus, more), _job("gpt_moe_l", gpus, more, "even")
+        layer = _job("gpt_moe_l", gpus, more)
+        even = _job("gpt_moe_l", gpus, more, "even")
         rates["DeepSpeed", gpus] = kept(64) * gpus / simulated(even, System(), iterations).moe
         rates["FasterMoE", gpus] = gpus / simulated(layer, System(f"{FASTERMOE} 8"), iterations).moe
         rates["FlexMoE", gpus] = gpus / simulated(layer, FLEXMOE, iterations).moe

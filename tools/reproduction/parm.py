@@ -71,7 +71,8 @@ def _system(schedule: str, factor: float) -> System:
 
 
 def _job(testbed: Testbed, tensor: int, shards: int, flags: str, batch: int = BATCH) -> Job:
-    experts, replicas = testbed.ranks // shards, testbed.ranks // tensor
+    experts = testbed.ranks // shards
+    replicas = testbed.ranks // tensor
     layout = (
         f"--tensor-model-parallel-size {tensor} --expert-tensor-parallel-size {shards} --num-experts {experts} "
         f"--expert-model-parallel-size {experts} --moe-router-topk {TOPK} --micro-batch-size {batch} "

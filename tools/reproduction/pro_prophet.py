@@ -149,7 +149,8 @@ def _layers(iterations: int) -> Iterator[Found]:
 
 def _components(iterations: int) -> Iterator[Found]:
     for topk, paper in FIG_14.items():
-        job, before = HPWNV.job("M", topk), 0.0
+        job = HPWNV.job("M", topk)
+        before = 0.0
         for index, (name, system) in enumerate(COMPONENTS.items()):
             seconds = simulated(job, system, iterations).iteration
             if index:

@@ -106,7 +106,8 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     system.adapt(described)
     simulation = Simulation(described, system.loads(loads))
     results = [simulation.iteration(number, (0,)) for number in range(iterations)][1:]
-    parts, layers = defaultdict[str, float](float), defaultdict[int, float](float)
+    parts = defaultdict[str, float](float)
+    layers = defaultdict[int, float](float)
     for result in results:
         for part, seconds_D in result.recorder.seconds.items():
             parts[part] += float(seconds_D.mean()) / len(results)

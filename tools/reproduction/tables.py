@@ -82,7 +82,8 @@ def summary(tables: Mapping[str, Table], rows: Mapping[str, Sequence[Found]]) ->
 
 
 def _counts(name: str, rows: Sequence[Found]) -> str:
-    numbers, claims = [one for one in rows if not one.is_claim], [one for one in rows if one.is_claim]
+    numbers = [one for one in rows if not one.is_claim]
+    claims = [one for one in rows if one.is_claim]
     near, far = (sum(abs(one.ratio - 1) <= limit for one in numbers) for limit in WITHIN)
     cells = (len(numbers), near, far, len(numbers) - far, len(claims), sum(one.ratio >= 1 for one in claims))
     return f"| {name} | {' | '.join(map(str, cells))} |"

@@ -36,7 +36,10 @@ class ChunkChoice:
             iteration: returns the number of the current iteration.
             log: called with a line for each choice that differs from the last one.
         """
-        self.decide, self.iteration, self.interval, self.log = decide, iteration, interval, log
+        self.decide = decide
+        self.iteration = iteration
+        self.interval = interval
+        self.log = log
         self._chosen: dict[int, tuple[int, Chunking]] = {}
         """By layer number: the period of `interval` iterations, and its choice."""
 
@@ -86,7 +89,8 @@ class ByPrediction:
             ValueError: the scheduler's order is impossible.
         """
         tokens_DP = plan.tokens_DP.numpy().astype(np.float64)
-        chunkings, seconds = {}, {}
+        chunkings = {}
+        seconds = {}
         for degree in self.degrees:
             # Fractions of tokens: rounding would hide that the chunks are equal
             ways = [(one,) * degree for one in self.model.times(tokens_DP / degree)]
@@ -117,7 +121,8 @@ class ByMiniTasks:
         """Decide for a plan (see `Decide`). A slot has the same part of a source's tokens for all hosts of an expert,
         because the chunks outlast the placement.
         """
-        ranks, placement = plan.placement.num_ranks, plan.placement
+        ranks = plan.placement.num_ranks
+        placement = plan.placement
         # A host with several sources is one worker
         schedule = self.policy.schedule(by_host(plan.tokens_DP, ranks).numpy(), placement, self.cost)
         computed_CDE = np.zeros((schedule.makespan, ranks, placement.num_experts))

@@ -51,7 +51,8 @@ def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
     """
     sources, physicals = tokens_DP.shape
     numbers = functools.partial(torch.arange, device=tokens_DP.device)
-    turn_DP, cut_C11 = numbers(sources).unsqueeze(1) + numbers(physicals), numbers(chunks + 1).view(-1, 1, 1)
+    turn_DP = numbers(sources).unsqueeze(1) + numbers(physicals)
+    cut_C11 = numbers(chunks + 1).view(-1, 1, 1)
     return ((tokens_DP * cut_C11 + turn_DP % chunks) // chunks).diff(dim=0)
 
 

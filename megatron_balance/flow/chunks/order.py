@@ -145,7 +145,8 @@ def sequential(times: TaskTimes) -> Order:
 
 def interleaved(times: TaskTimes) -> Order:
     """Return FasterMoE's pipeline: a chunk computes after the next chunk has left and before the last one returns."""
-    chunks, steps = len(times), []
+    chunks = len(times)
+    steps = []
     for beat in range(chunks + 2):
         for tasks, chunk in ((COMPUTING[:1], beat), (COMPUTING[1:4], beat - 1), (COMPUTING[4:], beat - 2)):
             steps += [ChunkStep(task, chunk) for task in tasks if 0 <= chunk < chunks]
@@ -202,7 +203,8 @@ class _Beginning(NamedTuple):
     before: "_Beginning | None"
 
     def steps(self) -> Order:
-        found, one = [], self
+        found = []
+        one = self
         while one.before is not None and one.last is not None:
             found.append(one.last)
             one = one.before
@@ -217,7 +219,8 @@ def search(times: TaskTimes) -> Order:
     dropped if another one is no later in every respect, or if it cannot beat a known order. So the result is the
     optimum up to `EXACT_CHUNKS`, and for equal chunks, while `WIDTHS` suffice.
     """
-    chunks, ordered = range(len(times)), len(times) > EXACT_CHUNKS
+    chunks = range(len(times))
+    ordered = len(times) > EXACT_CHUNKS
     best: Order = min((theorem_1(times), interleaved(times)), key=lambda order: makespan(order, times))
     limit = makespan(best, times)
     if limit <= _least(times) * (1 + ROUNDING):
@@ -242,7 +245,8 @@ def search(times: TaskTimes) -> Order:
     for beginnings in level.values():
         for beginning in beginnings:
             if beginning.computing < limit:
-                best, limit = beginning.steps(), beginning.computing
+                best = beginning.steps()
+                limit = beginning.computing
     return best
 
 
@@ -252,7 +256,8 @@ def _least(times: TaskTimes) -> float:
     The device also waits for the first chunk to arrive, with at most all C1 to overlap, and for the last one to return,
     with at most all D2. The network waits for a C1, and a D2 waits for the network.
     """
-    first, last = sum(one.c1 for one in times), sum(one.d2 for one in times)
+    first = sum(one.c1 for one in times)
+    last = sum(one.d2 for one in times)
     waits = max(0.0, min(one.c1 + one.a1 for one in times) - first)
     waits += max(0.0, min(one.a2 + one.d2 for one in times) - last)
     device = sum(one.c1 + one.d1 + one.e + one.c2 + one.d2 for one in times) + waits
@@ -281,7 +286,10 @@ def _remaining(times: ChunkTimes) -> list[_Rest]:
 
 def _grown(beginning: _Beginning, step: ChunkStep, times: ChunkTimes) -> _Beginning:
     """Return the beginning with one more step."""
-    computing, network, arrived, chunk = beginning.computing, beginning.network, beginning.arrived, step.chunk
+    computing = beginning.computing
+    network = beginning.network
+    arrived = beginning.arrived
+    chunk = step.chunk
     computing = max(computing, arrived[chunk]) + _seconds(times, step.task)
     free = computing
     if step.task in SENDS:

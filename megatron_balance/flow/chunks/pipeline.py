@@ -149,7 +149,8 @@ class Departure(NamedTuple):
 def depart(rows_RH: torch.Tensor, chunked: ChunkedDispatch) -> Departure:
     """Start the first exchange of rows, which are copied from their tokens and need no gradient."""
     with record_function("dispatch"):
-        parts, (_, chunk) = chunked.parts(rows_RH), chunked.chunking.forward[0]
+        parts = chunked.parts(rows_RH)
+        (_, chunk) = chunked.chunking.forward[0]
         exchange = chunked.sharding.spread(chunked.exchange.dispatch, parts[chunk], chunked.splits[chunk])
         return Departure(parts, {chunk: exchange})
 
@@ -253,8 +254,12 @@ class _Mixture(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         order, chunked, experts, begin, departed, with_graph = options
-        ctx.order, ctx.chunked, ctx.begin, ctx.graphs = order, chunked, begin, {}
-        exchange, spread = chunked.exchange, chunked.sharding.spread
+        ctx.order = order
+        ctx.chunked = chunked
+        ctx.begin = begin
+        ctx.graphs = {}
+        exchange = chunked.exchange
+        spread = chunked.sharding.spread
         parts, started = departed.pop() if departed else depart(gather_rows(tokens_TH, order), chunked)
         # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
         with record_function("dispatch"):
@@ -273,7 +278,8 @@ class _Mixture(torch.autograd.Function):
                     begin("experts")
                 # Rows arrive grouped by source, then slot; experts want them grouped by slot
                 rows = chunked.sorting.to_slots[chunk](rows)
-                tokens, probs = chunked.tokens_CS[chunk], probs_by_chunk[chunk]
+                tokens = chunked.tokens_CS[chunk]
+                probs = probs_by_chunk[chunk]
                 output, ctx.graphs[chunk] = experts.graph(rows, tokens, probs, ctx.of_weights, with_graph)
                 computed.append(chunk)
                 if len(computed) == len(chunked.splits):
@@ -292,8 +298,10 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
-        chunked, begin = ctx.chunked, ctx.begin
-        exchange, spread = chunked.exchange, chunked.sharding.spread
+        chunked = ctx.chunked
+        begin = ctx.begin
+        exchange = chunked.exchange
+        spread = chunked.sharding.spread
         of_probs: dict[int, torch.Tensor] = {}
         of_weights: list[torch.Tensor | None] = []
         going: list[Exchange] = []

@@ -44,7 +44,8 @@ class TaskModel:
         Numbers of tokens may be fractions.
         """
         splits_DH = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
-        exchange, profile = self.exchange, self.profile
+        exchange = self.exchange
+        profile = self.profile
         return (
             self._one_way(splits_DH, exchange.dispatch, profile.forward, exchange.combine),
             self._one_way(splits_DH, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),

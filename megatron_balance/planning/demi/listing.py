@@ -44,10 +44,14 @@ class _Tasks:
     """The mini-tasks of placements (lines 3 to 7) and their remaining work."""
 
     def __init__(self, problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> None:
-        workers, (placements, experts) = problem.num_workers, hosts_BE.shape
+        workers = problem.num_workers
+        (placements, experts) = hosts_BE.shape
         self.expert_P, self.source_P = np.nonzero(problem.tokens_DE.T)
-        expert_P, source_P, expert_E = self.expert_P, self.source_P, np.arange(experts)
-        tokens_P, host_BP = problem.tokens_DE[source_P, expert_P], hosts_BE[:, expert_P]
+        expert_P = self.expert_P
+        source_P = self.source_P
+        expert_E = np.arange(experts)
+        tokens_P = problem.tokens_DE[source_P, expert_P]
+        host_BP = hosts_BE[:, expert_P]
         self.is_local_BP = host_BP == source_P
         crossing_BP = np.where(self.is_local_BP, 0.0, tokens_P)
         moved_BE = np.where(hosts_BE != problem.owner_E, problem.size_E, 0.0)
@@ -107,7 +111,9 @@ class _Tasks:
         Returns:
             [B, M] the work done, and [B] the share of the slot that each placement's busiest link or worker needs.
         """
-        available_BM, resource, left = self.available(), self.resource_BM.ravel(), self.left_BM.ravel()
+        available_BM = self.available()
+        resource = self.resource_BM.ravel()
+        left = self.left_BM.ravel()
         amounts = available_BM.ravel()
         needed = np.bincount(resource, weights=amounts, minlength=len(self.capacity)) / self.capacity
         # Only where not all available work can be done does the order matter
@@ -127,7 +133,8 @@ class _Tasks:
         self.queue_BM[:, second] = 3 * self.resource_BM[:, second] + untouched
         priority_A = self.priority_BM.ravel()[chosen_A] - weight * self.left_BM.ravel()[chosen_A]
         order_A = np.lexsort((priority_A, self.queue_BM.ravel()[chosen_A]))
-        resource_A, wanted_A = self.resource_BM.ravel()[chosen_A[order_A]], wanted_A[order_A]
+        resource_A = self.resource_BM.ravel()[chosen_A[order_A]]
+        wanted_A = wanted_A[order_A]
         # Work ahead of a task in its resource's queue: a running sum that restarts with each resource
         before_A = wanted_A.cumsum() - wanted_A
         starts = np.concatenate([[0], (np.diff(resource_A) != 0).nonzero()[0] + 1])
@@ -142,7 +149,9 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float 
 
     The last slot counts by the share that its busiest link or worker needs, so the makespan is the end rounded up.
     """
-    tasks, finish_B, slot = _Tasks(problem, hosts_BE, pace), np.zeros(len(hosts_BE)), 0
+    tasks = _Tasks(problem, hosts_BE, pace)
+    finish_B = np.zeros(len(hosts_BE))
+    slot = 0
     while (open_B := tasks.left_BM.any(1)).any():
         if slot >= longest:
             return np.where(open_B, np.inf, finish_B)
@@ -157,11 +166,14 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
 
     Parts of an expert on one worker have mini-tasks of the same name.
     """
-    tasks, slots = _Tasks(problem, hosts_E[None], pace), []
+    tasks = _Tasks(problem, hosts_E[None], pace)
+    slots = []
     while tasks.left_BM.any():
         slots.append(tasks.fill(problem.weight(len(slots)))[0][0])
     amounts_MT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BM.shape[1], 0))
-    whole_E, experts, sources = problem.whole_E, problem.whole_E[tasks.expert_P], tasks.source_P
+    whole_E = problem.whole_E
+    experts = problem.whole_E[tasks.expert_P]
+    sources = tasks.source_P
     hosts = hosts_E[tasks.expert_P]
     owned = (whole_E, problem.owner_E, hosts_E)
     columns = ((experts, sources, hosts), owned, (experts, sources, hosts), (experts, hosts, sources))

@@ -58,7 +58,8 @@ def times(problem: Problem, hosts_E: np.ndarray) -> Times:
 def _work(problem: Problem, hosts_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return sizes of tokens by worker and source, and of experts by owner and worker, each [D, D]."""
     workers = problem.num_workers
-    cells_DE, links_E = hosts_E * workers + np.arange(workers)[:, None], problem.owner_E * workers + hosts_E
+    cells_DE = hosts_E * workers + np.arange(workers)[:, None]
+    links_E = problem.owner_E * workers + hosts_E
     tokens_DD, experts_DD = (
         np.bincount(cells.ravel(), weights=sizes.ravel(), minlength=workers * workers).reshape(workers, workers)
         for cells, sizes in ((cells_DE, problem.tokens_DE), (links_E, problem.size_E))
@@ -74,7 +75,8 @@ def _times(problem: Problem, hosts_E: np.ndarray, tokens_DD: np.ndarray, experts
 
 def _expert_time(problem: Problem, expert_B: np.ndarray, host_B: np.ndarray) -> np.ndarray:
     """Return [B]: `expert_E` of Times for these experts on these workers."""
-    owner_B, size_B = problem.owner_E[expert_B], problem.size_E[expert_B]
+    owner_B = problem.owner_E[expert_B]
+    size_B = problem.size_E[expert_B]
     busy_B = size_B / problem.passage_DD[owner_B, host_B] + problem.load_E[expert_B] / problem.compute_D[host_B]
     return np.where((owner_B != host_B) & (size_B > 0), busy_B, 0.0)
 
@@ -104,7 +106,8 @@ class Steps(NamedTuple):
 
     def hosts(self, hosts_E: np.ndarray) -> np.ndarray:
         """Return [B, E]: the neighbors of `hosts_E`."""
-        rows, hosts_BE = np.arange(len(self.expert_B)), np.repeat(hosts_E[None], len(self.expert_B), axis=0)
+        rows = np.arange(len(self.expert_B))
+        hosts_BE = np.repeat(hosts_E[None], len(self.expert_B), axis=0)
         hosts_BE[rows, self.other_B] = self.source_B
         hosts_BE[rows, self.expert_B] = self.target_B
         return hosts_BE
@@ -112,9 +115,12 @@ class Steps(NamedTuple):
 
 def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
     """Return the steps from a placement that respects all bounds to others that do."""
-    workers, experts, used = problem.num_workers, problem.num_experts, problem.use(hosts_E[None])
+    workers = problem.num_workers
+    experts = problem.num_experts
+    used = problem.use(hosts_E[None])
     if experts * (workers + experts) <= NEIGHBORS:
-        moved, others = np.arange(experts), np.arange(experts)
+        moved = np.arange(experts)
+        others = np.arange(experts)
         targets = np.broadcast_to(np.arange(workers), (experts, workers))
     else:
         busy_D = used[0][0] / problem.compute_D
@@ -130,8 +136,11 @@ def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
         links_MD = problem.link_DD[problem.owner_E[moved]]
         close = np.lexsort((np.broadcast_to(busy_D, links_MD.shape), -links_MD))[:, :LIGHT]
         targets = np.concatenate([lightest, close, nearest, problem.owner_E[moved][:, None]], axis=1)
-    alone, left, right = np.repeat(moved, targets.shape[1]), np.repeat(moved, len(others)), np.tile(others, len(moved))
-    expert_B, other_B = np.concatenate([alone, left]), np.concatenate([alone, right])
+    alone = np.repeat(moved, targets.shape[1])
+    left = np.repeat(moved, len(others))
+    right = np.tile(others, len(moved))
+    expert_B = np.concatenate([alone, left])
+    other_B = np.concatenate([alone, right])
     target_B = np.concatenate([targets.ravel(), hosts_E[right]])
     steps = Steps(expert_B, hosts_E[expert_B], target_B, other_B)
     kept_B = (steps.source_B != target_B) & _fit(problem, used, steps)
@@ -164,7 +173,8 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
     compute, send and receive.
     """
     expert_B, source_B, target_B, other_B = steps
-    rows_B, ends_B2 = np.arange(len(expert_B)), steps.ends_B2
+    rows_B = np.arange(len(expert_B))
+    ends_B2 = steps.ends_B2
     tokens_DD, experts_DD = _work(problem, hosts_E)
     now = _times(problem, hosts_E, tokens_DD, experts_DD)
     longest = now.longest or 1.0

@@ -103,7 +103,8 @@ class Problem:
 
         Owners have room for all parts of their experts.
         """
-        owner_E, size_E = self.owner_E[whole_E], self.size_E[whole_E]
+        owner_E = self.owner_E[whole_E]
+        size_E = self.size_E[whole_E]
         owned_D = np.bincount(owner_E, weights=size_E, minlength=self.num_workers)
         return replace(
             self,
@@ -125,7 +126,8 @@ class Problem:
 
     def use(self, hosts_BE: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return size of tokens, size of experts and number of others' experts on each worker, each [B, D]."""
-        count, workers = len(hosts_BE), self.num_workers
+        count = len(hosts_BE)
+        workers = self.num_workers
         cells = (hosts_BE + workers * np.arange(count)[:, None]).ravel()
 
         def summed(values: np.ndarray) -> np.ndarray:

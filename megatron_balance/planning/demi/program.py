@@ -88,8 +88,10 @@ class Program:
         Args:
             group_E: [E] the group of each expert, 0 .. G-1.
         """
-        self.problem, self.group_E = problem, group_E
-        workers, slots = problem.num_workers, np.arange(problem.slots)
+        self.problem = problem
+        self.group_E = group_E
+        workers = problem.num_workers
+        slots = np.arange(problem.slots)
         # Sizes near 1, as the solver's tolerances expect them
         self.unit = max(float(problem.load_E.max()), float(problem.size_E.max())) or 1.0
         self.tokens_ED = problem.tokens_DE.T / self.unit
@@ -100,7 +102,8 @@ class Program:
         self.has_tokens_GD = np.zeros((int(group_E.max()) + 1, workers), dtype=bool)
         np.logical_or.at(self.has_tokens_GD, group_E, self.tokens_ED > 0)
         pairs = self.has_tokens_GD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
-        crossing, local = pairs & self.apart_DD[..., None], pairs & ~self.apart_DD[..., None]
+        crossing = pairs & self.apart_DD[..., None]
+        local = pairs & ~self.apart_DD[..., None]
         # (6a) to (6e) forbid some tasks in the first and last slots
         end = problem.slots
         self.count = 0
@@ -137,7 +140,8 @@ class Program:
 
     def _place(self) -> None:
         """Add (1), (3a), (3b) and the bound on guests."""
-        problem, workers = self.problem, self.problem.num_workers
+        problem = self.problem
+        workers = self.problem.num_workers
         self.equal.put(self.equal.new(problem.num_experts, 1.0)[:, None], self.share_ED, 1.0)
         tokens = self.most.new(workers, problem.token_room_D / self.unit)
         self.most.put(tokens, self.share_ED, self.tokens_ED.sum(1)[:, None])
@@ -163,7 +167,9 @@ class Program:
 
     def _share_capacities(self) -> None:
         """Add (5a) and (5b)."""
-        problem, workers, slots = self.problem, self.problem.num_workers, self.problem.slots
+        problem = self.problem
+        workers = self.problem.num_workers
+        slots = self.problem.slots
         link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
         links_DDT = self.most.new((workers, workers, slots), link[..., None])
         self.most.put(links_DDT, self.dispatch_GDDT, 1.0)
@@ -174,7 +180,8 @@ class Program:
 
     def _keep_order(self) -> None:
         """Add (6a) and (6c). The variables' slots satisfy (6d) and (6e), and (4) covers the last slot."""
-        end, remote_GDDT = self.problem.slots, self._remote_GDDT
+        end = self.problem.slots
+        remote_GDDT = self._remote_GDDT
         self._follow(remote_GDDT, self.dispatch_GDDT, 1, end - 2)
         self._follow(self.combine_GDDT, remote_GDDT, 2, end - 1)
 
@@ -241,6 +248,7 @@ class Program:
 
 def _mean_weights(amounts: np.ndarray, weight_T: np.ndarray, stage: int) -> np.ndarray:
     """Return the mean omega of each task's work; without work, the mean of its kind, or its kind's first slot."""
-    total, weighted = amounts.sum(-1), amounts @ weight_T
+    total = amounts.sum(-1)
+    weighted = amounts @ weight_T
     mean = weighted.sum() / total.sum() if total.sum() > NEGLIGIBLE else weight_T[stage]
     return np.divide(weighted, total, out=np.full_like(total, mean), where=total > NEGLIGIBLE)

@@ -161,9 +161,11 @@ class _Done:
     def __init__(self, problem: Problem, hosts_E: np.ndarray, schedule: MiniTaskSchedule) -> None:
         """`hosts_E`: the worker of each expert of the problem, which may be a part."""
         self.problem = problem
-        workers, slots = problem.num_workers, schedule.makespan
+        workers = problem.num_workers
+        slots = schedule.makespan
         experts, (_, first_E) = len(schedule.hosts), np.unique(problem.whole_E, return_index=True)
-        self.owner_E, size_E = problem.owner_E[first_E], problem.size_E[first_E]
+        self.owner_E = problem.owner_E[first_E]
+        size_E = problem.size_E[first_E]
         self.tokens_EDD = np.zeros((experts, workers, workers))
         """Axes: whole expert, source, worker."""
         np.add.at(self.tokens_EDD.swapaxes(1, 2), (problem.whole_E, hosts_E), problem.tokens_DE.T)
@@ -178,7 +180,8 @@ class _Done:
 
     def workloads(self) -> Iterator[str]:
         """Yield violations of (2a) to (2d) with (4), and of (7b)."""
-        workers, tokens = self.problem.num_workers, self.tokens_EDD
+        workers = self.problem.num_workers
+        tokens = self.tokens_EDD
         crossing = tokens * ~np.eye(workers, dtype=bool)
         moved = (self.owner_E[:, None] == np.arange(workers))[:, :, None] * self.moved_ED[:, None, :]
         wanted = {

@@ -64,7 +64,9 @@ def relax_by_size(problem: Problem) -> Relaxed | None:
 
     The choice depends on sizes alone, so that plans are equal on every machine and in every run.
     """
-    workers, experts, slots = problem.num_workers, problem.num_experts, problem.slots
+    workers = problem.num_workers
+    experts = problem.num_experts
+    slots = problem.slots
     if experts * workers**2 * slots <= FULL:
         return relax(problem, np.arange(experts))
     if (experts + 3 * workers) * workers * slots <= AGGREGATED:
@@ -136,7 +138,8 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
     Returns:
         [E] hosts that respect all bounds; None if a worker stays overfull.
     """
-    hosts_E, workers = hosts_E.copy(), np.arange(problem.num_workers)
+    hosts_E = hosts_E.copy()
+    workers = np.arange(problem.num_workers)
     sizes_3E = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
     room_3D = np.stack(problem.rooms())
     # Experts go where there is room for them, so none moves twice
@@ -162,7 +165,8 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
 
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
     """Return the descent from a placement, inclusive, over neighbors with ever smaller soft maxima of busy times."""
-    descent, best = [hosts_E], times(problem, hosts_E).soft_maximum
+    descent = [hosts_E]
+    best = times(problem, hosts_E).soft_maximum
     while len(descent) <= MOST_STEPS and len((steps := neighbors(problem, descent[-1])).expert_B):
         busy_B = soft_maxima(problem, descent[-1], steps)
         chosen = busy_B.argmin()
@@ -190,5 +194,6 @@ def improve(
         chosen = finish_B.argmin()
         if finish_B[chosen] >= finish * (1 - GAIN):
             break
-        hosts_E, finish = promising_BE[chosen], float(finish_B[chosen])
+        hosts_E = promising_BE[chosen]
+        finish = float(finish_B[chosen])
     return seen

@@ -69,7 +69,8 @@ def load_policy(name: str, **options: Any) -> Policy:
     Raises:
         ValueError: there is no such name, module, class or method `plan`, or the class does not take these options.
     """
-    flag, known = f"--balance-policy {name}", registered()
+    flag = f"--balance-policy {name}"
+    known = registered()
     factory = named("--balance-policy", name, known)
     try:
         policy = factory(**options)

@@ -91,7 +91,8 @@ class Demi(Policy):
             for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
                 planned = _hosted(current, problem.whole_E, hosts_E)
                 if (seconds := cost.layer_seconds(counts, planned)) < limit:
-                    best, limit = planned, seconds
+                    best = planned
+                    limit = seconds
         if current.is_identity or current.quotas or max(map(len, current.hosts)) > self.hosts:
             return best
         stay = cost.layer_seconds(counts, current)
@@ -100,7 +101,8 @@ class Demi(Policy):
     def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """See `Policy.schedule`. An expert's hosts compute parts of it, each with its own mini-tasks."""
         tables = placement.tables
-        tokens_DN, part_of_N = tokens_DP[:, tables.physical_N], tables.expert_N
+        tokens_DN = tokens_DP[:, tables.physical_N]
+        part_of_N = tables.expert_N
         counts_DE = np.zeros((placement.num_ranks, placement.num_experts))
         np.add.at(counts_DE.T, part_of_N, tokens_DN.T)
         problem = self.problem(counts_DE, placement, cost).of_parts(tokens_DN * float(cost.token_bytes), part_of_N)
@@ -123,9 +125,12 @@ class Demi(Policy):
         """
         num_ranks = current.num_ranks
         counts_DE = by_microbatch(counts).sum(0)
-        tokens_DE, owner_E = counts_DE * float(cost.token_bytes), owners(current)
-        profile, network = cost.profile, cost.network
-        share_D, mean = cost.rate_D / cost.rate_D.mean(), float(counts_DE.sum() / cost.rate_D.sum())
+        tokens_DE = counts_DE * float(cost.token_bytes)
+        owner_E = owners(current)
+        profile = cost.profile
+        network = cost.network
+        share_D = cost.rate_D / cost.rate_D.mean()
+        mean = float(counts_DE.sum() / cost.rate_D.sum())
         betas = np.where(network.is_near_DD, network.near.beta, network.far.beta * network.node_size / network.adapters)
         per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
         per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
@@ -158,7 +163,8 @@ class Demi(Policy):
     def _divisions(self, counts: np.ndarray) -> Iterator[np.ndarray]:
         """Yield numbers of parts of each expert, as far as `hosts` permits: by LARGEST_PARTS, then whole experts."""
         counts_DE = by_microbatch(counts).sum(0)
-        load_E, number = counts_DE.sum(0), len(counts_DE) / max(1, counts_DE.sum())
+        load_E = counts_DE.sum(0)
+        number = len(counts_DE) / max(1, counts_DE.sum())
         largest = LARGEST_PARTS[: 1 if counts_DE.size > FINE else None]
         ways = [np.ceil(load_E * number / share).astype(np.int64).clip(1, self.hosts) for share in largest]
         yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
@@ -171,8 +177,10 @@ class Demi(Policy):
         """
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
-        counts_DE, num_ranks = by_microbatch(counts).sum(0), current.num_ranks
-        tokens, network = float(counts_DE.sum()), cost.network
+        counts_DE = by_microbatch(counts).sum(0)
+        num_ranks = current.num_ranks
+        tokens = float(counts_DE.sum())
+        network = cost.network
         largest = float((counts_DE.sum(0) / parts_E).max()) / float(cost.rate_D.max())
         ranked_DE = np.sort(counts_DE, axis=0)[::-1]
         local = float(ranked_DE[np.arange(num_ranks)[:, None] < parts_E].sum())

@@ -41,7 +41,8 @@ class DemiS2(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        owner_E, counts_DE = owners(current), by_microbatch(counts).sum(0)
+        owner_E = owners(current)
+        counts_DE = by_microbatch(counts).sum(0)
         saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
         return lend(current, assign(saved_ED, owner_E, current.guest_slots))
 
@@ -59,7 +60,8 @@ class DemiS3(Policy):
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         counts_DE = by_microbatch(counts).sum(0)
-        owner_E, load_E = owners(current), counts_DE.sum(0) * float(cost.token_bytes)
+        owner_E = owners(current)
+        load_E = counts_DE.sum(0) * float(cost.token_bytes)
         saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
         saved_ED[np.arange(len(owner_E)), owner_E] = 0.0
         hosts_E = None
@@ -137,7 +139,8 @@ def _unload(
     hosts_E: np.ndarray, *, saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray:
     """Return [E]: hosts after the moves off the most loaded rank that lower S3's sum most, one at a time."""
-    hosts_E, num_ranks = hosts_E.copy(), saved_ED.shape[1]
+    hosts_E = hosts_E.copy()
+    num_ranks = saved_ED.shape[1]
     ranks = np.arange(num_ranks)
     while True:
         load_D = np.bincount(hosts_E, weights=load_E, minlength=num_ranks)

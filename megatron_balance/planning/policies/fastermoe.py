@@ -31,5 +31,6 @@ class FasterMoE(Policy):
             shadowed = cost.layer_seconds(counts, candidate)
             if shadowed >= seconds:
                 break
-            best, seconds = candidate, shadowed
+            best = candidate
+            seconds = shadowed
         return best

@@ -152,7 +152,8 @@ class FlexMoE(Policy):
         done = _home(first)
         owned = home = first.after(done)
         if home.seconds >= first.seconds * (1 - TOLERANCE):
-            home, done = first, []
+            home = first
+            done = []
         starts = [(home, done, 1)]
         if (even := self._expanded(counts, current, first, home)) is not None:
             starts = [(*even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
@@ -168,7 +169,8 @@ class FlexMoE(Policy):
             for _ in range(self.improvements):
                 if not (step := improve(state)):
                     break
-                state, done = state.after(step), [*done, *step]
+                state = state.after(step)
+                done = [*done, *step]
         return state, done
 
     def _is_balanced(self, tokens_BD: np.ndarray, cost: CostModel) -> bool:
@@ -192,16 +194,26 @@ class FlexMoE(Policy):
     def _balance(self, state: VExperts, part: int) -> tuple[VExperts, list[Modification]]:
         """Run Algorithm 1 with one in `part` steps: return the fastest state on the way, and the modifications."""
         patience = self.patience // part
-        best, done, kept, waiting, slow = state, [], 0, patience, _slow(state, state)
+        best = state
+        done = []
+        kept = 0
+        waiting = patience
+        slow = _slow(state, state)
         for _ in range(self.budget // part):
             balanced = self._is_balanced(state.tokens_BD, state.layer.cost) or state.floor >= best.seconds
             if balanced or not waiting or not (step := _relieve(state)):
                 break
-            state, done, waiting = state.after(step), [*done, *step], waiting - 1
+            state = state.after(step)
+            done = [*done, *step]
+            waiting = waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
-                best, kept, waiting, slow = state, len(done), patience, _slow(state, state)
+                best = state
+                kept = len(done)
+                waiting = patience
+                slow = _slow(state, state)
             elif (left := _slow(state, best)) < slow:
-                waiting, slow = patience, left
+                waiting = patience
+                slow = left
         return best, done[:kept]
 
 
@@ -217,7 +229,8 @@ def _slow(state: VExperts, before: VExperts) -> int:
 
 def _home(state: VExperts) -> list[Modification]:
     """Return the modifications that leave each expert one vExpert, on its owner."""
-    shrinks, migrates = [], []
+    shrinks = []
+    migrates = []
     for expert in (state.shares_ED != state.layer.owned_ED).any(1).nonzero()[0].tolist():
         ranks = np.repeat(np.arange(state.shares_ED.shape[1]), state.shares_ED[expert]).tolist()
         owner = int(state.layer.owner_E[expert])
@@ -234,8 +247,10 @@ def _relieve(state: VExperts) -> Sequence[Modification]:
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
     """
-    place, ranks = state.slowest(), len(state.sent_D)
-    slowest, lightest_D = place[1], np.argsort(state.work_BD[place[0]], kind="stable")
+    place = state.slowest()
+    ranks = len(state.sent_D)
+    slowest = place[1]
+    lightest_D = np.argsort(state.work_BD[place[0]], kind="stable")
     (expert_M,) = (state.shares_ED[:, slowest] * state.capacity_E).nonzero()
     for expert in expert_M[np.argsort(-state.capacity_E[expert_M], kind="stable")][:EXAMINED].tolist():
         no_slot_D = ~state.members_ED[expert] & (state.free_slots_D <= 0)
@@ -279,7 +294,8 @@ def _expansions(state: VExperts, expert: int, slowest: int, rank_R: np.ndarray) 
 
 def _groups(rank_R: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Return [A, D] int64: each of the first few ranks, and the first two or more of them."""
-    place_D, many = np.full(num_ranks, num_ranks), sorted({*GROUPS, len(rank_R)})
+    place_D = np.full(num_ranks, num_ranks)
+    many = sorted({*GROUPS, len(rank_R)})
     place_D[rank_R] = np.arange(len(rank_R))
     one_A1 = np.arange(min(CANDIDATES, len(rank_R)))[:, None]
     many_A1 = np.array([count for count in many if 1 < count <= len(rank_R)], dtype=np.int64)[:, None]
@@ -335,7 +351,9 @@ def _drop(state: VExperts) -> Sequence[Modification]:
 
 def _saving(state: VExperts, tried: Tried) -> list[int]:
     """Return the candidates that make the layer faster, or no slower with less work on all ranks; the fastest first."""
-    now, sending, seconds_A = state.seconds, state.sent_D.sum(), tried.seconds_A
+    now = state.seconds
+    sending = state.sent_D.sum()
+    seconds_A = tried.seconds_A
     less_A = tried.more_A < -TOLERANCE * sending
     saving_A = (seconds_A < now * (1 - TOLERANCE)) | (seconds_A <= now * (1 + TOLERANCE)) & less_A
     order_A = np.lexsort((tried.more_A, seconds_A))
@@ -361,7 +379,8 @@ def _moves(state: VExperts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     network = state.layer.cost.network
     expert_M, source_M = (state.guests_ED & (state.shares_ED == 1)).nonzero()
-    row_M, others_MD = np.arange(len(expert_M)), state.members_ED[expert_M]
+    row_M = np.arange(len(expert_M))
+    others_MD = state.members_ED[expert_M]
     others_MD[row_M, source_M] = False
     others_MN = np.add.reduceat(others_MD, network.first_N, axis=1, dtype=np.int64)
     node_left_M = others_MN[row_M, network.node_D[source_M]] == 0

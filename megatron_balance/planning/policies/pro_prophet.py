@@ -93,7 +93,8 @@ class ProProphet(Policy):
 
 def _everywhere(plain: Selection) -> Moves:
     """Return the moves that give the hottest experts guests on all ranks."""
-    layer, free_D = plain.layer, plain.free_D
+    layer = plain.layer
+    free_D = plain.free_D
     expert_M = np.argsort(-layer.tokens_E, kind="stable")[: int(free_D.max())]
     expert_M = expert_M[layer.tokens_E[expert_M] > 0]
     guests_MD = ~layer.owned_ED[expert_M]

@@ -87,7 +87,8 @@ class Quota(Policy):
         if not plans:
             return alone
         (alone_seconds, *seconds), (_, *hidden) = layer.timed(plans)
-        limit, least = alone_seconds * (1 - NEGLIGIBLE), [s + HIDDEN * h for s, h in zip(seconds, hidden, strict=True)]
+        limit = alone_seconds * (1 - NEGLIGIBLE)
+        least = [s + HIDDEN * h for s, h in zip(seconds, hidden, strict=True)]
         for index in sorted(range(len(plans)), key=least.__getitem__):
             if least[index] >= limit:
                 break
@@ -126,7 +127,8 @@ class _Way(NamedTuple):
 
 def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
     """Return the ways that are tried: fewer on more ranks, because they take longer."""
-    near, ranks = _Way(not cost.network.has_both_levels, slots), cost.network.num_ranks
+    near = _Way(not cost.network.has_both_levels, slots)
+    ranks = cost.network.num_ranks
     if len(cost.network.first_N) == 1:
         return [near] if slots == 1 or ranks > FEW_RANKS else [near, _Way(True, 1)]
     if ranks > MANY_RANKS:
@@ -195,10 +197,14 @@ class _Layer:
 
     @classmethod
     def of(cls, counts: np.ndarray, current: Placement, cost: CostModel) -> "_Layer":
-        counts_BDE, network, profile = by_microbatch(counts), cost.network, cost.profile
-        counts_EBD, owner_E = counts_BDE.transpose(2, 0, 1), owners(current)
+        counts_BDE = by_microbatch(counts)
+        network = cost.network
+        profile = cost.profile
+        counts_EBD = counts_BDE.transpose(2, 0, 1)
+        owner_E = owners(current)
         tokens_BE = counts_BDE.sum(1)
-        ranks, size = network.num_ranks, network.node_size
+        ranks = network.num_ranks
+        size = network.node_size
         exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
         return cls(
             cost=cost,
@@ -220,11 +226,14 @@ class _Layer:
 
         The second array is [K], how many pairs of an expert and a node have more tokens than a guest's.
         """
-        network, slots = self.cost.network, [self.slots] * self.cost.network.num_ranks
+        network = self.cost.network
+        slots = [self.slots] * self.cost.network.num_ranks
         tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
         tokens_EN[np.arange(len(tokens_EN)), network.node_D[self.owner_E]] = 0
         hottest = np.argsort(-tokens_EN, axis=None, kind="stable")[: sum(slots)]
-        loads, owners, found = self.owned_FBD[COMPUTED].sum(0).tolist(), self.owner_E.tolist(), list[tuple[int, ...]]()
+        loads = self.owned_FBD[COMPUTED].sum(0).tolist()
+        owners = self.owner_E.tolist()
+        found = list[tuple[int, ...]]()
         columns = *np.unravel_index(hottest, tokens_EN.shape), tokens_EN.ravel()[hottest]
         for place, (expert, node, tokens) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             first = node * network.node_size
@@ -282,11 +291,13 @@ class _Layer:
         return self._started(self.tokens_BE[0], np.zeros((0, 3), np.int64))
 
     def _started(self, tokens_E: np.ndarray, guests_K3: np.ndarray) -> "_Start":
-        ranks, left_E = self.cost.network.num_ranks, tokens_E
+        ranks = self.cost.network.num_ranks
+        left_E = tokens_E
         loads_D = np.bincount(self.owner_E, tokens_E, ranks)
         expert_K, rank_K, whole_K = guests_K3.T
         if len(guests_K3):
-            product_K, total_K = whole_K * tokens_E[expert_K], self.total_E[expert_K]
+            product_K = whole_K * tokens_E[expert_K]
+            total_K = self.total_E[expert_K]
             ends_K2 = np.stack([rank_K, self.owner_E[expert_K]], axis=1)
             np.add.at(loads_D, ends_K2, (product_K / total_K)[:, None] * (1, -1))
             left_E = tokens_E.copy()
@@ -329,7 +340,8 @@ class _Layer:
 
     def _given(self, start: "_Start", way: _Way, busiest: float, slots: int) -> tuple[Any, ...]:
         """Return the first arguments of `leveled`."""
-        rate_D, network = self.cost.rate_D, self.cost.network
+        rate_D = self.cost.rate_D
+        network = self.cost.network
         capacities_D = np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
         far = round((self.cost.transport.far if way.prefers_near else 1.0) * PARTS) if way.reaches_far else 0
         free_D = np.maximum(slots - start.taken_D, 0)
@@ -337,7 +349,8 @@ class _Layer:
 
     def _worthwhile(self, busiest: float, found: Fitted, guests_K3: np.ndarray) -> int:
         """Return how many of the first moves are worth their cost."""
-        network, transport = self.cost.network, self.cost.transport
+        network = self.cost.network
+        transport = self.cost.transport
         pairs_K2 = np.concatenate([guests_K3[:, :2], found.moves_MF[:, ::2]])
         sent_2K = sending_times(pairs_K2, self.owner_E, network.num_ranks, network.node_size, transport.far)
         sending = sum(self.cost.exposed(busiest, *transport.seconds_of(*sent_2K[:, len(guests_K3) :])))
@@ -366,7 +379,8 @@ class _Layer:
         """Return the placement with these guests; the owner computes what they leave."""
         owned = current.owners
         hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
-        quotas, primary = list[tuple[int, ...]]([()]) * len(owned), [*owned]
+        quotas = list[tuple[int, ...]]([()]) * len(owned)
+        primary = [*owned]
         lent: dict[int, dict[int, int]] = {}
         for expert, rank, tokens in guests_K3.tolist():
             lent.setdefault(expert, {})[rank] = tokens

@@ -78,12 +78,14 @@ def adam(
     weight_decay: float,
 ) -> None:
     """Take one step of Adam (mode 0) or AdamW (1) in place, in single precision and in the order of `torch.optim`."""
-    single, gradient = parameter.float(), gradient.float()
+    single = parameter.float()
+    gradient = gradient.float()
     if mode == 1:
         single.mul_(1 - lr * weight_decay)
     elif weight_decay:
         gradient = gradient.add(single, alpha=weight_decay)
-    first, second = mean.float(), square.float()
+    first = mean.float()
+    second = square.float()
     first.lerp_(gradient, 1 - beta1)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
@@ -106,7 +108,8 @@ def sgd(
     decay_after_momentum: bool,
 ) -> None:
     """Take one step of SGD in place, in single precision; in the `first` step the momentum is the gradient."""
-    single, gradient = parameter.float(), gradient.float()
+    single = parameter.float()
+    gradient = gradient.float()
     if weight_decay and not decay_after_momentum:
         gradient = gradient.add(single, alpha=weight_decay)
     if momentum:

@@ -30,7 +30,8 @@ def _accumulate(
 ) -> None:
     kernels.dense(input=input, d_output=d_output, d_weight=d_weight)
     kernels.require(input.dtype in types and d_output.dtype == input.dtype, f"{input.dtype} and {d_output.dtype}")
-    rows, columns = d_output.flatten(0, -2), input.flatten(0, -2)
+    rows = d_output.flatten(0, -2)
+    columns = input.flatten(0, -2)
     kernels.require(len(rows) == len(columns), "input and d_output differ in rows")
     kernels.require(d_weight.shape == (rows.shape[1], columns.shape[1]), "d_weight is [rows, columns]")
     d_weight.add_(rows.float().t().matmul(columns.float()))

@@ -51,6 +51,7 @@ def softmax(scores: torch.Tensor, scale_factor: float, mask: torch.Tensor | None
 
 def gradient(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """Return the gradient of the scores."""
-    output, found = output_grads.float(), softmax_results.float()
+    output = output_grads.float()
+    found = softmax_results.float()
     scaled = torch._softmax_backward_data(output, found, -1, torch.float32) * float(scale_factor)
     return scaled.to(output_grads.dtype)

@@ -31,8 +31,10 @@ class FusedAdam(torch.optim.Optimizer):
             raise NotImplementedError("apex's FusedAdam: capturable, master_weights")
         names = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**names, "weight_decay": weight_decay})
-        self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
-        self.capturable, self.master_weights = capturable, master_weights
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.capturable = capturable
+        self.master_weights = master_weights
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self) -> None:

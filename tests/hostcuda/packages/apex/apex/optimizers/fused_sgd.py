@@ -26,7 +26,8 @@ class FusedSGD(torch.optim.Optimizer):
     ) -> None:
         names = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**names, "nesterov": nesterov})
-        self.wd_after_momentum, self.set_grad_none = wd_after_momentum, set_grad_none
+        self.wd_after_momentum = wd_after_momentum
+        self.set_grad_none = set_grad_none
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self) -> None:

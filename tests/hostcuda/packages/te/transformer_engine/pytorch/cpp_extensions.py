@@ -41,8 +41,10 @@ def general_gemm(
     dtype = out_dtype or (A.dtype if out is None else out.dtype)
     kernels.require(A.dtype in TE_DType and A.dtype == B.dtype, f"no GEMM of {A.dtype} and {B.dtype}")
     kernels.require(dtype in (A.dtype, torch.float32), f"no GEMM of {A.dtype} into {dtype}")
-    first, second = B.flatten(0, -2), A.flatten(0, -2)
-    first, second = (first.t() if layout[1] == "T" else first), (second.t() if layout[0] == "T" else second)
+    first = B.flatten(0, -2)
+    second = A.flatten(0, -2)
+    first = first.t() if layout[1] == "T" else first
+    second = second.t() if layout[0] == "T" else second
     kernels.require(first.shape[1] == second.shape[0], "GEMM not possible")
     product = first.float().matmul(second.float())
     if bias is not None and not grad:

@@ -24,7 +24,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         assert target.numel() == rows * columns, "Each token needs a target token ID."
         kernels.on_device(inp=inp, target=target)
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        logits, wanted = inp.float().view(-1, vocabulary), target.reshape(-1)
+        logits = inp.float().view(-1, vocabulary)
+        wanted = target.reshape(-1)
         local = wanted - rank * vocabulary
         here = (local >= 0) & (local < vocabulary)
         largest = logits.amax(-1)

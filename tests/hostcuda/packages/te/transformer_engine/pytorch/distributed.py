@@ -117,7 +117,9 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable, tracker: Callable | None, kwargs: dict, *args: Any) -> Any:
-        ctx.function, ctx.tracker, ctx.kwargs = function, tracker, kwargs
+        ctx.function = function
+        ctx.tracker = tracker
+        ctx.kwargs = kwargs
         ctx.states = _random_states(tracker)
         ctx.others = [None if torch.is_tensor(arg) else arg for arg in args]
         ctx.save_for_backward(*(arg if torch.is_tensor(arg) else None for arg in args))

@@ -52,7 +52,8 @@ def _gather(rows: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.T
 
 def _sorted_rows(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the target of each row when chunks of `sizes` are arranged in `order`."""
-    ends, sorted_sizes = sizes.cumsum(0), sizes[order]
+    ends = sizes.cumsum(0)
+    sorted_sizes = sizes[order]
     starts = torch.empty_like(sizes).index_copy_(0, order, sorted_sizes.cumsum(0) - sorted_sizes)
     numbers = torch.arange(rows, device=sizes.device)
     chunks = torch.searchsorted(ends, numbers, right=True)

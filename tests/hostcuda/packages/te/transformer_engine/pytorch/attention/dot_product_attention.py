@@ -76,7 +76,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._set_tensor_parallelism(tp_group, tp_size)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         assert num_attention_heads % groups == 0, "The number of attention heads must be divisible by the GQA groups!"
-        self.groups, self.qkv_format, self.attn_mask_type = groups // self.tp_size, qkv_format, attn_mask_type
+        self.groups = groups // self.tp_size
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.scale = softmax_scale or 1.0 / math.sqrt(self.channels[0])
         self.dropout = torch.nn.Dropout(attention_dropout)

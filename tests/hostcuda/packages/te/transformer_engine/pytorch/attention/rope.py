@@ -38,8 +38,10 @@ def apply_rotary_pos_emb(
     kernels.require(t.shape[0] <= freqs.shape[0], "expected freqs tensor has a longer sequence length than input")
     kernels.require(t.shape[3] >= freqs.shape[3], "expected the last dim of the input tensor not to be smaller")
     angles = freqs.float()[: t.shape[0]]
-    cos, sin = angles.cos().to(t.dtype), angles.sin().to(t.dtype)
-    turned, passed = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    cos = angles.cos().to(t.dtype)
+    sin = angles.sin().to(t.dtype)
+    turned = t[..., : freqs.shape[-1]]
+    passed = t[..., freqs.shape[-1] :]
     return torch.cat((turned * cos + _rotate_half(turned, interleaved) * sin, passed), -1)
 
 

@@ -43,7 +43,8 @@ class LinearFunction(torch.autograd.Function):
         assert inp.shape[-1] == weight.shape[1], "GEMM not possible"
         kernels.dense(weight=weight, inp=inp, bias=bias)
         ctx.save_for_backward(inp, weight)
-        ctx.how, ctx.has_bias = how, bias is not None
+        ctx.how = how
+        ctx.has_bias = bias is not None
         # Tensors that autograd saves may lack the parameter's attributes, such as `main_grad`
         ctx.weight = weight
         total = gather_along_first_dim(inp, how.group)[0] if how.gathers else inp
@@ -57,7 +58,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        (inp, weight), how = ctx.saved_tensors, ctx.how
+        (inp, weight) = ctx.saved_tensors
+        how = ctx.how
         kernels.on_device(grad=grad)
         grad = grad.contiguous()
         if how.scatters:

@@ -31,7 +31,9 @@ class Norm(torch.nn.Module):
         if params_dtype is not None and dtype is not None:
             raise RuntimeError("Both `dtype` and `params_dtype` (deprecated) kwargs are provided")
         shape: Any = hidden_size if normalized_shape is None else normalized_shape
-        self.eps, self.zero_centered_gamma, self.sequence_parallel = eps, zero_centered_gamma, sequence_parallel
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
         new: dict[str, Any] = {"device": "cuda" if device is None else device, "dtype": params_dtype or dtype}
         self._add("weight", torch.full(torch.empty(shape, device="meta").shape, float(not zero_centered_gamma), **new))
 
@@ -51,7 +53,8 @@ def normalize(
         raise ValueError(
             f"Input (shape={tuple(inp.shape)}) and weight (shape={tuple(weight.shape)}) are not compatible"
         )
-    inp, gamma = inp.contiguous().to(weight.dtype), 1 + weight if zero_centered else weight
+    inp = inp.contiguous().to(weight.dtype)
+    gamma = 1 + weight if zero_centered else weight
     if kind == "RMSNorm":
         return F.rms_norm(inp, weight.shape, gamma, eps)
     return F.layer_norm(inp, weight.shape, gamma, bias, eps)

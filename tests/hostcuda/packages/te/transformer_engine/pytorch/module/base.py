@@ -29,7 +29,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.sequence_parallel = False
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        self.tp_group, self.tp_group_initialized = tp_group, True
+        self.tp_group = tp_group
+        self.tp_group_initialized = True
 
     def _set_tensor_parallelism(self, tp_group: dist.ProcessGroup | None, tp_size: int) -> None:
         self.tp_size = tp_size if tp_group is None else get_distributed_world_size(tp_group)

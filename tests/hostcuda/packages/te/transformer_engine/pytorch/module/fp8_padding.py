@@ -8,7 +8,8 @@ class Fp8Padding(torch.nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
-        self.num_gemms, self.align_size = num_gemms, align_size
+        self.num_gemms = num_gemms
+        self.align_size = align_size
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> None:
         raise NotImplementedError(type(self).__name__)

@@ -46,12 +46,17 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise NotImplementedError("GroupedLinear: delay_wgrad_compute")
         self._set_tensor_parallelism(tp_group, tp_size)
         assert not (self.tp_size > 1 and bias), "GroupedLinear doesn't support bias when TP > 1."
-        self.num_gemms, self.rng_tracker_name, self.parallel_mode = num_gemms, rng_tracker_name, parallel_mode
+        self.num_gemms = num_gemms
+        self.rng_tracker_name = rng_tracker_name
+        self.parallel_mode = parallel_mode
         self.out_features = divide(out_features, self.tp_size if parallel_mode == "column" else 1)
         self.in_features = divide(in_features, self.tp_size if parallel_mode == "row" else 1)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
-        self.fuse_wgrad_accumulation, self.save_original_input = fuse_wgrad_accumulation, save_original_input
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
         new: dict[str, Any] = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
         for place in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **new))

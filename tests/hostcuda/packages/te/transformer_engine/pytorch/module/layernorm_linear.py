@@ -47,7 +47,9 @@ class LayerNormLinear(Linear):
         assert normalization in ("LayerNorm", "RMSNorm"), "Unsupported normalization type!"
         if return_layernorm_output or return_layernorm_output_gathered:
             raise NotImplementedError("LayerNormLinear: return_layernorm_output")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
         super().__init__(
             in_features,
             out_features,

@@ -48,9 +48,12 @@ class Linear(TransformerEngineBaseModule):
             raise NotImplementedError("Linear: overlap of communication in user buffers")
         if delay_wgrad_compute or symmetric_ar_type or parameters_split:
             raise NotImplementedError("Linear: delay_wgrad_compute, symmetric_ar_type, parameters_split")
-        self.rng_tracker_name, self.save_original_input, self.name = rng_tracker_name, save_original_input, name
+        self.rng_tracker_name = rng_tracker_name
+        self.save_original_input = save_original_input
+        self.name = name
         self._set_shape(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
-        self.fuse_wgrad_accumulation, self.ub_name = fuse_wgrad_accumulation, ub_name
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.ub_name = ub_name
         dtype = params_dtype or torch.get_default_dtype()
         self._add_weight(init_method, get_rng_state_tracker, bias, return_bias, params_dtype=dtype, device=device)
         self._mark(parallel_mode)
@@ -82,7 +85,9 @@ class Linear(TransformerEngineBaseModule):
         params_dtype: torch.dtype,
         device: Any,
     ) -> None:
-        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
         new: dict[str, Any] = {"device": device, "dtype": params_dtype}
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **new))
         self._initialize(self.weight, init_method or (lambda weight: weight.normal_(0.0, 0.023)), tracker)

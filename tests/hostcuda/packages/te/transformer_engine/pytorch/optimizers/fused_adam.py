@@ -49,7 +49,9 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("FusedAdam only supports fp32/fp16 master weights.")
         names = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**names, "weight_decay": weight_decay})
-        self.adam_w_mode, self.capturable, self.master_weights = 1 if adam_w_mode else 0, capturable, master_weights
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
+        self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
