@@ -36,11 +36,10 @@ from megatron_balance.observe.trace import Timeline
 from megatron_balance.planning.policy_process import PolicyProcess
 from megatron_balance.training.data import batch_bytes
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import train
+from megatron_balance.training.loop import Stopping, train
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
-from megatron_balance.training.stopping import Stopping
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 PROGRAM = "pretrain_gpt_moe.py"

@@ -11,7 +11,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.files.reading import check_regular
 from megatron_balance.files.writing import check_creatable
 from megatron_balance.job.groups import Topology
-from megatron_balance.training.data_checks import check_data
+from megatron_balance.training.data_files import check_data
 from megatron_balance.training.schedule import run_length, scheduler_settings
 
 

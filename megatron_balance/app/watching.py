@@ -11,8 +11,8 @@ from megatron_balance.device import memory
 from megatron_balance.observe.optional import Attempts
 from megatron_balance.observe.profiler import build_profiler
 from megatron_balance.observe.progress_log import ProgressLog
-from megatron_balance.training import collection
 from megatron_balance.training.logging import RunLog
+from megatron_balance.training.loop import manual_gc, manual_gc_after_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
 
@@ -34,9 +34,9 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
         if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
             line = memory.line(config.log.log_device_memory_used)
             print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
-        collection.after_step(config.train, report.iteration)
+        manual_gc_after_step(config.train, report.iteration)
 
-    with collection.at_chosen_times(config.train):
+    with manual_gc(config.train):
         try:
             yield after_step
         finally:

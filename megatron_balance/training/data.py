@@ -2,18 +2,18 @@
 
 import functools
 import hashlib
-import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, TopLevelDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
@@ -32,8 +32,6 @@ Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32; with multi-token prediction, also
 `prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
-Blend = tuple[list[str], list[float] | None]
-
 MAX_WHOLE_BYTES = MIB
 """Data files above this size are compared between ranks by their size and a few samples: there may be hundreds."""
 
@@ -43,8 +41,10 @@ class Data:
     """This rank's samples, one microbatch at a time; a list holds one iterator per model chunk."""
 
     train: list[Iterator[Batch]]
-    valid: list[Iterator[Batch]] | None
-    test: list[Iterator[Batch]] | None
+    valid: list[Iterator[Batch]]
+    """Empty if there are no validation data."""
+    test: list[Iterator[Batch]]
+    """Empty if there are no test data."""
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, wanted: int | None = None) -> int:
@@ -62,25 +62,6 @@ def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, w
         return wanted
     multiple = divisible_by * tensor_parallel_size
     return -(-size // multiple) * multiple
-
-
-def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
-    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]` into prefixes and weights, if any.
-
-    Raises:
-        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
-    """
-    try:
-        weights = [float(weight) for weight in paths[0::2]]
-    except ValueError:
-        return list(paths), None
-    if len(paths) % 2:
-        if len(paths) == 1:
-            return list(paths), None
-        raise ValueError(f"{flag} {' '.join(paths)}: give `weight prefix` pairs, or prefixes only")
-    if not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(f"{flag} {' '.join(paths)}: give weights above 0; leave out data that the run should not read")
-    return list(paths[1::2]), weights
 
 
 def build_data(
@@ -106,42 +87,26 @@ def build_data(
         lambda: reads or torch.distributed.get_rank() == 0,
         _dataset_config(config, tokenizer),
     )
-    datasets = _build_datasets(builder, config.data)
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
     vocab_size = vocabulary(tokenizer, config.tokenizer)
 
-    def iterators(
-        dataset: TopLevelDataset | None, consumed: Callable[[], int], repeat: bool
-    ) -> list[Iterator[Batch]] | None:
-        if not reads:
-            return [iter(()) for _ in range(chunks)]
+    datasets = _build_datasets(builder, config.data)
+    # Rank 0 has built all sets, an inner stage none; all ranks have to know which sets there are
+    exist = gather([dataset is not None for dataset in datasets])[0]
+
+    def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
+        dataset = datasets[split.value]
+        if not exist[split.value]:
+            return []
         if dataset is None:
-            return None
+            return [iter(()) for _ in range(chunks)]
         return [
             _iterate(dataset, config, groups, vocab_size=vocab_size, consumed=consumed, repeat=repeat)
             for _ in range(chunks)
         ]
 
-    train, valid, test = datasets
-    train_data = iterators(train, consumed[0], False)
-    assert train_data is not None, "a run has training samples"
-    return Data(train_data, iterators(valid, consumed[1], True), iterators(test, lambda: 0, True))
-
-
-def sources(data: DataConfig) -> dict[str, list[str]]:
-    """Return the words of each flag that names data files, by flag."""
-    given = {
-        "--data-path": data.data_path,
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
-    return {flag: paths for flag, paths in given.items() if paths and not data.mock_data}
-
-
-def prefixes_of(data: DataConfig) -> list[str]:
-    """Return the prefixes of all data files."""
-    return [prefix for flag, paths in sources(data).items() for prefix in parse_blend(paths, flag)[0]]
+    train = iterators(Split.train, consumed[0], False)
+    return Data(train, iterators(Split.valid, consumed[1], True), iterators(Split.test, lambda: 0, True))
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
@@ -150,7 +115,7 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     Args:
         reads: whether this rank reads samples; rank 0 always checks the files, because it builds the index caches.
     """
-    prefixes = prefixes_of(data)
+    prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
     problem = None
     contents = None
     rank = torch.distributed.get_rank()
@@ -170,7 +135,15 @@ def _check_files(data: DataConfig, reads: bool) -> None:
         if problem is not None:
             raise ValueError(f"rank {rank}: {problem}" if rank else problem)
     if len({digest for _, digest in answers if digest}) > 1:
-        _name_difference(gather(contents))
+        of_first, *others = gather(contents)
+        assert of_first is not None
+        rank, path = next(
+            (rank, path)
+            for rank, own in enumerate(others, 1)
+            for path in own or ()
+            if own and own[path] != of_first[path]
+        )
+        raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
 
 
 def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
@@ -199,24 +172,6 @@ def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) ->
     return datasets
 
 
-def _name_difference(contents: list[dict[str, str] | None]) -> NoReturn:
-    """Raise ValueError for the first file that differs between ranks.
-
-    Args:
-        contents: each rank's digests by path; None for ranks that have not read the files.
-    """
-    of_first, *others = contents
-    assert of_first is not None
-    rank, path = next(
-        (rank, path)
-        for rank, own in enumerate(others, 1)
-        if own is not None
-        for path in own
-        if own[path] != of_first[path]
-    )
-    raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
-
-
 def _num_samples(config: RunConfig, length: Length) -> list[int]:
     """Return the numbers of samples that training, all validations and one test will draw."""
     train = config.train
@@ -228,12 +183,13 @@ def _num_samples(config: RunConfig, length: Length) -> list[int]:
 
 def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
     data: DataConfig = config.data
-    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    paths_per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    blends = [data_files.parse_blend(paths) if paths else None for paths in paths_per_split]
     return GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
-        blend=parse_blend(data.data_path) if data.data_path else None,
-        blend_per_split=[parse_blend(paths) if paths else None for paths in per_split] if any(per_split) else None,
+        blend=data_files.parse_blend(data.data_path) if data.data_path else None,
+        blend_per_split=blends if any(blends) else None,
         split=data.split,
         path_to_cache=data.data_cache_path,
         tokenizer=tokenizer,
@@ -277,16 +233,16 @@ def _iterate(
     position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
     while True:
-        sampler = MicrobatchSampler(
+        samples = microbatch_samples(
             len(dataset),
             micro_batch_size=config.train.micro_batch_size,
             rank=groups.dp.rank(),
             ranks=groups.dp.size(),
-            consumed_samples=position,
+            consumed=position,
         )
         loader = DataLoader(
             dataset,
-            batch_sampler=sampler,
+            batch_sampler=samples,
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available(),
             # Drawing the workers' seeds from the default generator would change the random numbers of dropout
@@ -356,30 +312,20 @@ def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None
         data_files.check_tokens(f"{source.dataset_path}.bin", tokens[row].numpy(), vocab_size)
 
 
-class MicrobatchSampler:
-    """Sample indices of one data-parallel rank's microbatches, in order, starting at sample `consumed_samples`.
+def microbatch_samples(
+    total: int, *, micro_batch_size: int, rank: int, ranks: int, consumed: int = 0
+) -> Iterator[list[int]]:
+    """Yield the indices of the samples in each of one data-parallel rank's microbatches, after `consumed` samples.
 
     Consecutive microbatches of samples go to consecutive data-parallel ranks, so the samples of a global batch do not
     depend on the layout.
     """
-
-    def __init__(self, total: int, *, micro_batch_size: int, rank: int, ranks: int, consumed_samples: int = 0) -> None:
-        if total - consumed_samples < micro_batch_size * ranks:
-            raise ValueError(
-                f"the dataset has {total} samples, {consumed_samples} of them consumed: too few for one microbatch on "
-                f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
-            )
-        self.total = total
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.ranks = ranks
-
-    def __len__(self) -> int:
-        return (self.total - self.consumed_samples) // (self.micro_batch_size * self.ranks)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.ranks
-        for index in range(len(self)):
-            start = self.consumed_samples + index * step + self.rank * self.micro_batch_size
-            yield list(range(start, start + self.micro_batch_size))
+    step = micro_batch_size * ranks
+    if total - consumed < step:
+        raise ValueError(
+            f"the dataset has {total} samples, {consumed} of them consumed: too few for one microbatch on "
+            f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
+        )
+    for first in range(consumed, total - step + 1, step):
+        start = first + rank * micro_batch_size
+        yield list(range(start, start + micro_batch_size))

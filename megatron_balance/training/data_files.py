@@ -1,16 +1,31 @@
-"""Checks of data files before megatron.core maps them into memory and trusts their contents."""
+"""Checks of data files and of the flags about them, before megatron.core maps the files into memory and trusts them."""
 
 import math
 import os
+import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import DType
 from numpy.lib import format as npy
+
+from megatron_balance.config.run_config import DataConfig, RunConfig
+
+Blend = tuple[list[str], list[float] | None]
+"""Prefixes of data files, and their weights, if any."""
+
+Bounds = tuple[float, float] | None
+"""Start and end of a set, as fractions of a data set's documents; None for a set that is not built."""
+
+SETS = ("training", "validation", "test")
 
 _HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the tokens' type, number of sequences, number of document boundaries."""
@@ -18,8 +33,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 
-_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Code of an integer type (megatron.core's DType) -> NumPy type. Codes 6 and 7 are floating-point types."""
+_TOKEN_TYPES = {code.value: np.dtype(code.name) for code in DType if np.dtype(code.name).kind in "iu"}
+"""Code of an integer type -> NumPy type."""
 
 _CHUNK = 1 << 18
 """Numbers that are checked together: few enough to stay in a cache."""
@@ -28,7 +43,126 @@ _SAMPLES, _SAMPLE_TOKENS = 8, 4096
 """Places in a .bin file that are checked before a run, and tokens at each of them."""
 
 
-def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
+def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
+    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
+
+    Raises:
+        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
+    """
+    try:
+        weights = [float(weight) for weight in paths[0::2]]
+    except ValueError:
+        return list(paths), None
+    if len(paths) == 1:
+        return list(paths), None
+    if len(paths) % 2:
+        raise ValueError(f"{flag} {' '.join(paths)}: give `weight prefix` pairs, or prefixes only")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"{flag} {' '.join(paths)}: give weights above 0; leave out data that the run should not read")
+    return list(paths[1::2]), weights
+
+
+def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
+    """Return the prefixes of data files by the flag that names them; see `parse_blend` for errors."""
+    given = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    return {flag: parse_blend(paths, flag)[0] for flag, paths in given.items() if paths and not data.mock_data}
+
+
+def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
+    """Check the data of a run on one rank alone; return notices for the log.
+
+    Headers and samples are read (see `check_samples`), never whole files.
+
+    Args:
+        vocabulary: number of token ids.
+        reads: whether this rank reads samples; otherwise, only the flags are checked.
+
+    Raises:
+        ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
+    """
+    data = config.data
+    length = config.model.seq_length
+    bounds = None if data.split is None else _bounds(data.split)
+    for flag, prefixes in prefixes_by_flag(data).items():
+        if not reads:
+            continue
+        try:
+            indices = check_samples(prefixes, vocabulary)
+            for prefix, index in indices.items():
+                _check_documents(prefix, index.boundaries - 1, bounds if flag == "--data-path" else None, data.split)
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from error
+        tokens = sum(indices[prefix].tokens for prefix in prefixes)
+        if flag in ("--data-path", "--train-data-path") and tokens <= length:
+            raise ValueError(
+                f"--seq-length {length}: is longer than all of {flag}, which has {tokens} tokens; give more data, or a "
+                "smaller --seq-length"
+            )
+    interval = config.train.eval_interval
+    absent = bounds[1] is None if bounds is not None else not (data.valid_data_path or data.mock_data)
+    if interval is None or not absent:
+        return []
+    where = f"--split {data.split}" if bounds is not None else "no --valid-data-path"
+    return [f"--eval-interval {interval} has no effect: there are no validation data ({where})"]
+
+
+def _bounds(split: str) -> list[Bounds]:
+    """Return where each set begins and ends, as megatron.core finds it."""
+    sizes = re.findall(r"[.0-9]+", split)
+    try:
+        numbers = [float(size) for size in sizes]
+    except ValueError:
+        numbers = []
+    if "-" in split or not 1 <= len(numbers) <= len(SETS) or not numbers[0]:
+        raise ValueError(
+            f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
+            "the first must be above 0"
+        )
+    return convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+
+
+def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, split: str | None) -> None:
+    """Check that every set has a document: megatron.core would repeat an empty set for ever to fill a sample."""
+    if not documents:
+        raise ValueError(f"{prefix}: has no documents; build it again with tools/preprocess_data.py")
+    ends = [one and tuple(round(end * float(documents)) for end in one) for one in bounds or ()]
+    empty = [name for name, one in zip(SETS, ends, strict=False) if one and one[0] == one[1]]
+    if empty:
+        raise ValueError(
+            f"{prefix}: --split {split} leaves none of its {documents} documents for the {' and the '.join(empty)} "
+            f"set; give more documents, or other sizes (0 for a set that the run does not need)"
+        )
+
+
+class Index(NamedTuple):
+    """Header of an .idx file, which agrees with the file's size, and the size of its .bin file."""
+
+    path: str
+    token_type: np.dtype
+    sequences: int
+    boundaries: int
+    """Number of document boundaries: one more than documents."""
+    bin_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.bin_bytes // self.token_type.itemsize
+
+    @property
+    def pointers_at(self) -> int:
+        return _HEADER.size + 4 * self.sequences
+
+    @property
+    def boundaries_at(self) -> int:
+        return self.pointers_at + 8 * self.sequences
+
+
+def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
     """Check that each PREFIX.idx describes its PREFIX.bin; megatron.core would read past its end, or never return.
 
     A thorough check reads each .idx file once: 20 bytes per sequence if each sequence is a document, 0.1 s for 10
@@ -37,15 +171,24 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> None:
     Raises:
         ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
+    indices = {}
     for prefix in dict.fromkeys(prefixes):
         try:
-            _check_index(f"{prefix}.idx", f"{prefix}.bin", thorough)
+            for path in (f"{prefix}.bin", f"{prefix}.idx"):
+                # os.stat reports a missing file
+                if not stat.S_ISREG(os.stat(path).st_mode):
+                    raise ValueError(f"{path} is not a regular file")
+            indices[prefix] = index = _read_header(f"{prefix}.idx", os.stat(f"{prefix}.bin").st_size)
+            if thorough:
+                _check_sequences(index)
+                _check_boundaries(index)
         except FileNotFoundError as error:
             raise ValueError(f"{error.filename}: no such file; {_meant(prefix)}") from error
         except OSError as error:
             raise ValueError(f"{error.filename or prefix + '.idx'}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{prefix}.idx: {error}; build it again with tools/preprocess_data.py") from error
+    return indices
 
 
 def _meant(prefix: str) -> str:
@@ -62,20 +205,7 @@ def _meant(prefix: str) -> str:
     return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
 
 
-class Contents(NamedTuple):
-    """Size of a data set."""
-
-    documents: int
-    tokens: int
-
-
-def contents(prefix: str) -> Contents:
-    """Return the size of a data set that `check_samples` accepts, with one small read."""
-    index = _read_header(f"{prefix}.idx", os.stat(f"{prefix}.bin").st_size)
-    return Contents(index.boundaries - 1, index.tokens)
-
-
-def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
+def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
     """Check samples of each .bin file for token ids outside the vocabulary, and that its .idx file fits its size.
 
     The samples are spread evenly over the .bin file, including its beginning and end: at most 8 reads of 32 KiB.
@@ -83,18 +213,18 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> None:
     Raises:
         ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
-    prefixes = list(dict.fromkeys(prefixes))
-    check_indices(prefixes, thorough=False)
-    for path in (f"{prefix}.bin" for prefix in prefixes):
-        index = _read_header(f"{path[:-4]}.idx", os.stat(path).st_size)
+    indices = check_indices(prefixes, thorough=False)
+    for prefix, index in indices.items():
+        path = f"{prefix}.bin"
         _check_end(index, path)
         last = max(0, index.tokens - _SAMPLE_TOKENS)
         for first in dict.fromkeys(last * place // (_SAMPLES - 1) for place in range(_SAMPLES)):
             try:
-                sample = np.fromfile(path, index.token_type, _SAMPLE_TOKENS, offset=first * index.token_bytes)
+                sample = np.fromfile(path, index.token_type, _SAMPLE_TOKENS, offset=first * index.token_type.itemsize)
             except OSError as error:
                 raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
             check_tokens(path, sample, vocabulary, first)
+    return indices
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
@@ -129,21 +259,16 @@ def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
     Raises:
         ValueError: a file is not an index cache; the error names the file and the remedy.
     """
-    for path in _caches(prefixes, cache_path):
+    next_to_data = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
+    directories = [cache_path] if cache_path else dict.fromkeys(next_to_data)
+    for path in (path for directory in directories for path in sorted(Path(directory).glob("*.npy"))):
         try:
             _check_cache(path)
-        except Exception as error:
+        except Exception as error:  # NumPy raises many types
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"{path}: is not a cached index ({reason}); delete it, and the next run writes a new one"
             ) from error
-
-
-def _caches(prefixes: Iterable[str], cache_path: str | None) -> Iterator[Path]:
-    """Yield every .npy file that megatron.core may read."""
-    next_to_data = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
-    for directory in [cache_path] if cache_path else dict.fromkeys(next_to_data):
-        yield from sorted(Path(directory).glob("*.npy"))
 
 
 def _check_cache(path: Path) -> None:
@@ -157,52 +282,14 @@ def _check_cache(path: Path) -> None:
             raise ValueError(f"format version {version}")
         shape, _, dtype = readers[version](file)
         start = file.tell()
-        size = os.fstat(file.fileno()).st_size
+    size = path.stat().st_size
     if dtype.kind not in "iu":
         raise ValueError(f"its elements are {dtype}")
     if min(shape, default=0) < 0 or start + math.prod(shape) * dtype.itemsize != size:
         raise ValueError(f"{size} bytes, for a header of {start} and an array of shape {shape} of {dtype}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Index:
-    """Header of an .idx file, which agrees with the file's size, and the size of its .bin file."""
-
-    path: str
-    token_type: str
-    sequences: int
-    boundaries: int
-    bin_bytes: int
-
-    @property
-    def token_bytes(self) -> int:
-        return np.dtype(self.token_type).itemsize
-
-    @property
-    def tokens(self) -> int:
-        return self.bin_bytes // self.token_bytes
-
-    @property
-    def pointers_at(self) -> int:
-        return _HEADER.size + 4 * self.sequences
-
-    @property
-    def boundaries_at(self) -> int:
-        return self.pointers_at + 8 * self.sequences
-
-
-def _check_index(idx_path: str, bin_path: str, thorough: bool) -> None:
-    for path in (bin_path, idx_path):
-        # os.stat reports a missing file
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-    index = _read_header(idx_path, os.stat(bin_path).st_size)
-    if thorough:
-        _check_sequences(index)
-        _check_boundaries(index)
-
-
-def _read_header(idx_path: str, bin_bytes: int) -> _Index:
+def _read_header(idx_path: str, bin_bytes: int) -> Index:
     with open(idx_path, "rb") as file:
         raw = file.read(_HEADER.size)
         size = os.fstat(file.fileno()).st_size
@@ -215,13 +302,7 @@ def _read_header(idx_path: str, bin_bytes: int) -> _Index:
         raise ValueError(f"has tokens of type {code}, which is not an integer type")
     if not sequences or not boundaries or not bin_bytes:
         raise ValueError(f"has {sequences} sequences, {boundaries} document boundaries and {bin_bytes} bytes of tokens")
-    index = _Index(
-        path=idx_path,
-        token_type=_TOKEN_TYPES[code],
-        sequences=sequences,
-        boundaries=boundaries,
-        bin_bytes=bin_bytes,
-    )
+    index = Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
     expected = index.boundaries_at + 8 * boundaries
     # Multimodal data have one more byte for every sequence
     if size not in (expected, expected + sequences):
@@ -230,33 +311,32 @@ def _read_header(idx_path: str, bin_bytes: int) -> _Index:
     return index
 
 
-def _check_sequences(index: _Index) -> None:
+def _check_sequences(index: Index) -> None:
     """Check that sequences follow each other in the .bin file, aligned to tokens, with at least one token in total."""
+    token_bytes = index.token_type.itemsize
     previous = tokens = 0
     for first in range(0, index.sequences, _CHUNK):
         count = min(_CHUNK, index.sequences - first)
         lengths = _numbers(index.path, "<i4", count, _HEADER.size + 4 * first)
         starts = _numbers(index.path, "<i8", count, index.pointers_at + 8 * first)
         _check_order(starts, previous, first, limit=index.bin_bytes, text="sequence {} starts at byte {}")
-        _refuse(lengths < 0, first, lengths, "sequence {} has {} tokens")
-        _refuse(starts & (index.token_bytes - 1) != 0, first, starts, "sequence {} starts at byte {}, inside a token")
-        ends = lengths.astype(np.int64)
-        ends *= index.token_bytes
-        ends += starts
+        _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
+        _refuse(starts & (token_bytes - 1) != 0, first, "sequence {} starts at byte {}, inside a token", starts)
+        ends = starts + lengths.astype(np.int64) * token_bytes
         text = f"sequence {{}} ends at byte {{}} of the {index.bin_bytes} of the .bin file"
-        _refuse(ends > index.bin_bytes, first, ends, text)
+        _refuse(ends > index.bin_bytes, first, text, ends)
         previous = int(starts[-1])
-        tokens = tokens + int(lengths.sum(dtype=np.int64))
+        tokens += int(lengths.sum(dtype=np.int64))
     if not tokens:
         raise ValueError("has no tokens")
 
 
-def _check_end(index: _Index, path: str) -> None:
+def _check_end(index: Index, path: str) -> None:
     """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
     last = index.sequences - 1
     (start,) = _numbers(index.path, "<i8", 1, index.pointers_at + 8 * last)
     (length,) = _numbers(index.path, "<i4", 1, _HEADER.size + 4 * last)
-    end = int(start) + int(length) * index.token_bytes
+    end = int(start) + int(length) * index.token_type.itemsize
     if end > index.bin_bytes:
         raise ValueError(
             f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
@@ -264,7 +344,7 @@ def _check_end(index: _Index, path: str) -> None:
         )
 
 
-def _check_boundaries(index: _Index) -> None:
+def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
     for first in range(0, index.boundaries, _CHUNK):
@@ -280,10 +360,9 @@ def _check_boundaries(index: _Index) -> None:
 
 def _check_order(numbers: np.ndarray, previous: int, first: int, *, limit: int, text: str) -> None:
     """Raise ValueError unless the chunk continues from `previous` in ascending order, up to `limit` at most."""
-    if numbers[0] < previous:
-        raise ValueError(text.format(first, numbers[0]) + f", after one that starts at {previous}")
-    _refuse(numbers[1:] < numbers[:-1], first + 1, numbers[1:], text + ", before the previous one")
-    _refuse(numbers > limit, first, numbers, text + f" of {limit}")
+    before = np.concatenate(([previous], numbers[:-1]))
+    _refuse(numbers < before, first, text + ", after one that starts at {}", numbers, before)
+    _refuse(numbers > limit, first, text + f" of {limit}", numbers)
 
 
 def _numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
@@ -294,8 +373,8 @@ def _numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
     return numbers
 
 
-def _refuse(bad: np.ndarray, first: int, numbers: np.ndarray, text: str) -> None:
-    """Raise ValueError for the first bad number, if any, of a chunk whose first number has the index `first`."""
+def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:
+    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the index `first`."""
     if bad.any():
         place = int(bad.argmax())
-        raise ValueError(text.format(first + place, numbers[place]))
+        raise ValueError(text.format(first + place, *(column[place] for column in numbers)))

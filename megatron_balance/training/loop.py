@@ -1,7 +1,11 @@
-"""The training loop, which runs megatron-core's schedules, optimizer and scheduler in each iteration."""
+"""The training loop: what happens in an iteration, in order, and when a run evaluates, saves and stops."""
 
 import contextlib
 import functools
+import gc
+import math
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -14,19 +18,17 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_balance.config.run_config import RunConfig
+from megatron_balance.config.run_config import RunConfig, TrainConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
 from megatron_balance.device import clock, copies
 from megatron_balance.observe.profiling import record_function
-from megatron_balance.training import collection, optimizer_step
+from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports
 from megatron_balance.training.logging import RunLog, moe_layer_pattern
 from megatron_balance.training.objective import Objective
-from megatron_balance.training.progress import StepReport
-from megatron_balance.training.reports import Queued, Reports
+from megatron_balance.training.progress import Queued, Reports, StepReport
 from megatron_balance.training.run import Run
-from megatron_balance.training.stopping import Stopping
 
 
 class Saver(Protocol):
@@ -39,6 +41,55 @@ class Saver(Protocol):
             last: whether this is the last iteration.
         """
         ...
+
+
+class Stopping:
+    """Decides after every iteration whether the run continues; all ranks stop at the same iteration."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.start = time.monotonic()
+        self.signalled = False
+        self._states: torch.Tensor | None = None
+        """[2] whether any rank was signalled, and whether any rank's time was up, after the iteration before."""
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """With `--exit-signal-handler`, record `--exit-signal` instead of being killed by it."""
+        if not self.config.exit_signal_handler:
+            yield
+            return
+        previous = signal.signal(self.config.exit_signal, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(self.config.exit_signal, previous)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signalled = True
+
+    def reason(self, iteration: int) -> str | None:
+        """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set.
+
+        A signal and the time limit end the run one iteration later: by then the device has finished the collective, and
+        nobody has to wait for it.
+        """
+        config = self.config
+        if config.exit_interval and iteration % config.exit_interval == 0:
+            return f"--exit-interval {config.exit_interval}"
+        limit = config.exit_duration_in_mins
+        if not config.exit_signal_handler and limit is None:
+            return None
+        late = limit is not None and time.monotonic() - self.start > limit * 60
+        before = self._states
+        # One rank's signal or clock decides for all
+        states = copies.to_device([self.signalled, late], torch.int32)
+        dist.all_reduce(states, op=dist.ReduceOp.MAX)
+        self._states = copies.to_host(states)
+        signalled, late = (False, False) if before is None else before.tolist()
+        if signalled:
+            return f"{config.exit_signal.name} was received"
+        return f"--exit-duration-in-mins {limit}" if late else None
 
 
 def train(
@@ -59,20 +110,24 @@ def train(
     progress = run.progress
     stopping = stopping or Stopping(settings)
     reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
+    # The log line, TensorBoard or Weights & Biases show an iteration
+    shown = (run.config.log.log_interval, run.config.log.record_interval)
+    # All reports must be complete: for the log line, a checkpoint, or an evaluation
+    waits = (run.config.log.log_interval, run.config.checkpoint.save_interval, settings.eval_interval)
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
     while progress.iteration < run.length.iterations:
-        queued = queue_step(run, read=_is_read(run.config, progress.iteration + 1))
+        queued = queue_step(run, read=_is_due(progress.iteration + 1, shown))
         last = progress.iteration == run.length.iterations
         complete = reports.add(queued)
-        if last or _is_due(progress.iteration, _moments(run.config)):
+        if last or _is_due(progress.iteration, waits):
             complete += reports.wait()
         for report in complete:
             log.step(report, progress)
         run.guard.review(queued.report, progress, log.message)
         if after_step is not None:
             after_step(queued.report)
-        if settings.eval_interval and progress.iteration % settings.eval_interval == 0 and run.data.valid:
+        if run.data.valid and _is_due(progress.iteration, [settings.eval_interval]):
             log.evaluation("validation", progress, evaluate(run, run.data.valid))
             progress.consumed_valid_samples += settings.eval_iters * settings.global_batch_size
         reason = stopping.reason(progress.iteration)
@@ -88,6 +143,10 @@ def train(
         log.evaluation("test", progress, evaluate(run, run.data.test))
 
 
+def _is_due(iteration: int, intervals: Iterable[int | None]) -> bool:
+    return any(iteration % interval == 0 for interval in intervals if interval)
+
+
 def train_step(run: Run) -> StepReport:
     """Run one iteration, wait until the device has finished it, and return its complete report."""
     reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
@@ -99,35 +158,40 @@ def train_step(run: Run) -> StepReport:
 def queue_step(run: Run, read: bool = True) -> Queued:
     """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
 
-    The host waits for the device once, before the step: it reads the losses, the gradient norm, and whether one of them
-    is NaN or infinite.
-
     Args:
         read: whether somebody reads the numbers about this iteration that cost time: its balance, if there is a
             policy, and those that flags ask for.
     """
+    # Phase 1: begin the iteration
     progress = run.progress
     start = clock.mark()
     run.position.enter("forward-backward", progress.iteration + 1)
     run.batches.update(progress.consumed_samples, consistency_check=True)
     batch_size = run.batches.get_current_running_global_batch_size()
+    microbatches = run.batches.get()
     for chunk in run.model:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     if run.balancer is not None:
         run.balancer.begin_iteration(progress.iteration + 1)
+    data = run.objective.begin(run.guard.begin(run.data.train), microbatches)
 
-    repeat = functools.partial(_forward_backward, run, microbatches=run.batches.get(), forward_only=True)
-    data = run.objective.begin(run.guard.begin(run.data.train), run.batches.get())
-    reports = _forward_backward(run, data, run.batches.get(), forward_only=False)
+    # Phase 2: compute gradients
+    losses = _forward_backward(run, data, microbatches, forward_only=False)
+
+    # Phase 3: wait for the device, the only time in the iteration, unless there is a fault to search for
     run.position.enter("optimizer")
-    known = _known(run, reports, read)
-    fault = run.guard.fault(reports, repeat) if known.bad else None
+    known = _known(run, losses, read)
+    repeat = functools.partial(_forward_backward, run, microbatches=microbatches, forward_only=True)
+    fault = run.guard.fault(losses, repeat) if known.bad else None
+
+    # Phase 4: change the weights
+    stepped, grad_norm, num_zeros = False, None, None
     with record_function("optimizer"), _timed(run.config, "optimizer"):
-        step = functools.partial(optimizer_step.step, run.optimizer, known.squared_norms, known.zeros)
-        stepped, grad_norm, num_zeros = (False, None, None) if fault else step()
-    params = read and run.config.log.log_params_norm
-    squares = copies.to_host(optimizer_step.squared_parameter_norms(run.optimizer)) if params else None
+        if fault is None:
+            stepped, grad_norm, num_zeros = optimizer_step.step(run.optimizer, known.squared_norms, known.zeros)
+    log_norm = read and run.config.log.log_params_norm
+    squares = copies.to_host(optimizer_step.squared_parameter_norms(run.optimizer)) if log_norm else None
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:
@@ -135,7 +199,8 @@ def queue_step(run: Run, read: bool = True) -> Queued:
     else:
         run.guard.restore_expert_biases()
 
-    nan = any(value != value for value in known.losses.values())
+    # Phase 5: count and report
+    nan = any(math.isnan(value) for value in known.losses.values())
     progress.advance(batch_size, skipped=not stepped, bad=fault is not None, nan=nan)
     scaled = optimizer_step.scales_losses(run.optimizer)
     report = StepReport(
@@ -158,7 +223,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
 
 
 class Known(NamedTuple):
-    """What the host knows before the optimizer's step."""
+    """Numbers that the host reads before the optimizer's step."""
 
     bad: bool
     """Whether the step must not happen."""
@@ -173,7 +238,7 @@ class Known(NamedTuple):
 
 
 def _known(run: Run, reports: LossReports, read: bool) -> Known:
-    """Wait for the device and read from it, together, all that the host needs to know.
+    """Compute on the device all numbers that the host needs before the step, and read them together.
 
     Args:
         read: as for `queue_step`.
@@ -187,8 +252,8 @@ def _known(run: Run, reports: LossReports, read: bool) -> Known:
     auxiliary, by_layer = run.objective.mean_router_losses(layers, run.batches.get())
     losses |= auxiliary
     by_layer = by_layer if read and run.config.transformer.moe_per_layer_logging else {}
-    parts = [[bad], norms, zeros, losses.values(), by_layer.values()]
-    numbers = iter(torch.cat([value.reshape(-1).float() for part in parts for value in part]).tolist())
+    tensors = [bad, *norms, *zeros, *losses.values(), *by_layer.values()]
+    numbers = iter(torch.cat([tensor.reshape(-1).float() for tensor in tensors]).tolist())
     return Known(
         bad=next(numbers) > 0,
         squared_norms=list(islice(numbers, len(norms))),
@@ -198,20 +263,6 @@ def _known(run: Run, reports: LossReports, read: bool) -> Known:
     )
 
 
-def _is_read(config: RunConfig, iteration: int) -> bool:
-    """Return whether the log line, TensorBoard or Weights & Biases shows an iteration."""
-    return _is_due(iteration, (config.log.log_interval, config.log.record_interval))
-
-
-def _moments(config: RunConfig) -> tuple[int | None, ...]:
-    """Return the intervals after which all reports must be complete: the log line, a checkpoint, an evaluation."""
-    return config.log.log_interval, config.checkpoint.save_interval, config.train.eval_interval
-
-
-def _is_due(iteration: int, intervals: Iterable[int | None]) -> bool:
-    return any(iteration % interval == 0 for interval in intervals if interval)
-
-
 @torch.no_grad()
 def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     """Return the mean losses over `--eval-iters` global batches; empty except on the last pipeline stage."""
@@ -219,8 +270,11 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     for chunk in run.model:
         chunk.eval()
     microbatches = run.config.train.global_batch_size // (run.config.train.micro_batch_size * run.groups.dp.size())
-    with collection.around_evaluation(run.config.train), _without_timers(run.config):
+    timers = run.config.transformer.timers
+    run.config.transformer.timers = None
+    with manual_gc_around_evaluation(run.config.train):
         reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    run.config.transformer.timers = timers
     for chunk in run.model:
         chunk.train()
     return {name: value.item() for name, value in _mean_losses(reports, run.groups).items()}
@@ -235,14 +289,6 @@ def _timed(config: RunConfig, name: str) -> Iterator[None]:
     yield
     if timers is not None:
         timers(name).stop()
-
-
-@contextlib.contextmanager
-def _without_timers(config: RunConfig) -> Iterator[None]:
-    timers = config.transformer.timers
-    config.transformer.timers = None
-    yield
-    config.transformer.timers = timers
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
@@ -299,3 +345,37 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
         dist.all_reduce(total, group=groups.dp_cp)
         means[name] = total[0] / total[1]
     return means
+
+
+@contextlib.contextmanager
+def manual_gc(settings: TrainConfig) -> Iterator[None]:
+    """With `--manual-gc`, collect garbage now, and inside the block only when the functions below do.
+
+    If each rank collects garbage when its own counters say so, the others wait for it in the next collective.
+    """
+    if not settings.manual_gc:
+        yield
+        return
+    gc.disable()
+    gc.collect()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def manual_gc_after_step(settings: TrainConfig, iteration: int) -> None:
+    """Collect garbage if this iteration is due."""
+    if settings.manual_gc and settings.manual_gc_interval and iteration % settings.manual_gc_interval == 0:
+        gc.collect()
+
+
+@contextlib.contextmanager
+def manual_gc_around_evaluation(settings: TrainConfig) -> Iterator[None]:
+    """Collect garbage before the block, and afterwards what the block has left."""
+    due = settings.manual_gc and settings.manual_gc_eval
+    if due:
+        gc.collect()
+    yield
+    if due:
+        gc.collect(generation=0)

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from itertools import tee
 from typing import Any
 
 import torch
@@ -33,30 +33,6 @@ class PoisonedRun(RuntimeError):
     """`--max-consecutive-bad-iterations` consecutive iterations had a NaN or infinite loss or gradient."""
 
 
-class Remembered:
-    """An iterator that keeps the microbatches it has returned, so that they can be repeated."""
-
-    def __init__(self, source: Iterator[Batch]) -> None:
-        self.source = source
-        self.given: list[Batch] = []
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self.given.append(next(self.source))
-        return self.given[-1]
-
-
-@dataclass(frozen=True)
-class _Start:
-    """State at the start of an iteration, for one whose step does not happen."""
-
-    expert_biases: torch.Tensor | None
-    data: list[Remembered] = field(default_factory=list)
-    random_states: tuple[Any, ...] = ()
-
-
 class LossGuard:
     """Decides in every iteration whether the optimizer may step, and if not, finds the source of the fault.
 
@@ -72,7 +48,10 @@ class LossGuard:
         self._groups = groups
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
-        self._start = _Start(None)
+        # State at the start of the iteration, for an iteration whose step does not happen
+        self._biases: torch.Tensor | None = None
+        self._random_states: tuple[Any, ...] = ()
+        self._microbatches: list[Iterator[Batch]] = []
         self._biased = [router for router in routers_of(model) if router.enable_expert_bias]
         if self.enabled:
             for chunk in model:
@@ -83,12 +62,15 @@ class LossGuard:
     def begin(self, data: list[Iterator[Batch]]) -> list[Iterator[Batch]]:
         """Begin an iteration; the caller takes its microbatches from the returned iterators."""
         biases = self._expert_biases()
-        self._start = _Start(torch.stack(biases) if biases else None)
+        self._biases = torch.stack(biases) if biases else None
         if not self.enabled:
             return data
-        self._gradients, remembered = [], [Remembered(source) for source in data]
-        self._start = replace(self._start, data=remembered, random_states=random._get_all_rng_states())
-        return list(remembered)
+        self._gradients = []
+        self._random_states = random._get_all_rng_states()
+        # The second iterator keeps the microbatches that the first one returns
+        pairs = [tee(source) for source in data]
+        self._microbatches = [kept for _, kept in pairs]
+        return [first for first, _ in pairs]
 
     def evidence(self, reports: LossReports) -> torch.Tensor:
         """Return [1] on the device: above 0 if any rank has a non-finite loss or gradient, so that no step is allowed.
@@ -98,10 +80,10 @@ class LossGuard:
         Args:
             reports: this rank's loss of each microbatch, before any reduction; empty except on the last pipeline stage.
         """
-        numbers = [torch.zeros(1, device=torch.cuda.current_device())]
+        zero = torch.zeros(1, device=torch.cuda.current_device())
         if not self.enabled:
-            return numbers[0]
-        numbers += [total.reshape(1) for _, total in self._gradients]
+            return zero
+        numbers = [zero, *(total.reshape(1) for _, total in self._gradients)]
         numbers += [value for report in reports for value in report.values()]
         bad = torch.isfinite(torch.cat(numbers)).all().logical_not().float().reshape(1)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -123,8 +105,8 @@ class LossGuard:
 
     def restore_expert_biases(self) -> None:
         """Give routers the expert biases of the start of the iteration, because its step does not happen."""
-        if self._start.expert_biases is not None:
-            for bias, before in zip(self._expert_biases(), self._start.expert_biases, strict=True):
+        if self._biases is not None:
+            for bias, before in zip(self._expert_biases(), self._biases, strict=True):
                 bias.copy_(before)
 
     def review(self, report: StepReport, progress: Progress, log: Callable[[str], None]) -> None:
@@ -158,9 +140,9 @@ class LossGuard:
     @torch.no_grad()
     def _repeat(self, repeat: Repeat) -> LossReports:
         now = random._get_all_rng_states()
-        random._set_all_rng_states(*self._start.random_states)
+        random._set_all_rng_states(*self._random_states)
         try:
-            return repeat([iter(data.given) for data in self._start.data])
+            return repeat(self._microbatches)
         finally:
             random._set_all_rng_states(*now)
 

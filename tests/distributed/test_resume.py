@@ -16,8 +16,7 @@ from megatron_balance.checkpoint import manifest, writer
 from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import TrainConfig
-from megatron_balance.training.loop import train_step
-from megatron_balance.training.stopping import Stopping
+from megatron_balance.training.loop import Stopping, train_step
 from tests.distributed.checkpoints import Said, outcome, patient, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from megatron_balance.training import optimizer_step
 from megatron_balance.training.loop import queue_step
-from megatron_balance.training.progress import StepReport
-from megatron_balance.training.reports import Reports
+from megatron_balance.training.progress import Reports, StepReport
 from tests.distributed import runs
 
 ASKED = "--log-params-norm --log-num-zeros-in-grad --moe-per-layer-logging"

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import fused_a2a
 
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import queue_step
-from megatron_balance.training.reports import Reports
+from megatron_balance.training.progress import Reports
 from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import Curve

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.training.data import MicrobatchSampler, on_context_rank
+from megatron_balance.training.data import microbatch_samples, on_context_rank
 from megatron_balance.workloads.forced_routing import BatchPart
 
 sizes = st.integers(1, 4)
@@ -43,9 +43,7 @@ def test_samples_are_those_that_the_data_loader_gives(data_ranks: int, samples: 
         part = BatchPart(seq_length=10, data_rank=rank, data_ranks=data_ranks)
         consumed = 3 * batch
         given_samples = list(
-            MicrobatchSampler(
-                9 * batch, micro_batch_size=samples, rank=rank, ranks=data_ranks, consumed_samples=consumed
-            )
+            microbatch_samples(9 * batch, micro_batch_size=samples, rank=rank, ranks=data_ranks, consumed=consumed)
         )
         for microbatch in range(microbatches):
             firsts = part.tokens(microbatch, samples)[:, 0] // 10

@@ -17,7 +17,7 @@ from megatron_balance.training.fault_search import (
     is_finite,
     kind,
 )
-from megatron_balance.training.loss_guard import LossGuard, PoisonedRun, Remembered, SpikyLoss
+from megatron_balance.training.loss_guard import LossGuard, PoisonedRun, SpikyLoss
 from megatron_balance.training.progress import Progress, StepReport
 from tests.distributed.runs import BASE
 
@@ -103,10 +103,15 @@ def test_a_switched_off_guard_hands_the_data_on() -> None:
     assert guard("--no-check-for-nan-in-loss-and-grad").begin(data) is data
 
 
-def test_remembered_batches_can_be_given_again() -> None:
-    data = Remembered(iter([{"tokens": torch.ones(1)}, {"tokens": torch.zeros(1)}, {}]))
+def test_a_search_gets_the_same_microbatches_again() -> None:
+    own = guard()
+    source = iter([{"tokens": torch.ones(1)}, {"tokens": torch.zeros(1)}, {}])
+    (data,) = own.begin([source])
     first = [next(data), next(data)]
-    assert [one is other for one, other in zip(data.given, first, strict=True)] == [True, True]
+    (again,) = own._repeat(lambda data: [[next(data[0]), next(data[0])]])
+    assert [one is other for one, other in zip(again, first, strict=True)] == [True, True]
+    (data,) = own.begin([source])
+    assert next(data) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -1,4 +1,4 @@
-"""training/reports.py: when reports are complete, and what they contain."""
+"""training/progress.py: when reports are complete, and what they contain."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,9 +9,8 @@ import torch
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.device.without_engine import l2_norm
 from megatron_balance.observe.balance import SPORADIC, LayerReport
-from megatron_balance.training import reports as module
-from megatron_balance.training.progress import StepReport
-from megatron_balance.training.reports import Queued, Reports
+from megatron_balance.training import progress as module
+from megatron_balance.training.progress import Queued, Reports, StepReport
 from tests.unit.balancers import LAYERS, RANK, build, loads
 
 

@@ -24,7 +24,7 @@ from megatron_balance.observe.balance import spread
 from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.observe.progress_log import ProgressLog, first_job
-from megatron_balance.training import collection
+from megatron_balance.training import loop
 from tests.unit.test_logging import FLAGS
 
 CPU = Machine(world_size=2, cuda=False, transformer_engine=False, apex=False, wandb=True)
@@ -222,16 +222,16 @@ def test_garbage_is_collected_when_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
     settings = TrainConfig(manual_gc=True, manual_gc_interval=2)
-    with collection.at_chosen_times(settings):
+    with loop.manual_gc(settings):
         assert not gc.isenabled() and collected == [2]
         for iteration in (1, 2, 3):
-            collection.after_step(settings, iteration)
-        with collection.around_evaluation(settings):
+            loop.manual_gc_after_step(settings, iteration)
+        with loop.manual_gc_around_evaluation(settings):
             assert collected == [2, 2, 2]
     assert gc.isenabled() and collected == [2, 2, 2, 0]
-    with collection.around_evaluation(replace(settings, manual_gc_eval=False)):
-        collection.after_step(TrainConfig(), 2)
-    with collection.at_chosen_times(TrainConfig()):
+    with loop.manual_gc_around_evaluation(replace(settings, manual_gc_eval=False)):
+        loop.manual_gc_after_step(TrainConfig(), 2)
+    with loop.manual_gc(TrainConfig()):
         assert gc.isenabled() and len(collected) == 4
 
 
