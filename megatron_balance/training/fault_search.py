@@ -6,10 +6,10 @@ the first step that finds a source on any rank. It may be slow, and every rank t
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,13 @@ LossReports = list[dict[str, torch.Tensor]]
 BucketSums = list[tuple[Any, torch.Tensor]]
 """DDP's gradient buckets, each with the sum of its elements before the reduction."""
 
-
 MAX_LINES = 8
 
 SLOT_IN_NAME = re.compile(r"\.local_experts\.(\d+)|\.linear_fc\d\.(?:weight|bias)(\d+)$")
 """Number of a rank's expert in megatron-core's names: of SequentialMLP's modules and TEGroupedMLP's parameters."""
 
 
-@dataclass(frozen=True, order=True)
-class Finding:
+class Finding(NamedTuple):
     """A place where a value is not finite."""
 
     order: tuple[int, ...]
@@ -45,8 +43,7 @@ class Finding:
     text: str
 
 
-@dataclass(frozen=True)
-class Chunk:
+class SearchedChunk(NamedTuple):
     """A model chunk of this rank."""
 
     place: tuple[int, int]
@@ -54,14 +51,12 @@ class Chunk:
 
     model: GPTModel
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return chain(self.model.named_parameters(), self.model.named_buffers())
-
-    def global_name(self, name: str) -> str:
-        """Return the name of a module or parameter of this chunk, with the number of its layer in the whole model."""
+    def global_name(self, name: str, experts: Sequence[int] = ()) -> str:
+        """Return the name of a module or parameter with the number of its layer in the whole model, and its experts."""
         layers: Any = self.model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
-        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + offset}", name)
+        name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + offset}", name)
+        return name + (f", expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}" if experts else "")
 
     def moe_layer(self, name: str) -> BaseMoELayer | None:
         """Return the MoE layer whose routed experts include the module or parameter `name`, or None."""
@@ -86,7 +81,7 @@ def explain(
         repeat: repeats the iteration's forward pass with the same microbatches and random numbers.
     """
     unwrapped: Any = unwrap_model([*model])
-    chunks = [Chunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]
+    chunks = [SearchedChunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]
     again: LossReports = []
 
     def forward_again() -> list[Finding]:
@@ -121,12 +116,12 @@ def describe(findings: Sequence[Sequence[Finding]]) -> str:
     return "\n".join(lines[:MAX_LINES] + ([f"  and {hidden} more"] if hidden > 0 else []))
 
 
-def bad_weights(chunks: Sequence[Chunk]) -> list[Finding]:
+def bad_weights(chunks: Sequence[SearchedChunk]) -> list[Finding]:
     """Find every parameter and buffer that contains a NaN or an infinity."""
     return [
         Finding((), f"{_label(chunk, name, tensor)} holds {kind(tensor)}")
         for chunk in chunks
-        for name, tensor in chunk.named_tensors()
+        for name, tensor in chain(chunk.model.named_parameters(), chunk.model.named_buffers())
         if not is_finite(tensor)
     ]
 
@@ -143,7 +138,7 @@ def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
     return found
 
 
-def bad_gradients(chunks: Sequence[Chunk], gradients: BucketSums) -> list[Finding]:
+def bad_gradients(chunks: Sequence[SearchedChunk], gradients: BucketSums) -> list[Finding]:
     """Find, in the buckets that were bad before the reduction, the parameter that the backward pass reached first."""
     buckets = [bucket for bucket, total in gradients if not is_finite(total)]
     if not buckets:
@@ -153,19 +148,18 @@ def bad_gradients(chunks: Sequence[Chunk], gradients: BucketSums) -> list[Findin
     found = [Finding((1,), "a gradient bucket was bad before its reduction, and no parameter's gradient is now")]
     for chunk in chunks:
         for position, (name, parameter) in enumerate(chunk.model.named_parameters()):
-            if parameter in suspects and not is_finite(gradient := _main_grad(parameter)):
+            if parameter not in suspects:
+                continue
+            gradient: torch.Tensor = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # set by DDP
+            if not is_finite(gradient):
                 order = (-chunk.place[0], -chunk.place[1], -position)
                 label = _label(chunk, name, gradient)
                 found.append(Finding(order, f"the gradient of {label} is {kind(gradient)}"))
     return [min(found)]
 
 
-def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # set by DDP
-
-
 @contextlib.contextmanager
-def first_bad_output(chunks: Sequence[Chunk]) -> Iterator[list[Finding]]:
+def first_bad_output(chunks: Sequence[SearchedChunk]) -> Iterator[list[Finding]]:
     """Hook into every module; the yielded list receives the first one that turns finite inputs into a bad output."""
     found: list[Finding] = []
     hooks = []
@@ -173,8 +167,7 @@ def first_bad_output(chunks: Sequence[Chunk]) -> Iterator[list[Finding]]:
         listener = _Listener(chunk, found)
         hooks.append(chunk.model.register_forward_pre_hook(listener.begin))
         for name, module in chunk.model.named_modules():
-            listen = listener.to(name)
-            hooks.append(module.register_forward_hook(listen, with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(listener.listen, name), with_kwargs=True))
     try:
         yield found
     finally:
@@ -185,52 +178,42 @@ def first_bad_output(chunks: Sequence[Chunk]) -> Iterator[list[Finding]]:
 class _Listener:
     """Hooks for the modules of a chunk, which count finished modules so that ranks can compare their order."""
 
-    def __init__(self, chunk: Chunk, found: list[Finding]) -> None:
+    def __init__(self, chunk: SearchedChunk, found: list[Finding]) -> None:
         self.chunk = chunk
         self.found = found
         self.microbatch = -1
         self.finished = 0
 
     def begin(self, *_: Any) -> None:
-        self.microbatch = self.microbatch + 1
+        self.microbatch += 1
         self.finished = 0
 
-    def to(self, name: str) -> Callable[..., None]:
-        def listen(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            self.finished += 1
-            args, output = _defined(module, args, output)
-            if not self.found and not is_finite(output) and is_finite((args, kwargs)):
-                order = (self.microbatch, *self.chunk.place, self.finished)
-                label = _label_of_output(self.chunk, name, args, output) or "the loss function"
-                text = f"{label} turns finite inputs into {kind(output)} (microbatch {self.microbatch})"
-                self.found.append(Finding(order, text))
-
-        return listen
-
-
-def _defined(module: torch.nn.Module, args: tuple, output: Any) -> tuple[tuple, Any]:
-    """Return the positional inputs and the output of a module without rows that hold anything: those of no expert."""
-    if not isinstance(module, GroupedExperts):
-        return args, output
-    rows_RH, tokens_per_slot, probs_R, *others = args
-    used = int(tokens_per_slot.sum())
-    return (rows_RH[:used], tokens_per_slot, probs_R[:used], *others), output[:used]
+    def listen(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        self.finished += 1
+        if isinstance(module, GroupedExperts):
+            # Rows behind those of the experts are undefined
+            rows_RH, tokens_per_slot, probs_R, *others = args
+            used = int(tokens_per_slot.sum())
+            args = (rows_RH[:used], tokens_per_slot, probs_R[:used], *others)
+            output = output[:used]
+        if not self.found and not is_finite(output) and is_finite((args, kwargs)):
+            order = (self.microbatch, *self.chunk.place, self.finished)
+            label = _label_of_output(self.chunk, name, args, output) or "the loss function"
+            text = f"{label} turns finite inputs into {kind(output)} (microbatch {self.microbatch})"
+            self.found.append(Finding(order, text))
 
 
-def _label(chunk: Chunk, name: str, tensor: torch.Tensor) -> str:
+def _label(chunk: SearchedChunk, name: str, tensor: torch.Tensor) -> str:
     """Return the global name of a parameter and the experts for which `tensor`, its value or gradient, is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)
-    experts = layer.local_expert_indices
-    slots = _slot_in(name)
     if isinstance(layer.experts, GroupedExperts):
-        experts = layer.experts.home_experts
-        slots = [slot for slot, part in enumerate(tensor) if not is_finite(part)]
-    return chunk.global_name(name) + _of_experts([experts[slot] for slot in slots])
+        return chunk.global_name(name, [layer.experts.home_experts[slot] for slot in _bad_parts(tensor)])
+    return chunk.global_name(name, [layer.local_expert_indices[slot] for slot in _slot_in(name)])
 
 
-def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
+def _label_of_output(chunk: SearchedChunk, name: str, args: tuple, output: Any) -> str:
     """Return the global name of a module and the experts for which its output is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
@@ -246,8 +229,8 @@ def _label_of_output(chunk: Chunk, name: str, args: tuple, output: Any) -> str:
     if not slots and sizes is not None and len(sizes) == len(experts):
         sizes = [int(size) for size in sizes]
         if sum(sizes) == rows.shape[0]:
-            slots = [slot for slot, part in enumerate(rows.split(sizes)) if not is_finite(part)]
-    return chunk.global_name(name) + _of_experts([experts[slot] for slot in slots])
+            slots = _bad_parts(rows.split(sizes))
+    return chunk.global_name(name, [experts[slot] for slot in slots])
 
 
 def _slot_in(name: str) -> list[int]:
@@ -255,8 +238,8 @@ def _slot_in(name: str) -> list[int]:
     return [int(found[1] or found[2])] if found else []
 
 
-def _of_experts(experts: Sequence[int]) -> str:
-    return f", expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}" if experts else ""
+def _bad_parts(parts: Iterable[torch.Tensor]) -> list[int]:
+    return [index for index, part in enumerate(parts) if not is_finite(part)]
 
 
 def is_finite(values: Any) -> bool:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import memory
 from megatron_balance.observe.balance import calibration_field, log_fields, tensorboard_scalars
-from megatron_balance.profile.flops import attended_width, attention_weights
+from megatron_balance.profile.flops import attended_width, attention_weights, mlp_flops
 from megatron_balance.training.progress import Progress, StepReport
 
 TIMERS = {
@@ -36,23 +36,11 @@ TIMERS = {
 
 
 class Writer(Protocol):
-    """What records numbers by Megatron's tags."""
+    """Records numbers by Megatron's tags: `observe.scalars.Scalars` or `observe.wandb_run.WandbRun`."""
 
-    def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Add several numbers of one iteration.
+    def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None: ...
 
-        Args:
-            samples: number of samples consumed so far, by which the numbers are recorded, too; None: they are not.
-        """
-        ...
-
-    def close(self, failed: bool = False) -> None:
-        """Record what has not been recorded yet, and end.
-
-        Args:
-            failed: whether the run has failed.
-        """
-        ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 class RunLog:
@@ -94,13 +82,14 @@ class RunLog:
 
     def evaluation(self, name: str, progress: Progress, losses: dict[str, float]) -> None:
         """Print and record the result of a validation or test."""
+        perplexities = {key: math.exp(min(20, value)) for key, value in losses.items()}
         parts = "".join(
-            f" {key} value: {value:.6E} | {key} PPL: {math.exp(min(20, value)):.6E} |" for key, value in losses.items()
+            f" {key} value: {value:.6E} | {key} PPL: {perplexities[key]:.6E} |" for key, value in losses.items()
         )
         self.message(f" {name} loss at iteration {progress.iteration} |{parts}")
         scalars = {f"{key} {name}": value for key, value in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
-            scalars |= {f"{key} {name} ppl": math.exp(min(20, value)) for key, value in losses.items()}
+            scalars |= {f"{key} {name} ppl": value for key, value in perplexities.items()}
         self._record(scalars, progress.iteration, progress.consumed_samples)
 
     def __enter__(self) -> "RunLog":
@@ -128,7 +117,7 @@ class RunLog:
     def _line(self, progress: Progress) -> str:
         """Format Megatron's log line; scrapers parse its fields."""
         reports = self._since_line
-        last = self._since_line[-1]
+        last = reports[-1]
         seconds = sum(report.seconds for report in reports) / len(reports)
         line = f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
         line += f" iteration {last.iteration:8d}/{self.iterations:8d} |"
@@ -160,20 +149,17 @@ class RunLog:
 
     def _scalars(self, report: StepReport) -> dict[str, float]:
         """Return the numbers of an iteration that Megatron-LM also records by samples, by its tags."""
-        scalars = {**report.losses, "batch-size": report.global_batch_size}
-        if report.learning_rate is not None:
-            scalars["learning-rate"] = report.learning_rate
-        if report.grad_norm is not None:
-            scalars["grad-norm"] = report.grad_norm
-        if self.config.log.log_loss_scale_to_tensorboard:
-            scalars["loss-scale"] = report.loss_scale
-        if self.config.log.log_world_size_to_tensorboard:
-            scalars["world-size"] = dist.get_world_size()
-        if report.num_zeros is not None:
-            scalars["num-zeros"] = report.num_zeros
-        if report.params_norm is not None:
-            scalars["params-norm"] = report.params_norm
-        return scalars
+        scalars = {
+            **report.losses,
+            "batch-size": report.global_batch_size,
+            "learning-rate": report.learning_rate,
+            "grad-norm": report.grad_norm,
+            "loss-scale": report.loss_scale if self.config.log.log_loss_scale_to_tensorboard else None,
+            "world-size": dist.get_world_size() if self.config.log.log_world_size_to_tensorboard else None,
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+        }
+        return {tag: value for tag, value in scalars.items() if value is not None}
 
     def _costs(self, report: StepReport) -> dict[str, float]:
         """Return the other numbers of an iteration; in `moe/{name}_layer_{i}`, the first layer is number 0."""
@@ -192,45 +178,40 @@ class RunLog:
 
 
 def _writers(config: RunConfig) -> list[Writer]:
+    """Return the writers that flags ask for; their packages are slow to import, or optional."""
+    log = config.log
     writers: list[Writer] = []
-    if config.log.tensorboard_dir is not None:
+    if log.tensorboard_dir is not None:
         from megatron_balance.observe.scalars import Scalars
 
-        writers.append(Scalars(Path(config.log.tensorboard_dir), config.log.tensorboard_queue_size))
-    if config.log.wandb_project is not None:
-        writers.append(_wandb(config, config.log.wandb_project))
+        writers.append(Scalars(Path(log.tensorboard_dir), log.tensorboard_queue_size))
+    if log.wandb_project is not None:
+        from megatron_balance.observe.wandb_run import WandbRun
+
+        # Megatron-LM also tells wandb which job of a chain this is
+        job = {"world_size": dist.get_world_size(), "slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
+        writers.append(
+            WandbRun(
+                log.wandb_project,
+                name=log.wandb_exp_name,
+                entity=log.wandb_entity,
+                directory=Path(log.wandb_save_dir or f"{config.checkpoint.save}/wandb"),
+                settings=_plain_settings(config) | job,
+            )
+        )
     return writers
 
 
-def _wandb(config: RunConfig, project: str) -> Writer:
-    from megatron_balance.observe.wandb_run import WandbRun
-
-    log = config.log
-    save = config.checkpoint.save
-    directory = log.wandb_save_dir or f"{save}/wandb"
-    # Which job of a chain this is, as Megatron-LM tells wandb
-    job = {"world_size": dist.get_world_size(), "slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
-    return WandbRun(
-        project,
-        name=log.wandb_exp_name,
-        entity=log.wandb_entity,
-        directory=Path(directory),
-        settings=plain_settings(config) | job,
-    )
-
-
-def plain_settings(config: RunConfig) -> dict[str, Any]:
+def _plain_settings(config: RunConfig) -> dict[str, Any]:
     """Return all settings that are numbers, texts, switches, or lists of them, by field name."""
     parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
     settings = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
-    return {
-        name: value
-        for name, value in settings.items()
-        if all(
-            one is None or isinstance(one, str | bool | int | float)
-            for one in (value if isinstance(value, list | tuple) else [value])
-        )
-    }
+
+    def is_plain(value: object) -> bool:
+        values = value if isinstance(value, list | tuple) else [value]
+        return all(isinstance(one, str | int | float | None) for one in values)
+
+    return {name: value for name, value in settings.items() if is_plain(value)}
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
@@ -242,21 +223,20 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
     transformer = config.transformer
     sequence = config.model.seq_length
     hidden = transformer.hidden_size
-    projections = 3 if transformer.gated_linear_unit else 2
-    attention = attention_weights(transformer) + sequence * attended_width(transformer)
     pattern = moe_layer_pattern(transformer)
-    predictions = transformer.mtp_num_layers or 0
-    layers = len(pattern)
     moe_layers = sum(pattern)
+    predictions = transformer.mtp_num_layers or 0
     assert transformer.ffn_hidden_size is not None
-    dense = projections * hidden * transformer.ffn_hidden_size
-    sparse = 0
+    attention = attention_weights(transformer) + sequence * attended_width(transformer)
+    # Forward, a weight costs 2 operations
+    dense = mlp_flops(transformer, transformer.ffn_hidden_size) / 2
+    sparse = 0.0
     if moe_layers:
         assert transformer.moe_ffn_hidden_size is not None and transformer.num_moe_experts is not None
         inner = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
-        sparse = projections * hidden * (inner + (transformer.moe_shared_expert_intermediate_size or 0))
-        sparse += hidden * transformer.num_moe_experts
-    weights = layers * attention + (layers - moe_layers) * dense + moe_layers * sparse
+        inner += transformer.moe_shared_expert_intermediate_size or 0
+        sparse = mlp_flops(transformer, inner) / 2 + hidden * transformer.num_moe_experts
+    weights = len(pattern) * attention + (len(pattern) - moe_layers) * dense + moe_layers * sparse
     # Each prediction projects a token's state and the next token's embedding to one state, and has the head's logits
     weights += predictions * 2 * hidden**2 + (1 + predictions) * hidden * vocab_size
     return 6.0 * sequence * weights

@@ -7,10 +7,7 @@ from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCal
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_balance.config.run_config import RunConfig, SchedulerConfig, TrainConfig
-
-NOT_RANK_ZERO = 1
-"""Rank given to the calculator, which logs on rank 0; the log line shows the batch size anyway."""
+from megatron_balance.config.run_config import RunConfig, TrainConfig
 
 
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
@@ -20,8 +17,9 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
         ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
     """
     if train.rampup_batch_size is None:
+        # Another rank than 0, on which the calculator logs: the log line shows the batch size anyway
         return ConstantNumMicroBatchesCalculator(
-            train.global_batch_size, train.micro_batch_size, data_parallel_size, False, NOT_RANK_ZERO
+            train.global_batch_size, train.micro_batch_size, data_parallel_size, False, rank=1
         )
     start, increment, samples = train.rampup_batch_size
     step = train.micro_batch_size * data_parallel_size
@@ -45,23 +43,24 @@ class RampingBatches(NumMicroBatchesCalculator):
         super().__init__()
         assert train.rampup_batch_size is not None
         self.start, self.increment, self.samples = train.rampup_batch_size
-        self.final = train.global_batch_size
+        self.increments = (train.global_batch_size - self.start) // self.increment
         self.micro_batch_size = train.micro_batch_size
         self.data_parallel_size = data_parallel_size
         self.update(0)
 
     def update(self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
         """Set the size of the batch that follows `consumed_samples`."""
-        increments = (self.final - self.start) // self.increment
-        size = self.start + min(increments, consumed_samples * increments // self.samples) * self.increment
+        size = self.start + self._increments(consumed_samples) * self.increment
         self.current_global_batch_size = self.current_running_global_batch_size = size
         self.num_micro_batches = size // (self.micro_batch_size * self.data_parallel_size)
 
     def grows_at(self, consumed_samples: int) -> int | None:
         """Return the next number of consumed samples at which the batch grows; None if it does not grow any more."""
-        increments = (self.final - self.start) // self.increment
-        done = min(increments, consumed_samples * increments // self.samples)
-        return None if done == increments else -(-(done + 1) * self.samples // increments)
+        done = self._increments(consumed_samples)
+        return None if done == self.increments else -(-(done + 1) * self.samples // self.increments)
+
+    def _increments(self, consumed_samples: int) -> int:
+        return min(self.increments, consumed_samples * self.increments // self.samples)
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
             limits.append(-(-(grows_at - samples) // batch))
         if not (count := min(limits)):
             break
-        iterations = iterations + count
-        samples = samples + count * batch
+        iterations += count
+        samples += count * batch
     if not iterations:
         raise ValueError(f"--train-samples {train.train_samples}: give at least one global batch, {batch}")
     return Length(iterations, samples)
@@ -121,12 +120,18 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
     weight_decay = config.optimizer.weight_decay
     start_wd = weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
     end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
-    max_lr, min_lr = _checked_rates(config, warmup, decay)
-    _check_weight_decay(scheduler, start_wd, end_wd)
+    _check_rates(config, warmup, decay)
+    if not 0 <= start_wd <= end_wd:
+        raise ValueError(f"--start-weight-decay {start_wd}: choose 0 to --end-weight-decay {end_wd}")
+    if scheduler.weight_decay_incr_style == "constant" and start_wd != end_wd:
+        raise ValueError(
+            f"--weight-decay-incr-style constant: does not lead from --start-weight-decay {start_wd} to "
+            f"--end-weight-decay {end_wd}; use linear or cosine"
+        )
     return {
         "init_lr": scheduler.lr_warmup_init,
-        "max_lr": max_lr,
-        "min_lr": min_lr,
+        "max_lr": config.optimizer.lr,
+        "min_lr": config.optimizer.min_lr,
         "lr_warmup_steps": warmup,
         "lr_decay_steps": decay,
         "lr_decay_style": scheduler.lr_decay_style,
@@ -141,11 +146,11 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
     }
 
 
-def _checked_rates(config: RunConfig, warmup: int, decay: int) -> tuple[float, float]:
-    """Check the settings of the learning rate; return its maximum and minimum."""
+def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
+    scheduler = config.scheduler
     rate = config.optimizer.lr
     floor = config.optimizer.min_lr
-    start = config.scheduler.lr_warmup_init
+    start = scheduler.lr_warmup_init
     assert rate is not None and floor is not None, "--lr is required, and --min-lr has a default"
     if warmup >= decay:
         raise ValueError(
@@ -156,22 +161,10 @@ def _checked_rates(config: RunConfig, warmup: int, decay: int) -> tuple[float, f
         raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
     if start > rate:
         raise ValueError(f"--lr-warmup-init {start}: choose at most --lr {rate}")
-    wsd = (config.scheduler.lr_wsd_decay_iters, config.scheduler.lr_wsd_decay_samples)
-    if config.scheduler.lr_decay_style == "WSD" and not any(wsd):
+    if scheduler.lr_decay_style == "WSD" and not (scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples):
         raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-    if config.scheduler.override_opt_param_scheduler and config.scheduler.use_checkpoint_opt_param_scheduler:
+    if scheduler.override_opt_param_scheduler and scheduler.use_checkpoint_opt_param_scheduler:
         raise ValueError(
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: the schedule of a resumed run "
             "comes from the flags or from the checkpoint; choose one"
-        )
-    return rate, floor
-
-
-def _check_weight_decay(scheduler: SchedulerConfig, start: float, end: float) -> None:
-    if not 0 <= start <= end:
-        raise ValueError(f"--start-weight-decay {start}: choose 0 to --end-weight-decay {end}")
-    if scheduler.weight_decay_incr_style == "constant" and start != end:
-        raise ValueError(
-            f"--weight-decay-incr-style constant: does not lead from --start-weight-decay {start} to "
-            f"--end-weight-decay {end}; use linear or cosine"
         )

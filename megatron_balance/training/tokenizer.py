@@ -44,8 +44,15 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
     if kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")) and not Path(str(model)).exists():
         raise ValueError(f"--tokenizer-model {model}: no such directory; give the one that has tokenizer.json")
-    for flag, path in _other_files(config).items():
-        check_regular(path, flag)
+    others = {
+        "--vocab-file": config.vocab_file,
+        "--merge-file": config.merge_file,
+        "--tokenizer-metadata": config.tokenizer_metadata,
+    }
+    for flag, path in others.items():
+        if path is not None:
+            # Opening a FIFO would block forever
+            check_regular(path, flag)
     try:
         return _build(config)
     except Exception as error:  # each library raises its own types
@@ -58,13 +65,6 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         ) from error
 
 
-def _other_files(config: TokenizerConfig) -> dict[str, str]:
-    """Return the paths of other files by flag; opening a FIFO among them would block forever."""
-    files = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
-    files["--tokenizer-metadata"] = config.tokenizer_metadata
-    return {flag: path for flag, path in files.items() if path is not None}
-
-
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:
     """Return the number of token ids, before padding."""
     # A property of every tokenizer, but an abstract method of the base class
@@ -73,21 +73,18 @@ def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int
 
 
 def _build(config: TokenizerConfig) -> MegatronTokenizerBase:
-    settings = argparse.Namespace(**dataclasses.asdict(config), **_newer_settings(config))
+    settings = argparse.Namespace(
+        **dataclasses.asdict(config),
+        # Settings that 0.19's function reads under another name, or that have no flag here
+        special_tokens=config.tokenizer_special_tokens,
+        metadata_path=config.tokenizer_metadata,
+        tokenizer_hf_no_use_fast=not config.tokenizer_hf_use_fast,
+        tokenizer_hf_no_include_special_tokens=not config.tokenizer_hf_include_special_tokens,
+        tokenizer_sentencepiece_ignore_extra_whitespaces=True,
+        chat_template=None,
+        pad_vocab_size=False,
+    )
     eod_counts = "eod_id" in inspect.signature(NullTokenizer).parameters
     if config.tokenizer_type == "NullTokenizer" and config.vocab_size and eod_counts:
         settings.vocab_size = config.vocab_size + 1
     return build_megatron_tokenizer(settings)
-
-
-def _newer_settings(config: TokenizerConfig) -> dict[str, object]:
-    """Return the settings that 0.19's function reads under another name, or that have no flag here."""
-    return {
-        "special_tokens": config.tokenizer_special_tokens,
-        "metadata_path": config.tokenizer_metadata,
-        "tokenizer_hf_no_use_fast": not config.tokenizer_hf_use_fast,
-        "tokenizer_hf_no_include_special_tokens": not config.tokenizer_hf_include_special_tokens,
-        "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
-        "chat_template": None,
-        "pad_vocab_size": False,
-    }

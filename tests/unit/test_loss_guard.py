@@ -9,8 +9,8 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.fault_search import (
-    Chunk,
     Finding,
+    SearchedChunk,
     bad_losses,
     describe,
     first_bad_output,
@@ -178,7 +178,7 @@ class Stack(torch.nn.Module):
 
 
 def test_first_bad_output_is_found_in_its_microbatch() -> None:
-    chunk = Chunk((0, 1), Stack(2.0, 1e30, 1e30))
+    chunk = SearchedChunk((0, 1), Stack(2.0, 1e30, 1e30))
     with first_bad_output([chunk]) as found:
         for value in (1e-30, 1e-25, 1.0, 1.0):
             chunk.model(torch.full((2,), value))
@@ -215,21 +215,21 @@ def test_rows_of_no_expert_accuse_nobody(sizes: tuple[int, int], expected: list[
     experts.home_experts = (0, 1)
     rows_RH = torch.ones(8, 2)
     rows_RH[sum(sizes) :] = NAN
-    with first_bad_output([Chunk((0, 0), stack)]) as found:
+    with first_bad_output([SearchedChunk((0, 0), stack)]) as found:
         experts(rows_RH, torch.tensor(sizes), torch.ones(8))
     assert [finding.text.split(" turns")[0] for finding in found] == expected
 
 
 def test_every_output_finite() -> None:
-    chunk = Chunk((0, 0), Stack(2.0, 3.0))
+    chunk = SearchedChunk((0, 0), Stack(2.0, 3.0))
     with first_bad_output([chunk]) as found:
         chunk.model(torch.ones(2))
     assert found == []
 
 
 def test_layers_are_numbered_over_the_whole_model() -> None:
-    chunk = Chunk((0, 1), Stack(1.0, 1.0))
+    chunk = SearchedChunk((0, 1), Stack(1.0, 1.0))
     assert chunk.global_name("decoder.layers.1.mlp.router") == "decoder.layers.4.mlp.router"
     assert chunk.global_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
     empty = SimpleNamespace(decoder=SimpleNamespace(layers=torch.nn.ModuleList()))
-    assert Chunk((0, 0), empty).global_name("embedding.word_embeddings") == "embedding.word_embeddings"
+    assert SearchedChunk((0, 0), empty).global_name("embedding.word_embeddings") == "embedding.word_embeddings"
