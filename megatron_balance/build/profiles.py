@@ -20,8 +20,8 @@ from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch,
 from megatron_balance.flow.schedule_choice import choices, ranges
 from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world
 from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
-from megatron_balance.measure.probes import codec_passes, expert_passes, schedule_call
-from megatron_balance.measure.stopwatch import Call, Stopwatch
+from megatron_balance.measure.operations import Call, codec_passes, expert_passes, schedule_call
+from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.profile.cluster import Ranks, is_cluster, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin
 from megatron_balance.profile.profile_file import load

@@ -113,7 +113,7 @@ def build_run(
         scheduler=build_param_scheduler(config, optimizer, length),
         batches=batches,
         length=length,
-        data=build_data(config, tokenizer, groups, length, consumed=consumed) if with_data else Data([], None, None),
+        data=build_data(config, tokenizer, groups, length, consumed=consumed) if with_data else Data([], [], []),
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
         objective=objective,

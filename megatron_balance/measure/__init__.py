@@ -1,7 +1,6 @@
 """How fast this cluster communicates and computes.
 
-measure      a ClusterProfile from times, and where it is kept
-stopwatch    the times: collectives among groups, and passes of experts and codecs
-rounds       Trans and Agg in which all links are busy, and the lines of their batches
-probes       experts, codecs and exchanges on synthetic tokens, ready to be timed
+measure      times a cluster and fits a ClusterProfile, and where it is kept
+operations   the timed operations, on synthetic tensors
+stopwatch    how operations are timed that all ranks of a group run together
 """

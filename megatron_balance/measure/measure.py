@@ -3,27 +3,18 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.auto import members_of
 from megatron_balance.cost.exchange import DEFAULT
-from megatron_balance.job.groups import on_first_rank
-from megatron_balance.measure.rounds import fit_batches, loads
-from megatron_balance.measure.stopwatch import (
-    Bench,
-    Call,
-    GroupBench,
-    Members,
-    Passes,
-    Stopwatch,
-    middle,
-    node_groups,
-    sub_groups,
-)
+from megatron_balance.job.groups import Members, on_first_rank
+from megatron_balance.measure.operations import Call, Load, Passes
+from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, middle, node_groups, sub_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
@@ -37,6 +28,8 @@ from megatron_balance.profile.cluster_profile import (
     fit,
 )
 from megatron_balance.profile.profile_file import load
+
+Lines = TypeVar("Lines")
 
 SIZES = tuple(4**power << 13 for power in range(6))
 """Bytes of the messages that are timed: 8 KiB to 8 MiB. Of two ranks, each then receives 16 MiB in an exchange; glibc
@@ -64,6 +57,13 @@ seconds."""
 TURNS = 3
 """Number of measurements in each pass, and of passes that measure computation."""
 
+LOAD_SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
+"""Batches of a Trans or an Agg, and the experts that a rank sends and receives: as along routes of few batches, and
+along chains."""
+
+MOST_SENT = 64 << 20
+"""Maximum bytes that a rank sends: the loads of all sizes have their memory at the same time."""
+
 Log = Callable[[str], None]
 """Receives one line for the user."""
 
@@ -87,7 +87,7 @@ def measure(
 
     All expert-parallel groups measure at the same time, because they communicate at the same time in training. The
     profile is the one of the job's first rank. `group_kinds` defines the members of each kind of group, and the
-    substitute for a kind that the cluster lacks. `stopwatch.OPERATIONS` and `ClusterProfile.links` define each
+    substitute for a kind that the cluster lacks. `operations` and `ClusterProfile.links` define each
     collective and its bytes.
 
     Args:
@@ -130,15 +130,15 @@ def measure(
         return _of_first_rank(functools.partial(fit_profile, bench, num_ranks, node_size, **settings), job)
 
 
-def _of_first_rank(measure_profile: Callable[[], ClusterProfile], job: dist.ProcessGroup) -> ClusterProfile:
+def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -> Lines:
     """Call a function on every rank, because its collectives need all of them; return the first rank's result.
 
     Raises:
         ValueError: the function raised it on the first rank.
     """
-    outcome: ClusterProfile | ValueError
+    outcome: Lines | ValueError
     try:
-        outcome = measure_profile()
+        outcome = measure_lines()
     except ValueError as error:
         outcome = error
     outcomes = [outcome]
@@ -159,8 +159,18 @@ def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
     return {kind: found[kind] if len(found[kind]) > 1 else everyone for kind in GROUPS}
 
 
+class Communication(NamedTuple):
+    """Lines of a ClusterProfile."""
+
+    links: dict[str, dict[str, Fit]]
+    messages: dict[str, Fit]
+    launches: dict[str, dict[str, Fit]]
+    starts: dict[str, float]
+    all_to_alls: dict[str, Fit]
+
+
 def fit_profile(
-    bench: Bench,
+    bench: GroupBench,
     num_ranks: int,
     node_size: int,
     *,
@@ -179,27 +189,25 @@ def fit_profile(
     report = log or (lambda line: None)
     coding = {name: functools.partial(bench.code, name, tokens) for name in bench.codecs}
     computing = [functools.partial(bench.compute, tokens), *coding.values()]
-    communication, (computed_2TD, *coded_2T) = _measured(
-        bench, group_kinds(num_ranks, node_size), sizes_bytes, computing
-    )
-    links, batches, launches, starts, exchanges = communication
-    for collective, lines in links.items():
+    communication, (experts, *codecs) = _measured(bench, group_kinds(num_ranks, node_size), sizes_bytes, computing)
+    for collective, lines in communication.links.items():
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
-    for name, lines in {"": batches, **{f" of {kind}": lines for kind, lines in launches.items()}}.items():
+    launches = {f" of {kind}": lines for kind, lines in communication.launches.items()}
+    for name, lines in {"": communication.messages, **launches}.items():
         texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
         report(f"a batch{name} + each of its messages: {'; '.join(texts)}")
-    for name, line in exchanges.items():
+    for name, line in communication.all_to_alls.items():
         report(f"{name}: {_text(line)}")
 
-    rates, forward, backward = experts_speed(tokens, *computed_2TD)
+    rates, forward, backward = experts_speed(tokens, *experts)
     report(
         f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
         f"{backward.seconds_per_token * 1e6:.3g} us backward; rates "
         f"{', '.join(f'{rate:.2f}' for rate in rates) or 'equal'}"
     )
     coded = {}
-    for name, found_2T in zip(coding, coded_2T, strict=True):
-        encode, decode = (throughput(tokens, seconds_T.tolist()) for seconds_T in found_2T)
+    for name, both_directions in zip(coding, codecs, strict=True):
+        encode, decode = (throughput(tokens, seconds_T.tolist()) for seconds_T in both_directions)
         coded[name] = CodecTimes(encode, decode)
         report(
             f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
@@ -208,63 +216,103 @@ def fit_profile(
     return ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
-        links=links,
-        messages=batches,
-        launches=launches,
-        starts=starts,
         tensors=bench.tensors,
         forward=forward,
         backward=backward,
         rates=rates,
-        all_to_alls=exchanges,
         codecs=coded,
+        **communication._asdict(),
     )
 
 
-class _Communication(NamedTuple):
-    """Lines of a ClusterProfile."""
+def loads(sizes_bytes: Sequence[int]) -> list[Load]:
+    """Return the loads to time with experts of these sizes, ordered by size.
 
-    links: dict[str, dict[str, Fit]]
-    messages: dict[str, Fit]
-    launches: dict[str, dict[str, Fit]]
-    starts: dict[str, float]
-    all_to_alls: dict[str, Fit]
+    No rank sends more than the largest size, nor more than MOST_SENT.
+    """
+    limit = min(max(sizes_bytes), MOST_SENT)
+    found = [Load(*shape, size) for size in sorted(sizes_bytes) for shape in LOAD_SHAPES]
+    return [load for load in found if load.experts * load.num_bytes <= limit]
+
+
+class BatchLines(NamedTuple):
+    """Seconds of a Trans or an Agg; the lines have the same errors."""
+
+    line: Fit
+    """A batch in which a rank sends and receives one message, over bytes."""
+    launch: Fit
+    """A batch of empty messages, over the number that a rank sends and receives."""
+    start: float
+    """Seconds beyond those of batches."""
+
+
+def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> BatchLines:
+    """Fit the seconds to start, of a batch, of a message and of a byte by least squares of relative errors.
+
+    None is negative. Several numbers of batches and messages tell them apart.
+
+    Args:
+        tensors: number of tensors of an expert.
+
+    Raises:
+        ValueError: there are less than four sizes.
+    """
+    sizes = sorted({load.num_bytes for load in given})
+    if len(sizes) < 4:
+        raise ValueError(f"fit: give at least four different sizes, not {sizes}")
+    terms = (
+        np.array(
+            [
+                (1, batches, 2 * experts * (tensors + batches - 1), experts * num_bytes)
+                for batches, experts, num_bytes in given
+            ]
+        )
+        / np.array(seconds)[:, None]
+    )
+    is_held = np.array([sizes.index(load.num_bytes) % 2 == 1 for load in given])
+    found = _positive(terms)
+    start, launch, message, byte = found
+    errors = _error(terms, found), _error(terms[is_held], _positive(terms[~is_held]))
+    return BatchLines(Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start)
+
+
+def _positive(terms: np.ndarray) -> list[float]:
+    """Return the seconds of a unit of each term, given the terms [loads, 4] per second of each load."""
+    # In one unit, because a byte takes a millionth of a message's seconds
+    scale = terms.max(0)
+    return (scipy.optimize.nnls(terms / scale, np.ones(len(terms)))[0] / scale).tolist()
+
+
+def _error(terms: np.ndarray, seconds: list[float]) -> float:
+    return float(np.sqrt(np.mean((terms @ seconds - 1) ** 2)))
 
 
 def _measured(
-    bench: Bench,
+    bench: GroupBench,
     kinds: Mapping[str, Members],
     sizes_bytes: Sequence[int],
     computation: Sequence[Callable[[], tuple[Sequence, Sequence]]],
-) -> tuple[_Communication, list[np.ndarray]]:
+) -> tuple[Communication, list[np.ndarray]]:
     """Measure each collective among each kind of group, batches of messages, the all-to-alls, and computation.
 
     Args:
         computation: functions that return the seconds of two directions.
     """
-    groups = sorted(set(kinds.values()))
     given = loads(sizes_bytes)
-    calls: dict[tuple[str, Members], Callable[[], list[float]]] = {
-        **{
-            (name, members): functools.partial(bench.transfer, name, members, given)
-            if name in ROUNDS
-            else functools.partial(bench.communicate, name, members, sizes_bytes)
-            for name in COLLECTIVES
-            for members in groups
-        },
-        **{("messages", members): functools.partial(bench.send, members, COUNTS) for members in groups},
-        **{(name, ()): functools.partial(bench.exchange, name, sizes_bytes) for name in bench.all_to_alls},
-    }
-    seconds = {key: found.tolist() for key, found in zip(calls, _middles([*calls.values()], PASSES), strict=True)}
+    amounts = dict.fromkeys(COLLECTIVES, sizes_bytes) | dict.fromkeys(ROUNDS, given) | {"messages": COUNTS}
+    keys = [(name, members) for name in amounts for members in sorted(set(kinds.values()))]
+    keys += [(name, kinds["ep"]) for name in bench.all_to_alls]
+    calls = [functools.partial(bench.seconds, *key, amounts.get(key[0], sizes_bytes)) for key in keys]
+    seconds = {key: found.tolist() for key, found in zip(keys, _middles(calls, PASSES), strict=True)}
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: found.line for key, found in batches.items()}
-    communication = _Communication(
-        {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
-        {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
-        {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
-        {name: batches[name, kinds["ep"]].start for name in ROUNDS},
-        {name: lines[name, ()] for name in bench.all_to_alls},
+    communication = Communication(
+        links={name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
+        messages={level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
+        launches={name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
+        starts={name: batches[name, kinds["ep"]].start for name in ROUNDS},
+        all_to_alls={name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
     )
     return communication, _middles(computation, TURNS)
 
@@ -317,15 +365,17 @@ def measure_parallel(
             because a line through sizes of all magnitudes is too coarse to compare schedules that hardly differ.
         log: receives a line of text per line measured; None on ranks that do not log.
     """
-    lines = {}
-    for name, (low, high) in ranges.items():
-        sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
-        lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
-        if log is not None:
-            log(f"tensor-parallel {name}: {_text(lines[name])}")
-    outcomes = [ParallelLines(mp, esp, **lines)]
-    dist.broadcast_object_list(outcomes, group=job, group_src=0)
-    return outcomes[0]
+    report = log or (lambda line: None)
+
+    def measure_lines() -> ParallelLines:
+        lines = {}
+        for name, (low, high) in ranges.items():
+            sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
+            lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
+            report(f"tensor-parallel {name}: {_text(lines[name])}")
+        return ParallelLines(mp, esp, **lines)
+
+    return _of_first_rank(measure_lines, job)
 
 
 def _text(line: Fit) -> str:

@@ -1,4 +1,4 @@
-"""Times collectives and experts on this cluster, for measure.py.
+"""Times operations that all ranks of a group run together.
 
 Here, a member is a rank's number inside its expert-parallel group.
 """
@@ -8,71 +8,27 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
+from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.job.groups import Members, NodeGroups, new_node_groups, new_sub_groups
-from megatron_balance.measure.rounds import Load, agg_call, trans_call
+from megatron_balance.measure.operations import (
+    OPERATIONS,
+    TRANSFERS,
+    Call,
+    Load,
+    Passes,
+    even_exchange,
+    idle,
+    messages,
+)
 
-Call = Callable[[], object]
-"""An operation to time; it can be called any number of times."""
-
-
-class Passes(NamedTuple):
-    """The forward and backward pass of one rank's experts, or both directions of a codec, on a number of tokens."""
-
-    forward: Call
-
-    backward: Call
-    """The backward pass of the latest forward pass."""
-
-
-class Bench(Protocol):
-    """Source of the times that a profile is fitted to, which are the same on every rank."""
-
-    @property
-    def all_to_alls(self) -> Iterable[str]:
-        """Names of the all-to-alls besides the default one."""
-        ...
-
-    @property
-    def codecs(self) -> Iterable[str]:
-        """Names of the codecs."""
-        ...
-
-    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        """Return the seconds of a collective among `members` for each size, in bytes as in `ClusterProfile.links`."""
-        ...
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors of an expert."""
-        ...
-
-    def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
-        """Return the seconds of `trans` or `agg` among `members` for each load."""
-        ...
-
-    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
-        """Return the seconds of a batch in which each of `members` sends and receives each number of small messages."""
-        ...
-
-    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
-        """Return the seconds of the all-to-all `name`, like those of `all_to_all` among all members."""
-        ...
-
-    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of the experts' forward pass and backward pass, [numbers of tokens, ranks] each."""
-        ...
-
-    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return the seconds of a codec's compression and decompression for each number of rows."""
-        ...
-
+SMALL_BYTES = 256
+"""Bytes of a message whose latency is measured."""
 
 EVICTING_BYTES = 8 * 2**20
 """More than a core's own caches. Four ranks together have as much as the cache that a processor's cores often share."""
@@ -195,7 +151,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupBench:
-    """The bench of a real expert-parallel group; all its ranks make the same calls."""
+    """Times the operations of an expert-parallel group; all its ranks make the same calls and get the same times."""
 
     stopwatch: Stopwatch
     """The stopwatch of the expert-parallel group."""
@@ -225,58 +181,51 @@ class GroupBench:
     def tensors(self) -> int:
         return len(self.shares)
 
-    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        if members not in self.groups:
-            return self.stopwatch.typical([_idle] * len(sizes_bytes))
+    def seconds(self, operation: str, members: Members, amounts: Sequence[int] | Sequence[Load]) -> list[float]:
+        """Return the seconds of an operation among `members` for each amount.
+
+        Args:
+            operation: a collective, with bytes as in `ClusterProfile.links`; `trans` or `agg`, with loads; `messages`,
+                with numbers of small messages that each member sends and receives in a batch; or one of `all_to_alls`,
+                with bytes as for `all_to_all`.
+        """
+        calls: list[Call] = [idle] * len(amounts)
+        if members in self.groups:
+            calls = [self._call(operation, members, amount) for amount in amounts]
+        return self.stopwatch.typical(calls)
+
+    def _call(self, operation: str, members: Members, amount: Any) -> Call:
         group = self.groups[members]
-        step = self._step(members)
-        prepare = OPERATIONS[collective]
-        return self.stopwatch.typical([prepare(group, self._buffer(size), step) for size in sizes_bytes])
-
-    def transfer(self, kind: str, members: Members, loads: Sequence[Load]) -> list[float]:
-        if members not in self.groups:
-            return self.stopwatch.typical([_idle] * len(loads))
-        prepare = TRANSFERS[kind]
-        dtype = torch.float32 if kind == "agg" else self.dtype
-        place = self.groups[members], self._step(members)
-        return self.stopwatch.typical([prepare(*place, load, self._slots(load, dtype)) for load in loads])
-
-    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
-        if members not in self.groups:
-            return self.stopwatch.typical([_idle] * len(counts))
-        group = self.groups[members]
-        buffer = self._buffer(SMALL_BYTES)
-        return self.stopwatch.typical([_messages(group, buffer, count) for count in counts])
-
-    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
-        exchange = self.all_to_alls[name]
-        return self.stopwatch.typical([_even_exchange(exchange, self._buffer(size)) for size in sizes_bytes])
-
-    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        seconds = self.stopwatch.typical_by_rank([call for count in tokens for call in self.passes(count)], 2)
-        return seconds[::2], seconds[1::2]
-
-    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        seconds = self.stopwatch.typical([call for count in tokens for call in self.codecs[name](count)], 2)
-        return seconds[::2], seconds[1::2]
-
-    def _step(self, members: Members) -> int:
-        """Return the distance to the member that a member sends to: all send to other nodes, if there are any."""
-        size = self.stopwatch.group.size()
-        return self.node_size if len(members) == size > self.node_size else 1
+        size = group.size()
+        # All members send to other nodes, if there are any
+        step = self.node_size if size == self.stopwatch.group.size() > self.node_size else 1
+        if operation in TRANSFERS:
+            return TRANSFERS[operation](group, step, amount, self._slots(operation, amount))
+        if operation == "messages":
+            return messages(group, self._buffer(SMALL_BYTES), [1 + index % (size - 1) for index in range(amount)])
+        if operation in self.all_to_alls:
+            return even_exchange(self.all_to_alls[operation], self._buffer(amount))
+        return OPERATIONS[operation](group, self._buffer(amount), step)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(-(-num_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.stopwatch.device)
 
-    def _slots(self, load: Load, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    def _slots(self, operation: str, load: Load) -> list[list[torch.Tensor]]:
         """Return the tensors of a load's experts and of as many guests."""
+        dtype = torch.float32 if operation == "agg" else self.dtype
         lengths = [max(1, round(share * load.num_bytes / dtype.itemsize)) for share in self.shares]
         new = {"dtype": dtype, "device": self.stopwatch.device}
         return [[torch.zeros(length, **new) for length in lengths] for _ in range(2 * load.experts)]
 
+    def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the experts' forward pass and backward pass, [numbers of tokens, ranks] each."""
+        seconds = self.stopwatch.typical_by_rank([call for count in tokens for call in self.passes(count)], 2)
+        return seconds[::2], seconds[1::2]
 
-def _idle() -> None:
-    """Do nothing while other groups measure."""
+    def code(self, name: str, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Return the seconds of a codec's compression and decompression for each number of rows."""
+        seconds = self.stopwatch.typical([call for count in tokens for call in self.codecs[name](count)], 2)
+        return seconds[::2], seconds[1::2]
 
 
 @contextlib.contextmanager
@@ -288,9 +237,7 @@ def sub_groups(
     try:
         yield groups
     finally:
-        for group in groups.values():
-            if group is not ep_group:
-                dist.destroy_process_group(group)
+        _destroy(groups.values(), ep_group)
 
 
 @contextlib.contextmanager
@@ -300,99 +247,10 @@ def node_groups(ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: 
     try:
         yield nodes
     finally:
-        for group in (nodes.intra, nodes.inter):
-            if group not in (None, ep_group):
-                dist.destroy_process_group(group)
+        _destroy((nodes.intra, nodes.inter), ep_group)
 
 
-SMALL_BYTES = 256
-"""Bytes of a message whose latency is measured."""
-
-
-def _p2p(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
-    """Return a call in which each rank sends to the rank `step` after it and receives from the one `step` before it."""
-    received = torch.empty_like(buffer)
-    rank = group.rank()
-    size = group.size()
-
-    def run() -> None:
-        send = dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size)
-        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - step) % size)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
-    return run
-
-
-def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
-    """Return a call in which ranks of every other run of `step` ranks send to the rank `step` after them."""
-    received = torch.empty_like(buffer)
-    rank = group.rank()
-    size = group.size()
-    sends = rank // step % 2 == 0
-
-    def run() -> None:
-        peer = rank + step if sends else rank - step
-        if peer < size:
-            operation = dist.P2POp(
-                dist.isend if sends else dist.irecv, buffer if sends else received, group=group, group_peer=peer
-            )
-            for work in dist.batch_isend_irecv([operation]):
-                work.wait()
-
-    return run
-
-
-def _messages(group: dist.ProcessGroup, buffer: torch.Tensor, count: int) -> Call:
-    """Return a call in which each rank sends its buffer `count` times, to the other ranks in turn."""
-    received = [torch.empty_like(buffer) for _ in range(count)]
-    rank = group.rank()
-    size = group.size()
-    steps = [1 + index % (size - 1) for index in range(count)]
-
-    def run() -> None:
-        receives = [
-            dist.P2POp(dist.irecv, room, group=group, group_peer=(rank - step) % size, tag=tag)
-            for tag, (room, step) in enumerate(zip(received, steps, strict=True))
-        ]
-        sends = [
-            dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size, tag=tag)
-            for tag, step in enumerate(steps)
-        ]
-        for work in dist.batch_isend_irecv([*receives, *sends]):
-            work.wait()
-
-    return run
-
-
-def _even_exchange(exchange: AllToAll, buffer: torch.Tensor) -> Call:
-    """Return a call in which each rank sends equal parts of its buffer to the others, and keeps another such part."""
-    size = exchange.group.size()
-    each = -(-len(buffer) // (size - 1))
-    splits_DD = torch.full((size, size), each)
-    sent = buffer.new_zeros(each * size)
-    return lambda: exchange.start(sent, splits_DD).wait()
-
-
-def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: int) -> Call:
-    """Return a call after which each rank has a buffer with an equal part from every rank."""
-    part = buffer.new_zeros(-(-len(buffer) // group.size()))
-    gathered = part.new_empty(len(part) * group.size())
-    return lambda: dist.all_gather_into_tensor(gathered, part, group=group)
-
-
-OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = {
-    "p2p": _p2p,
-    "one_way": _one_way,
-    "all_to_all": lambda group, buffer, _: _even_exchange(default_all_to_all(group), buffer),
-    "all_gather": _all_gather,
-    "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),
-}
-"""Collectives by name, as functions of a group, a buffer and a step between ranks that return a call; the buffer has
-the bytes that `ClusterProfile.links` counts."""
-
-TRANSFERS: dict[str, Callable[[dist.ProcessGroup, int, Load, Sequence[Sequence[torch.Tensor]]], Call]] = {
-    "trans": trans_call,
-    "agg": agg_call,
-}
-"""Trans and Agg, as functions of a group, a step between ranks, a load and its tensors."""
+def _destroy(groups: Iterable[dist.ProcessGroup | None], ep_group: dist.ProcessGroup) -> None:
+    for group in groups:
+        if group is not None and group is not ep_group:
+            dist.destroy_process_group(group)

@@ -20,11 +20,12 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
+from megatron_balance.job.groups import Members
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import group_kinds, measure
-from megatron_balance.measure.rounds import Load
-from megatron_balance.measure.stopwatch import OPERATIONS, TRANSFERS, Members, Passes, sub_groups
+from megatron_balance.measure.operations import OPERATIONS, TRANSFERS, Load, Passes
+from megatron_balance.measure.stopwatch import sub_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile
 from megatron_balance.profile.profile_file import load
 from tests.distributed.runs import BASE
@@ -161,8 +162,10 @@ def measure_a_known_cluster() -> ClusterProfile:
     with (
         mock.patch.dict(stopwatch.OPERATIONS, fakes),
         mock.patch.dict(stopwatch.TRANSFERS, transfers),
-        mock.patch.object(stopwatch, "_messages", lambda group, _, count: clock.operation(group.size() + 0.1 * count)),
-        mock.patch.object(stopwatch, "_even_exchange", exchange),
+        mock.patch.object(
+            stopwatch, "messages", lambda group, _, steps: clock.operation(group.size() + 0.1 * len(steps))
+        ),
+        mock.patch.object(stopwatch, "even_exchange", exchange),
         mock.patch.object(stopwatch, "time", clock),
     ):
         return measured(dist.group.WORLD, 2, passes, dtype=torch.bfloat16, shares=(0.25, 0.75))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.measure.rounds import Load
-from megatron_balance.measure.stopwatch import OPERATIONS, TRANSFERS, GroupBench, Stopwatch
+from megatron_balance.measure.operations import OPERATIONS, TRANSFERS, Load
+from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
 
 def record_traffic() -> dict[str, tuple[int, int]]:
@@ -30,7 +30,7 @@ def record_traffic() -> dict[str, tuple[int, int]]:
     with mock.patch.object(dist, "batch_isend_irecv") as call:
         for step in (1, 2):
             OPERATIONS["p2p"](dist.group.WORLD, buffer, step)()
-            send, receive = call.call_args.args[0]
+            receive, send = call.call_args.args[0]
             traffic["p2p"] = (send.tensor.nbytes, receive.tensor.nbytes)
             assert (send.peer, receive.peer) == ((dist.get_rank() + step) % 4, (dist.get_rank() - step) % 4)
         call.reset_mock()
@@ -135,11 +135,11 @@ def batches() -> dict[int, tuple[set[int], int]]:
         dtype=torch.float32,
         node_size=2,
     )
-    bench.send((0, 1, 2, 3), [1, 7])
+    bench.seconds("messages", (0, 1, 2, 3), [1, 7])
     found = {}
     with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
         for count in (2, 7):
-            bench.send((0, 1, 2, 3), [count])
+            bench.seconds("messages", (0, 1, 2, 3), [count])
             sent = [one for one in call.call_args.args[0] if one.op is dist.isend]
             received = [one for one in call.call_args.args[0] if one.op is dist.irecv]
             assert len(received) == count and {one.tensor.nbytes for one in sent} == {256}

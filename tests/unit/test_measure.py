@@ -9,9 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.measure.measure import LARGE_SIZES, SIZES, experts_speed, fit_profile, group_kinds
-from megatron_balance.measure.rounds import MOST_SENT, SHAPES, Load, fit_batches, loads, plan
-from megatron_balance.measure.stopwatch import Members, middle
+from megatron_balance.job.groups import Members
+from megatron_balance.measure.measure import (
+    LARGE_SIZES,
+    LOAD_SHAPES,
+    MOST_SENT,
+    SIZES,
+    experts_speed,
+    fit_batches,
+    fit_profile,
+    group_kinds,
+    loads,
+)
+from megatron_balance.measure.operations import Load, plan
+from megatron_balance.measure.stopwatch import middle
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
 from megatron_balance.profile.profile_file import load
 
@@ -34,25 +45,21 @@ class FakeCluster:
     tensors = 3
     """Number of tensors of an expert."""
 
-    def communicate(self, collective: str, members: Members, sizes_bytes: Sequence[int]) -> list[float]:
-        assert collective not in ROUNDS
-        alpha, beta = self.line(collective, members)
-        return [alpha + beta * size for size in sizes_bytes]
-
-    def transfer(self, kind: str, members: Members, given: Sequence[Load]) -> list[float]:
-        """A message takes three launches, and a start takes two."""
-        alpha, beta = self.line(kind, members)
+    def seconds(self, operation: str, members: Members, amounts: Sequence) -> list[float]:
+        if operation == "messages":
+            return [1e-5 * len(members) + 1e-6 * (1 + sum(members)) * count for count in amounts]
+        if operation in self.all_to_alls:
+            assert members == tuple(range(self.num_ranks))
+            return [1e-5 * len(operation) + 1e-10 * ord(operation[0]) * size for size in amounts]
+        alpha, beta = self.line(operation, members)
+        if operation not in ROUNDS:
+            return [alpha + beta * size for size in amounts]
+        # A message takes three launches, and a start takes two
         launch = alpha / 4
         return [
             launch * (2 + batches + 3 * experts * (self.tensors + batches - 1)) + beta * experts * num_bytes
-            for batches, experts, num_bytes in given
+            for batches, experts, num_bytes in amounts
         ]
-
-    def send(self, members: Members, counts: Sequence[int]) -> list[float]:
-        return [1e-5 * len(members) + 1e-6 * (1 + sum(members)) * count for count in counts]
-
-    def exchange(self, name: str, sizes_bytes: Sequence[int]) -> list[float]:
-        return [1e-5 * len(name) + 1e-10 * ord(name[0]) * size for size in sizes_bytes]
 
     def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         forward = [1e-4 + 2e-6 * count for count in tokens]
@@ -167,7 +174,7 @@ def test_progress_names_every_collective() -> None:
     assert "forward" in lines[-1]
 
 
-@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from(SHAPES))
+@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from(LOAD_SHAPES))
 def test_every_rank_sends_and_receives_the_same(num_ranks: int, step: int, shape: tuple[int, int]) -> None:
     num_ranks *= step
     batches, experts = shape
@@ -189,7 +196,7 @@ def test_no_rank_sends_more_than_the_largest_size() -> None:
     given_loads = loads(SIZES)
     assert max(load.experts * load.num_bytes for load in given_loads) == max(SIZES)
     assert {load.num_bytes for load in given_loads} == {*SIZES}
-    assert {load[:2] for load in given_loads} == {*SHAPES}
+    assert {load[:2] for load in given_loads} == {*LOAD_SHAPES}
     assert max(load.experts * load.num_bytes for load in loads(LARGE_SIZES)) == MOST_SENT
 
 

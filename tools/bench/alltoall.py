@@ -33,7 +33,8 @@ from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups
 from megatron_balance.measure.measure import COUNTS, group_kinds
-from megatron_balance.measure.stopwatch import GroupBench, Passes, Stopwatch, node_groups, sub_groups
+from megatron_balance.measure.operations import Passes
+from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, node_groups, sub_groups
 from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, builtin, fit
 from namespaces import TestbedUnavailable
 from testbed import Testbed
@@ -153,13 +154,11 @@ def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile
             all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},
         )
         links = {
-            collective: {
-                kind: fit(SIZES, bench.communicate(collective, members, SIZES)) for kind, members in kinds.items()
-            }
+            collective: {kind: fit(SIZES, bench.seconds(collective, members, SIZES)) for kind, members in kinds.items()}
             for collective in ("p2p", "all_to_all")
         }
-        messages = {level: fit(COUNTS, bench.send(kinds[level], COUNTS)) for level in LEVELS}
-        lines = {name: fit(SIZES, bench.exchange(name, SIZES)) for name in bench.all_to_alls}
+        messages = {level: fit(COUNTS, bench.seconds("messages", kinds[level], COUNTS)) for level in LEVELS}
+        lines = {name: fit(SIZES, bench.seconds(name, kinds["ep"], SIZES)) for name in bench.all_to_alls}
     return replace(base, links={**base.links, **links}, messages=messages, all_to_alls=lines)
 
 

@@ -21,8 +21,8 @@ from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.job.layout import build_groups
-from megatron_balance.measure.probes import slot_passes
-from megatron_balance.measure.stopwatch import Call, Stopwatch
+from megatron_balance.measure.operations import Call, slot_passes
+from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
 from megatron_balance.workloads.synthetic import load_matrix

@@ -392,7 +392,7 @@ def _experts(run: "Run", tokens: Sequence[int]) -> tuple[Result, list[str]]:
 
     from megatron_balance.flow.experts import GroupedExperts
     from megatron_balance.measure.measure import throughput
-    from megatron_balance.measure.probes import expert_passes
+    from megatron_balance.measure.operations import expert_passes
     from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
     shape = run.config.transformer

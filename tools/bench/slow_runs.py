@@ -167,7 +167,7 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
 
     from megatron_balance.comm.codecs import load_codec
     from megatron_balance.measure.measure import COUNTS, REPEATS, experts_speed, throughput
-    from megatron_balance.measure.probes import codec_passes, expert_passes
+    from megatron_balance.measure.operations import codec_passes, expert_passes
     from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
     transformer = config.transformer
@@ -192,7 +192,8 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
         node_size=profile.node_size,
         codecs=codecs,
     )
-    (message,), batches = bench.communicate("p2p", everyone, [4096]), fit(COUNTS, bench.send(everyone, COUNTS))
+    (message,) = bench.seconds("p2p", everyone, [4096])
+    batches = fit(COUNTS, bench.seconds("messages", everyone, COUNTS))
     links = {
         collective: {kind: line._replace(alpha=message) for kind, line in lines.items()}
         for collective, lines in profile.links.items()
