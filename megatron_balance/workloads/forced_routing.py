@@ -58,13 +58,12 @@ class BatchPart:
         Args:
             divided: whether each tensor-parallel rank routes a part of each sequence.
         """
-        sequence_rank, sequence_ranks = (groups.tp.rank(), groups.tp.size()) if divided else (0, 1)
         return cls(
             seq_length=seq_length,
             data_rank=groups.dp.rank(),
             data_ranks=groups.dp.size(),
-            sequence_rank=sequence_rank,
-            sequence_ranks=sequence_ranks,
+            sequence_rank=groups.tp.rank() if divided else 0,
+            sequence_ranks=groups.tp.size() if divided else 1,
             context_rank=groups.cp.rank(),
             context_ranks=groups.cp.size(),
         )
@@ -74,20 +73,20 @@ class BatchPart:
         return tokens * self.sequence_ranks * self.context_ranks // self.seq_length
 
     def tokens(self, microbatch: int, samples: int) -> np.ndarray:
-        """Return the indices [samples, S] of this rank's tokens of a microbatch in the global batch.
+        """Return the indices of this rank's tokens of a microbatch in the global batch, [samples, tokens of each].
 
         Args:
             microbatch: index in the iteration, from 0.
             samples: `--micro-batch-size`.
         """
-        positions_S = np.arange(self.seq_length)
+        positions = np.arange(self.seq_length)
         if self.context_ranks > 1:
-            chunks = np.split(positions_S, 2 * self.context_ranks)
+            chunks = np.split(positions, 2 * self.context_ranks)
             held = sequence_chunks(self.context_rank, self.context_ranks)
-            positions_S = np.concatenate([chunks[chunk] for chunk in held])
-        own_S = np.split(positions_S, self.sequence_ranks)[self.sequence_rank]
+            positions = np.concatenate([chunks[chunk] for chunk in held])
+        own = np.split(positions, self.sequence_ranks)[self.sequence_rank]
         first = (microbatch * self.data_ranks + self.data_rank) * samples
-        return np.arange(first, first + samples)[:, None] * self.seq_length + own_S
+        return np.arange(first, first + samples)[:, None] * self.seq_length + own
 
 
 class ForcedChoices(RouterReplay):
@@ -112,14 +111,15 @@ class ForcedChoices(RouterReplay):
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         self.router = router
         self.part = part
-        self.workload, self.seed = workload.name, workload.seed + number_of(router)
+        self.workload = workload.name
+        self.seed = workload.seed + number_of(router)
         self.step = step
         self.microbatches = microbatches
         self.decided = decided
         self._calls: Counter[str] = Counter()
         self._calls_of_step: int | None = None
         self._drawn: tuple[int, ...] | None = None
-        """What `_choices_MTK` is for."""
+        """Arguments of `_draw` that led to `_choices`."""
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_: object, **__: object
@@ -133,19 +133,19 @@ class ForcedChoices(RouterReplay):
         microbatch = self._microbatch(step, total)
         drawn = step, total, self.part.samples(len(scores)), scores.shape[1], topk
         if drawn != self._drawn:
-            self._choices_MTK = self._draw(*drawn)
+            self._choices = self._draw(*drawn)
             self._drawn = drawn
-        choices_TK = torch.from_numpy(self._choices_MTK[microbatch].astype(np.int64)).to(scores.device)
+        choices_TK = torch.from_numpy(self._choices[microbatch].astype(np.int64)).to(scores.device)
         return scores.gather(1, choices_TK), choices_TK
 
     def _draw(self, step: int, microbatches: int, samples: int, num_experts: int, topk: int) -> np.ndarray:
         """Return this rank's choices in an iteration, [microbatches, T, K], in the smallest type that holds them."""
-        index_MBS = np.array([self.part.tokens(microbatch, samples) for microbatch in range(microbatches)])
+        indices = np.array([self.part.tokens(microbatch, samples) for microbatch in range(microbatches)])
         choices = workload_choices(
             self.workload,
             num_experts=num_experts,
             topk=topk,
-            tokens=index_MBS.swapaxes(1, 2).ravel(),
+            tokens=indices.swapaxes(1, 2).ravel(),
             total_tokens=microbatches * self.part.data_ranks * samples * self.part.seq_length,
             seed=self.seed,
             step=step,
@@ -153,22 +153,19 @@ class ForcedChoices(RouterReplay):
         return choices.reshape(microbatches, -1, topk).astype(np.min_scalar_type(num_experts))
 
     def _microbatch(self, step: int, total: int) -> int:
+        """Return the microbatch of a call, and count the call."""
         decided = self.decided()
         if decided and torch.is_grad_enabled():
             return decided.pop()
-        microbatch = self._next_call(step) % total
-        if not torch.is_grad_enabled():
-            decided.append(microbatch)
-        return microbatch
-
-    def _next_call(self, step: int) -> int:
-        """Count a call and return the number of earlier calls of its kind in the iteration."""
         if step != self._calls_of_step:
             self._calls = Counter()
             self._calls_of_step = step
         kind = "evaluation" if not self.router.training else "first" if not torch.is_grad_enabled() else "gradients"
+        microbatch = self._calls[kind] % total
         self._calls[kind] += 1
-        return self._calls[kind] - 1
+        if not torch.is_grad_enabled():
+            decided.append(microbatch)
+        return microbatch
 
 
 def force_routing(
@@ -188,24 +185,24 @@ def force_routing(
     Raises:
         ValueError: the choices of a router cannot be forced.
     """
+    flag = f"--moe-router-force-workload {workload.name}"
     for chunk in model:
         memory = PassMemory(chunk)
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                _refuse(module, workload)
-                decided = functools.partial(memory.of, module)
-                module.router_replay = ForcedChoices(
-                    module, workload, part, step=step, microbatches=microbatches, decided=decided
+        for router in chunk.modules():
+            if not isinstance(router, TopKRouter):
+                continue
+            if router.config.moe_router_fusion:
+                raise ValueError(f"{flag}: --moe-router-fusion does not support given choices; leave one of them out")
+            if router.routing_type in ("sinkhorn", "quantile_balancing"):
+                raise ValueError(
+                    f"{flag}: --moe-router-load-balancing-type {router.routing_type} does not support given choices; "
+                    "use none"
                 )
-
-
-def _refuse(router: TopKRouter, workload: Workload) -> None:
-    flag = f"--moe-router-force-workload {workload.name}"
-    if router.config.moe_router_fusion:
-        raise ValueError(f"{flag}: --moe-router-fusion does not support given choices; leave one of them out")
-    if router.routing_type in ("sinkhorn", "quantile_balancing"):
-        raise ValueError(
-            f"{flag}: --moe-router-load-balancing-type {router.routing_type} does not support given choices; use none"
-        )
-    if router.router_replay is not None:
-        raise ValueError(f"{flag}: --moe-enable-routing-replay already gives the choices; leave one of them out")
+            if router.router_replay is not None:
+                raise ValueError(
+                    f"{flag}: --moe-enable-routing-replay already gives the choices; leave one of them out"
+                )
+            decided = functools.partial(memory.of, router)
+            router.router_replay = ForcedChoices(
+                router, workload, part, step=step, microbatches=microbatches, decided=decided
+            )

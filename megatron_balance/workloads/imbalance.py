@@ -60,7 +60,7 @@ def draw(
     chosen_TK = np.concatenate(list(_blocks(random, workload, num_experts, topk, tokens, step)))
     # torch makes a float of the lower 24 bits
     bits_TK = _numbers(random, tokens * topk).reshape(tokens, topk) & np.uint32(2**24 - 1)
-    gates_TK = bits_TK.astype(np.float32) * np.float32(2**-24) * np.float32(0.5) + np.float32(0.5)
+    gates_TK = bits_TK.astype(np.float32) * np.float32(2**-25) + np.float32(0.5)
     return chosen_TK, gates_TK / gates_TK.sum(axis=1, keepdims=True)
 
 

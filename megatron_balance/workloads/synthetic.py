@@ -3,9 +3,6 @@
 The same tokens choose the same experts however they are split over ranks.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron_balance.workloads import imbalance
@@ -19,17 +16,19 @@ ROTATION = 10
 BURST = (8, 2)
 """Period of burst in steps, and the number of steps at its end that are bursts."""
 
+WORKLOADS = {
+    "balanced": "experts in turn, so that loads differ by at most one token",
+    "hot_experts": "hot are neighboring experts, a sixteenth of all; each gets twice as many tokens as the next",
+    "hot_rank": "hot is an aligned sixteenth of the experts, in equal parts, which is on few ranks",
+    "spread_hot_experts": "hot is every eighth expert, so that many ranks have one",
+    "ragged_sources": "hot_experts for the first quarter of the tokens, which few source ranks hold; even for the rest",
+    "zero_load": "no tokens for the upper half of the experts, and thus for whole ranks, as far as topk allows",
+    "rotating_hotspot": "like hot_rank, but with other hot experts after every ROTATION steps",
+    "burst": "even, with short bursts of hot_experts",
+}
 
-class _Request(NamedTuple):
-    """Arguments of a workload."""
-
-    num_experts: int
-    topk: int
-    index_T: np.ndarray
-    """Indices of the tokens among all tokens of the step, int64."""
-    total_tokens: int
-    seed: int
-    step: int
+NAMES = (*WORKLOADS, *imbalance.WORKLOADS)
+"""Every workload: ours, and those of Megatron-LM's benchmark."""
 
 
 def workload_choices(
@@ -49,11 +48,30 @@ def workload_choices(
         raise ValueError(f"--moe-router-force-workload {workload}: choose from {', '.join(NAMES)}")
     if not 1 <= topk <= num_experts:
         raise ValueError(f"--moe-router-topk {topk}: must be between 1 and --num-experts {num_experts}")
-    index_T = np.arange(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, range) else tokens
-    request = _Request(num_experts, topk, index_T.astype(np.int64), total_tokens, seed, step)
+    index_T = np.asarray(tokens, dtype=np.int64)
     if workload in imbalance.WORKLOADS:
-        return imbalance.choices(workload, **request._asdict())
-    return WORKLOADS[workload](request)
+        return imbalance.choices(
+            workload,
+            num_experts=num_experts,
+            topk=topk,
+            index_T=index_T,
+            total_tokens=total_tokens,
+            seed=seed,
+            step=step,
+        )
+
+    def draw(workload: str) -> np.ndarray:
+        return _draw(_weights(workload, num_experts, topk, seed, step), topk, index_T, seed * 1_000_003 + step)
+
+    if workload == "balanced":
+        start = _random_expert(step, seed, num_experts)
+        return (start + index_T[:, None] * topk + np.arange(topk)) % num_experts
+    if workload == "ragged_sources":
+        return np.where((index_T * 4 < total_tokens)[:, None], draw("hot_experts"), draw("even"))
+    if workload == "burst":
+        period, length = BURST
+        return draw("hot_experts" if step % period >= period - length else "even")
+    return draw(workload)
 
 
 def load_matrix(
@@ -69,103 +87,43 @@ def load_matrix(
     return np.bincount(places_TK.ravel(), minlength=num_ranks * num_experts).reshape(num_ranks, num_experts)
 
 
-def _balanced(request: _Request) -> np.ndarray:
-    """Choose experts in turn, so that loads differ by at most one token."""
-    start = int(_hash(np.array([request.step]), request.seed)[0] % np.uint64(request.num_experts))
-    return (start + request.index_T[:, None] * request.topk + np.arange(request.topk)) % request.num_experts
-
-
-def _hot_experts(request: _Request) -> np.ndarray:
-    """Give half of the choices to neighboring experts, a sixteenth of all; each gets twice as many as the next."""
-    hot = _block(request, _start(request))
-    return _draw(_weights(request.num_experts, hot, 0.5 ** np.arange(len(hot))), request)
-
-
-def _hot_rank(request: _Request) -> np.ndarray:
-    """Give half of the choices, in equal parts, to an aligned sixteenth of the experts, which are on few ranks."""
-    size = max(request.topk, request.num_experts // 16)
-    hot = _block(request, _start(request) // size * size)
-    return _draw(_weights(request.num_experts, hot, np.ones(len(hot))), request)
-
-
-def _spread_hot_experts(request: _Request) -> np.ndarray:
-    """Make every eighth expert hot, so that many ranks have one."""
-    hot = np.arange(_start(request) % 8, request.num_experts, 8)
-    return _draw(_weights(request.num_experts, hot, np.ones(len(hot))), request)
-
-
-def _ragged_sources(request: _Request) -> np.ndarray:
-    """Route the first quarter of the tokens, which few source ranks hold, to hot experts, and the rest evenly."""
-    hot_TK = _hot_experts(request)
-    even_TK = _draw(np.ones(request.num_experts), request)
-    return np.where((request.index_T * 4 < request.total_tokens)[:, None], hot_TK, even_TK)
-
-
-def _zero_load(request: _Request) -> np.ndarray:
-    """Give no tokens to the upper half of the experts, and thus to whole ranks, as far as topk allows."""
-    return _draw(np.ones(max(request.topk, (request.num_experts + 1) // 2)), request)
-
-
-def _rotating_hotspot(request: _Request) -> np.ndarray:
-    """Like hot_rank, but with other hot experts after every ROTATION steps."""
-    size = max(request.topk, request.num_experts // 16)
-    hot = _block(request, _start(request) + request.step // ROTATION * size)
-    return _draw(_weights(request.num_experts, hot, np.ones(len(hot))), request)
-
-
-def _burst(request: _Request) -> np.ndarray:
-    """Route evenly, with short bursts of hot_experts."""
-    period, length = BURST
-    if request.step % period >= period - length:
-        return _hot_experts(request)
-    return _draw(np.ones(request.num_experts), request)
-
-
-WORKLOADS: dict[str, Callable[[_Request], np.ndarray]] = {
-    "balanced": _balanced,
-    "hot_experts": _hot_experts,
-    "hot_rank": _hot_rank,
-    "spread_hot_experts": _spread_hot_experts,
-    "ragged_sources": _ragged_sources,
-    "zero_load": _zero_load,
-    "rotating_hotspot": _rotating_hotspot,
-    "burst": _burst,
-}
-
-NAMES = (*WORKLOADS, *imbalance.WORKLOADS)
-"""Every workload: ours, and those of Megatron-LM's benchmark."""
-
-
-def _start(request: _Request) -> int:
-    """Return the first hot expert, which depends only on the seed."""
-    return int(_hash(np.array([0]), request.seed)[0] % np.uint64(request.num_experts))
-
-
-def _block(request: _Request, start: int) -> np.ndarray:
-    """Return neighboring experts: a sixteenth of all, but at least topk."""
-    return (start + np.arange(max(request.topk, request.num_experts // 16))) % request.num_experts
-
-
-def _weights(num_experts: int, hot: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Return the probability of each expert, [E]; the hot ones together have HOT_SHARE."""
+def _weights(workload: str, num_experts: int, topk: int, seed: int, step: int) -> np.ndarray:
+    """Return the relative probability of each expert, [E]; the hot ones together have HOT_SHARE."""
+    if workload == "even":
+        return np.ones(num_experts)
+    if workload == "zero_load":
+        return np.ones(max(topk, (num_experts + 1) // 2))
+    start = _random_expert(0, seed, num_experts)
+    size = max(topk, num_experts // 16)
+    shares = np.ones(size)
+    if workload == "spread_hot_experts":
+        hot = np.arange(start % 8, num_experts, 8)
+        shares = np.ones(len(hot))
+    elif workload == "hot_experts":
+        hot = start + np.arange(size)
+        shares = 0.5 ** np.arange(size)
+    elif workload == "hot_rank":
+        hot = start // size * size + np.arange(size)
+    else:
+        hot = start + step // ROTATION * size + np.arange(size)
     if len(hot) >= num_experts:
         return np.ones(num_experts)
     weights_E = np.full(num_experts, (1 - HOT_SHARE) / (num_experts - len(hot)))
-    weights_E[hot] = HOT_SHARE * shares / shares.sum()
+    weights_E[hot % num_experts] = HOT_SHARE * shares / shares.sum()
     return weights_E
 
 
-def _draw(weights: np.ndarray, request: _Request) -> np.ndarray:
+def _random_expert(index: int, seed: int, num_experts: int) -> int:
+    return int(_hash(np.array([index]), seed)[0] % np.uint64(num_experts))
+
+
+def _draw(weights_E: np.ndarray, topk: int, index_T: np.ndarray, seed: int) -> np.ndarray:
     """Draw K different experts for each token without replacement, by weight, [T, K]."""
-    topk = request.topk
-    index_T = request.index_T
     # Integers, because with rounding errors an expert could be drawn twice
-    shares_E = np.maximum(1, np.round(weights / weights.sum() * 2**40)).astype(np.int64)
+    shares_E = np.maximum(1, np.round(weights_E / weights_E.sum() * 2**40)).astype(np.int64)
     ends_E = shares_E.cumsum()
     salts_K = _hash(np.arange(topk, dtype=np.int64), 1)
-    random_TK = (
-        _hash(_hash(index_T, request.seed * 1_000_003 + request.step)[:, None] ^ salts_K, 0) >> np.uint64(1)
-    ).astype(np.int64)
+    random_TK = (_hash(_hash(index_T, seed)[:, None] ^ salts_K, 0) >> np.uint64(1)).astype(np.int64)
     chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
     for choice in range(topk):
         before_TK = np.sort(chosen_TK[:, :choice], axis=1)
