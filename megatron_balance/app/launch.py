@@ -88,7 +88,8 @@ def pretrain(argv: list[str]) -> None:
                 watching(run) as watch,
             ):
                 after_step = functools.partial(_each, (record, watch))
-                train(run, log, checkpoints=checkpoints, stopping=stopping, after_step=after_step)
+                save = None if checkpoints is None else checkpoints.after_step
+                train(run, log, save=save, stopping=stopping, after_step=after_step)
                 if recorder is not None and run.progress.iteration > resumed_at:
                     log.message(recorder.table(run.groups))
         _finish_together()

@@ -92,15 +92,11 @@ def measure(
 
     Args:
         job: the default process group, whose ranks have to create all sub-groups together.
-        node_size: expert-parallel ranks on one node.
-        passes: returns the forward and backward pass of this rank's experts over a number of tokens.
+        node_size, passes, dtype, shares, codecs: as in GroupBench.
         tokens: at least four numbers of tokens per rank to time the passes with.
         device: device of the messages.
-        dtype: data type of the messages.
         sizes_bytes: at least four sizes of messages.
         repeats: number of measurements in each pass; their `middle` counts.
-        shares: share of each tensor in the weights of an expert.
-        codecs: by the codec's name, a function that returns compression and decompression of a number of rows.
         log: receives a line of progress per collective; None on ranks that do not log.
 
     Raises:

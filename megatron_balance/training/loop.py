@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,6 @@ from megatron_balance.training.logging import RunLog, moe_layer_pattern
 from megatron_balance.training.objective import Objective
 from megatron_balance.training.progress import Queued, Reports, StepReport
 from megatron_balance.training.run import Run
-
-
-class Saver(Protocol):
-    """The interface of checkpoints that the loop uses."""
-
-    def after_step(self, last: bool) -> None:
-        """Save if a checkpoint is due; every rank calls this after each iteration.
-
-        Args:
-            last: whether this is the last iteration.
-        """
-        ...
 
 
 class Stopping:
@@ -96,7 +84,7 @@ def train(
     run: Run,
     log: RunLog,
     *,
-    checkpoints: Saver | None = None,
+    save: Callable[[bool], None] | None = None,
     stopping: Stopping | None = None,
     after_step: Callable[[StepReport], None] | None = None,
 ) -> None:
@@ -104,6 +92,7 @@ def train(
 
     Args:
         run: may be resumed; training continues after its `progress`.
+        save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
         after_step: called after every iteration, with a report that may lack what the device has not finished.
     """
     settings = run.config.train
@@ -133,9 +122,9 @@ def train(
         reason = stopping.reason(progress.iteration)
         for report in reports.wait() if reason is not None else ():
             log.step(report, progress)
-        if checkpoints is not None:
+        if save is not None:
             run.position.enter("checkpoint")
-            checkpoints.after_step(last=last or reason is not None)
+            save(last or reason is not None)
         if reason is not None:
             log.message(f"exiting at iteration {progress.iteration} ({reason})")
             return
@@ -294,18 +283,16 @@ def _timed(config: RunConfig, name: str) -> Iterator[None]:
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
     """Run all microbatches and return this rank's losses of each; empty except on the last pipeline stage."""
     config = run.config.transformer
-    stages = run.groups.pp.size()
-    chunks: list[torch.nn.Module] = [*run.model]
-    single = len(chunks) == 1
+    single = len(run.model) == 1
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
         return forward_step(data, model, run.objective, config.timers)
 
-    return get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)(
+    return get_forward_backward_func(run.groups.pp.size(), config.virtual_pipeline_model_parallel_size)(
         forward_step_func=counted_forward_step,
         data_iterator=data[0] if single else data,
-        model=chunks[0] if single else chunks,
+        model=run.model[0] if single else [*run.model],
         num_microbatches=microbatches,
         seq_length=run.config.model.seq_length,
         micro_batch_size=run.config.train.micro_batch_size,

@@ -81,10 +81,8 @@ class Objective:
         """Begin an iteration; the caller takes its microbatches from the returned iterators. Every rank calls this."""
         if not self.config.calculate_per_token_loss or not (self.depths or self.router_losses):
             return data
-        device = torch.cuda.current_device()
-        tokens = torch.zeros(1 + self.depths, device=device)
-        last = is_pp_last_stage(self.groups.pp)
-        if last:
+        tokens = torch.zeros(1 + self.depths, device=torch.cuda.current_device())
+        if is_pp_last_stage(self.groups.pp):
             batches = list(islice(data[-1], microbatches))
             for batch in batches:
                 masks = [batch["loss_mask"], *(batch[prediction_mask(depth)] for depth in range(1, 1 + self.depths))]
@@ -93,7 +91,8 @@ class Objective:
             data = [*data[:-1], iter(batches)]
         if self.groups.pp.size() > 1:
             dist.broadcast(tokens, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
-        self.tokens, self.per_microbatch = tokens, tokens[0] / (microbatches * self.groups.dp.size())
+        self.tokens = tokens
+        self.per_microbatch = tokens[0] / (microbatches * self.groups.dp.size())
         return data
 
     def router_weight(self, _: torch.Tensor | int) -> torch.Tensor:
@@ -129,15 +128,14 @@ class Objective:
         """
         if not self.router_losses:
             return {}, {}
-        values_NL = take_losses(self.router_losses, len(layers))
+        # [losses, layers]
+        values = take_losses(self.router_losses, len(layers))
         # Also stages without MoE layers take part, and so log the same
-        dist.all_reduce(values_NL, group=self.groups.pp)
-        dist.all_reduce(values_NL, group=self.routed.tp_dp_cp)
-        values_NL /= microbatches * self.groups.dp.size()
-        means_N = values_NL.sum(1) / max(1, sum(layers))
-        return dict(zip(self.router_losses, means_N, strict=True)), dict(
-            zip(self.router_losses, values_NL, strict=True)
-        )
+        dist.all_reduce(values, group=self.groups.pp)
+        dist.all_reduce(values, group=self.routed.tp_dp_cp)
+        values /= microbatches * self.groups.dp.size()
+        means = values.sum(1) / max(1, sum(layers))
+        return dict(zip(self.router_losses, means, strict=True)), dict(zip(self.router_losses, values, strict=True))
 
     def _prediction_weight(self, depth: int, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
         """Return the factor of a microbatch's summed loss at `depth`, given its number of unmasked `tokens`."""

@@ -119,10 +119,6 @@ def _fields(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, gathere
     yield from (Field(slot_size, kept, tensor.view(-1)) for tensor in state)
 
 
-def _main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter.main_param  # pyright: ignore[reportAttributeAccessIssue]  # set by megatron-core's optimizers
-
-
 def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[Interval, Sequence[torch.Tensor]]:
     """Return the range of a parameter's elements that this rank steps, and its main parameter and optimizer state."""
     half = parameter.dtype in HALF
@@ -136,7 +132,7 @@ def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> 
             main = part.optimizer.param_groups[group]["params"][index]
             interval = (kept.start, kept.end)
         else:
-            main = _main_param(parameter) if half else parameter
+            main = parameter.main_param if half else parameter  # pyright: ignore[reportAttributeAccessIssue]
             interval = (0, parameter.numel())
             if all(main is not other for group in part.optimizer.param_groups for other in group["params"]):
                 continue

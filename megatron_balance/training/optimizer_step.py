@@ -6,7 +6,7 @@ and reads them together. So it computes the norm first, and hands it to the step
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def squared_norms(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
         return []
     whole: Any = optimizer
     whole.prepare_grads()
-    return [_squared_norm(_all(_gradients, some), group) for some, group in _together(optimizer)]
+    return [_squared_norm(_gradients(parts), group) for parts, group in _together(optimizer)]
 
 
 @torch.no_grad()
@@ -42,7 +42,9 @@ def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     All ranks call this after `squared_norms`. It does not wait for the device. Clipping, which follows, keeps zeros. If
     losses are scaled, it does nothing and returns nothing.
     """
-    return [] if scales_losses(optimizer) else [_zeros(*part) for part in _together(optimizer)]
+    return (
+        [] if scales_losses(optimizer) else [_zeros(_gradients(parts), group) for parts, group in _together(optimizer)]
+    )
 
 
 @torch.no_grad()
@@ -51,7 +53,7 @@ def squared_parameter_norms(optimizer: MegatronOptimizer) -> torch.Tensor:
 
     It does not wait for the device. In half precision, these are the main parameters.
     """
-    return torch.cat([_squared_norm(_all(_parameters, some), group) for some, group in _together(optimizer)])
+    return torch.cat([_squared_norm(_parameters(parts), group) for parts, group in _together(optimizer)])
 
 
 def step(
@@ -95,33 +97,32 @@ def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.Proces
     return [(some, some[0].get_grad_stats_parallel_group()) for some in together]
 
 
-def _all(tensors: Callable[[Any], list[torch.Tensor]], parts: Sequence[Any]) -> list[torch.Tensor]:
-    return [tensor for part in parts for tensor in tensors(part)]
-
-
-def _parameters(part: Any) -> list[torch.Tensor]:
+def _parameters(parts: Sequence[Any]) -> list[torch.Tensor]:
     """Return the parameters that count on this rank, by the rule for gradients."""
     # Since 0.19, megatron-core distinguishes the groups that hold copies of experts
     names = ("tp_group", "expert_tp_group")
-    groups = {name: getattr(part, name) for name in names if hasattr(part, name)}
     return [
         parameter.detach()
+        for part in parts
         for parameter in part.get_parameters()
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, **groups)
+        if param_is_not_shared(parameter)
+        and param_is_not_tensor_parallel_duplicate(
+            parameter, **{name: getattr(part, name) for name in names if hasattr(part, name)}
+        )
     ]
 
 
-def _gradients(part: Any) -> list[torch.Tensor]:
+def _gradients(parts: Sequence[Any]) -> list[torch.Tensor]:
     """Return the gradients that count on this rank; since 0.19, megatron-core can leave some out of the norm."""
-    if hasattr(part, "get_grads_for_grad_norm"):
-        return part.get_grads_for_grad_norm()
-    return part.get_main_grads_for_grad_norm()
+    newer = hasattr(parts[0], "get_grads_for_grad_norm")
+    name = "get_grads_for_grad_norm" if newer else "get_main_grads_for_grad_norm"
+    return [gradient for part in parts for gradient in getattr(part, name)()]
 
 
-def _zeros(parts: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor:
+def _zeros(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the number [1] of zeros in all ranks' gradients, as `clip_grads.count_zeros_fp32` counts them."""
     total = torch.zeros(1, device=torch.cuda.current_device())
-    for gradient in _all(_gradients, parts):
+    for gradient in gradients:
         total += gradient.numel() - torch.count_nonzero(gradient)
     dist.all_reduce(total, group=group)
     return total
