@@ -81,28 +81,26 @@ def test_too_few_samples(total: int, consumed: int) -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        (["a"], (["a"], None)),
-        (["a", "b"], (["a", "b"], None)),
-        (["a", "b", "c"], (["a", "b", "c"], None)),
-        (["0.3", "a", "0.7", "b"], (["a", "b"], [0.3, 0.7])),
-        (["1", "a"], (["a"], [1.0])),
-        (["1e-1", "a", "2", "7"], (["a", "7"], [0.1, 2.0])),
-        (["7"], (["7"], None)),
+        ("a", (["a"], None)),
+        ("a b", (["a", "b"], None)),
+        ("a b c", (["a", "b", "c"], None)),
+        ("0.3 a 0.7 b", (["a", "b"], [0.3, 0.7])),
+        ("1 a", (["a"], [1.0])),
+        ("1e-1 a 2 7", (["a", "7"], [0.1, 2.0])),
+        ("7", (["7"], None)),
+        ("0.3 a 0.7", "--valid-data-path 0.3 a 0.7: give `weight prefix` pairs, or prefixes only"),
+        *(
+            (f"{weight} a 1 b", f"--valid-data-path {weight} a 1 b: give weights")
+            for weight in ("0", "-1", "nan", "inf")
+        ),
     ],
 )
-def test_blend(paths: list[str], expected: tuple[list[str], list[float] | None]) -> None:
-    assert parse_blend(paths) == expected
-
-
-def test_blend_with_a_weight_too_many() -> None:
-    with pytest.raises(ValueError, match=r"0.3 a 0.7: give `weight prefix` pairs, or prefixes only"):
-        parse_blend(["0.3", "a", "0.7"])
-
-
-@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
-def test_blend_with_a_weight_that_is_none(weight: str) -> None:
-    with pytest.raises(ValueError, match=f"--valid-data-path {weight} a 1 b: give weights above 0"):
-        parse_blend([weight, "a", "1", "b"], "--valid-data-path")
+def test_blend(paths: str, expected: tuple[list[str], list[float] | None] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            parse_blend(paths.split(), "--valid-data-path")
+    else:
+        assert parse_blend(paths.split()) == expected
 
 
 @pytest.mark.parametrize(

@@ -98,46 +98,68 @@ def test_log_line(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None
     assert fields(lines[0])["loss"] == "6.250000E+00"
 
 
-def test_line_is_due_every_log_interval(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [report(iteration, loss=float(iteration)) for iteration in range(1, 6)]
-    lines = [fields(line) for line in printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)]
-    assert [int(line["iteration"]) for line in lines] == [2, 4]
-    assert [float(line["loss"]) for line in lines] == [1.5, 3.5]
-
-
-def test_times_are_averaged(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [report(1, seconds=0.1), report(2, seconds=0.3)]
-    (line,) = printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)
-    assert fields(line)["milliseconds"] == "200.0"
-
-
-def test_skipped_iterations_do_not_count_into_losses(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(run_config(), 5, 128)
-    progress = Progress(skipped_iterations=1)
-    reports = [report(1, loss=float("nan"), skipped=True), report(2, loss=4.0)]
-    (line,) = printed(log, reports, progress, capsys)
-    assert (float(fields(line)["loss"]), int(fields(line)["skipped"])) == (4.0, 1)
-    (line,) = printed(log, [report(3, skipped=True), report(4, skipped=True)], progress, capsys)
-    assert (float(fields(line)["loss"]), int(fields(line)["skipped"])) == (0.0, 0)
-
-
-def test_nan_iterations(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [report(1), report(2, loss=float("nan"))]
-    (line,) = printed(RunLog(run_config(), 5, 128), reports, Progress(nan_iterations=1), capsys)
-    assert (fields(line)["nan"], fields(line)["loss"]) == ("  1", "NAN")
-
-
-def test_no_grad_norm_and_no_auxiliary_loss(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    one = report(2, grad_norm=None, losses={"lm loss": 2.0})
-    (line,) = printed(RunLog(run_config(), 5, 128), [one], Progress(), capsys)
-    assert fields(line)["norm"] is None and fields(line)["balance"] is None
-
-
 def balance(**changes: float) -> LayerReport:
     """Return the report of a layer that balancing improved."""
     numbers = dict.fromkeys(LayerReport._fields, 0.0)
     numbers |= {"ratio_before": 2.5, "ratio_after": 1.25, "rb": 4.0, "hosts_added": 3.0, "plan_seconds": 2e-4}
     return LayerReport(**(numbers | {"trans_bytes": 4e6, "agg_bytes": 2e6} | changes))
+
+
+NAN = float("nan")
+IDLE = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
+LINES: dict[str, tuple[str, list[StepReport], Progress, list[dict[str, str | None]]]] = {
+    "due every log interval": (
+        "",
+        [report(iteration, loss=float(iteration)) for iteration in range(1, 6)],
+        Progress(),
+        [{"iteration": f"{last:8d}", "loss": f"{last - 0.5:.6E}"} for last in (2, 4)],
+    ),
+    "times are averaged": (
+        "",
+        [report(1, seconds=0.1), report(2, seconds=0.3)],
+        Progress(),
+        [{"milliseconds": "200.0"}],
+    ),
+    "skipped iterations do not count into losses": (
+        "",
+        [report(1, NAN, skipped=True), report(2, 4.0), report(3, skipped=True), report(4, skipped=True)],
+        Progress(skipped_iterations=1),
+        [{"loss": f"{4:.6E}", "skipped": "  1"}, {"loss": f"{0:.6E}", "skipped": "  0"}],
+    ),
+    "nan iterations": ("", [report(1), report(2, NAN)], Progress(nan_iterations=1), [{"nan": "  1", "loss": "NAN"}]),
+    "no norm and no auxiliary loss": (
+        "",
+        [report(2, grad_norm=None, losses={"lm loss": 2.0})],
+        Progress(),
+        [{"norm": None, "balance": None}],
+    ),
+    # The report of the second iteration averages two of them, that of the fifth three
+    "balance of iterations without a report": (
+        "--log-interval 5",
+        [
+            report(1),
+            report(2, balance={1: balance(hosts_added=1.0, experts_moved=5.0)}),
+            *(report(3), report(4)),
+            report(5, balance={1: balance(hosts_added=6.0, ratio_before=3.5)}),
+        ],
+        Progress(),
+        [{"before": "3.00", "hosts": "4", "moved": "2"}],
+    ),
+    "balance that did nothing": (
+        "",
+        [report(n, balance={2: IDLE}) for n in (1, 2)],
+        Progress(),
+        [{"before": "2.50", "after": "2.50", "hosts": "0", "megabytes": "0.0"}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "reports", "progress", "expected"), LINES.values(), ids=LINES)
+def test_fields(
+    single_rank: None, capsys: pytest.CaptureFixture[str], flags: str, reports: list, progress: Progress, expected: list
+) -> None:
+    found = [fields(line) for line in printed(RunLog(run_config(flags), 5, 128), reports, progress, capsys)]
+    assert [{name: line[name] for name in one} for line, one in zip(found, expected, strict=True)] == expected
 
 
 def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,22 +182,6 @@ def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.
     names = ("before", "after", "hosts", "moved", "plan", "megabytes")
     assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "6.5", "1", "0.4", "12.0"]
     assert [fields(without)[name] for name in names] == [None] * 6
-
-
-def test_balance_of_iterations_without_a_report(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of the second iteration averages two of them, that of the fifth three."""
-    reports = [report(iteration) for iteration in range(1, 6)]
-    reports[1] = report(2, balance={1: balance(hosts_added=1.0, experts_moved=5.0)})
-    reports[4] = report(5, balance={1: balance(hosts_added=6.0, ratio_before=3.5)})
-    (line,) = printed(RunLog(run_config("--log-interval 5"), 5, 128), reports, Progress(), capsys)
-    assert [fields(line)[name] for name in ("before", "hosts", "moved")] == ["3.00", "4", "2"]
-
-
-def test_balance_that_did_nothing_is_told_from_none(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    idle = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
-    (line,) = printed(RunLog(run_config(), 5, 128), [report(n, balance={2: idle}) for n in (1, 2)], Progress(), capsys)
-    read = fields(line)
-    assert (read["before"], read["after"], read["hosts"], read["megabytes"]) == ("2.50", "2.50", "0", "0.0")
 
 
 def test_throughput(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:

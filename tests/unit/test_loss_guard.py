@@ -32,37 +32,23 @@ def steady(spikes: SpikyLoss, count: int = SpikyLoss.WINDOW) -> SpikyLoss:
     return spikes
 
 
-@pytest.mark.parametrize(("loss", "spiky"), [(3.4, False), (3.6, True), (1.0, False), (NAN, False), (INF, False)])
-def test_loss_is_spiky_far_above_the_ones_before(loss: float, spiky: bool) -> None:
-    assert (steady(SpikyLoss()).describe(loss) is not None) == spiky
-
-
-def test_spike_is_described() -> None:
+def test_loss_is_spiky_far_above_the_ones_before() -> None:
+    for loss, spiky in ((3.4, False), (3.6, True), (1.0, False), (NAN, False), (INF, False)):
+        assert (steady(SpikyLoss()).describe(loss) is not None) == spiky
     text = steady(SpikyLoss()).describe(9.0)
     assert text == "9.000000E+00, after 2.500000E+00 +- 1.0E-01 in the 100 iterations before"
+    assert steady(SpikyLoss(), SpikyLoss.WINDOW - 1).describe(9.0) is None, "the window is not full"
 
 
-def test_no_loss_is_spiky_before_the_window_is_full() -> None:
-    assert steady(SpikyLoss(), SpikyLoss.WINDOW - 1).describe(9.0) is None
-
-
-def test_a_loss_that_stays_high_is_not_reported_for_ever() -> None:
+def test_what_counts_into_the_statistics() -> None:
     spikes = steady(SpikyLoss())
     assert [spikes.describe(5.0) is not None for _ in range(5)] == [True, False, False, False, False]
-
-
-def test_a_constant_loss_may_rise_by_a_hair() -> None:
-    spikes = SpikyLoss()
+    constant = SpikyLoss()
     for _ in range(SpikyLoss.WINDOW):
-        spikes.describe(2.0)
-    assert spikes.describe(2.01) is None
-    assert spikes.describe(2.1) is not None
-
-
-def test_bad_losses_do_not_count_into_the_statistics() -> None:
+        constant.describe(2.0)
+    assert constant.describe(2.01) is None and constant.describe(2.1) is not None
     spikes = steady(SpikyLoss())
-    assert spikes.describe(NAN) is None
-    assert spikes.describe(3.6) is not None
+    assert spikes.describe(NAN) is None and spikes.describe(3.6) is not None
 
 
 def report(loss: float = 2.5, **changes: object) -> StepReport:
@@ -186,6 +172,10 @@ def test_first_bad_output_is_found_in_its_microbatch() -> None:
     assert finding == Finding((2, 0, 1, 3), "decoder.layers.5 turns finite inputs into Inf (microbatch 2)")
     chunk.model(torch.full((2,), NAN))
     assert found == [finding]
+    chunk = SearchedChunk((0, 0), Stack(2.0, 3.0))
+    with first_bad_output([chunk]) as found:
+        chunk.model(torch.ones(2))
+    assert found == []
 
 
 class Experts(GroupedExperts):
@@ -218,13 +208,6 @@ def test_rows_of_no_expert_accuse_nobody(sizes: tuple[int, int], expected: list[
     with first_bad_output([SearchedChunk((0, 0), stack)]) as found:
         experts(rows_RH, torch.tensor(sizes), torch.ones(8))
     assert [finding.text.split(" turns")[0] for finding in found] == expected
-
-
-def test_every_output_finite() -> None:
-    chunk = SearchedChunk((0, 0), Stack(2.0, 3.0))
-    with first_bad_output([chunk]) as found:
-        chunk.model(torch.ones(2))
-    assert found == []
 
 
 def test_layers_are_numbered_over_the_whole_model() -> None:

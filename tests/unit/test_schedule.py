@@ -96,13 +96,8 @@ def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> 
 def test_run_length_examples(
     train_iters: int | None, train_samples: int | None, ramp: list[int] | None, expected: Length
 ) -> None:
-    train = TrainConfig(
-        micro_batch_size=2,
-        global_batch_size=8,
-        rampup_batch_size=ramp,
-        train_iters=train_iters,
-        train_samples=train_samples,
-    )
+    length = {"train_iters": train_iters, "train_samples": train_samples}
+    train = TrainConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=ramp, **length)
     assert run_length(train, data_parallel_size=2) == expected
 
 
