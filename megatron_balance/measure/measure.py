@@ -184,8 +184,8 @@ def fit_profile(
     """
     report = log or (lambda line: None)
     coding = {name: functools.partial(bench.code, name, tokens) for name in bench.codecs}
-    computing = [functools.partial(bench.compute, tokens), *coding.values()]
-    communication, (experts, *codecs) = _measured(bench, group_kinds(num_ranks, node_size), sizes_bytes, computing)
+    communication = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
+    experts, *codecs = _middles([functools.partial(bench.compute, tokens), *coding.values()], TURNS)
     for collective, lines in communication.links.items():
         report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
     launches = {f" of {kind}": lines for kind, lines in communication.launches.items()}
@@ -283,17 +283,8 @@ def _error(terms: np.ndarray, seconds: list[float]) -> float:
     return float(np.sqrt(np.mean((terms @ seconds - 1) ** 2)))
 
 
-def _measured(
-    bench: GroupBench,
-    kinds: Mapping[str, Members],
-    sizes_bytes: Sequence[int],
-    computation: Sequence[Callable[[], tuple[Sequence, Sequence]]],
-) -> tuple[Communication, list[np.ndarray]]:
-    """Measure each collective among each kind of group, batches of messages, the all-to-alls, and computation.
-
-    Args:
-        computation: functions that return the seconds of two directions.
-    """
+def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> Communication:
+    """Measure each collective among each kind of group, batches of messages, and the all-to-alls."""
     given = loads(sizes_bytes)
     amounts = dict.fromkeys(COLLECTIVES, sizes_bytes) | dict.fromkeys(ROUNDS, given) | {"messages": COUNTS}
     keys = [(name, members) for name in amounts for members in sorted(set(kinds.values()))]
@@ -303,14 +294,13 @@ def _measured(
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: found.line for key, found in batches.items()}
-    communication = Communication(
+    return Communication(
         links={name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
         messages={level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
         launches={name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
         starts={name: batches[name, kinds["ep"]].start for name in ROUNDS},
         all_to_alls={name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
     )
-    return communication, _middles(computation, TURNS)
 
 
 def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
