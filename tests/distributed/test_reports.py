@@ -58,6 +58,13 @@ def test_every_iteration_is_logged_once_and_in_time(ranks, more: str) -> None:
             since = iteration
 
 
+def test_no_stage_evaluates_without_validation_data(ranks) -> None:
+    """The inner stage reads no data, and so has to be told which sets there are."""
+    flags = "--num-layers 3 --pipeline-model-parallel-size 3 --train-iters 2"
+    outcomes = ranks(3).run(logged, f"{flags} --split 100,0,0 --eval-interval 1 --eval-iters 1")
+    assert [len(steps) for steps in outcomes] == [2] * 3
+
+
 def upstreams(flags: str, iterations: int) -> runs.Curve:
     """Train with megatron-core's own step, which computes the norm itself."""
     ours = optimizer_step.scales_losses

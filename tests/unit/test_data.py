@@ -103,21 +103,6 @@ def test_blend(paths: str, expected: tuple[list[str], list[float] | None] | str)
         assert parse_blend(paths.split()) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "divisible_by", "tensor_parallel", "expected"),
-    [
-        (1, 128, 1, 128),
-        (128, 128, 1, 128),
-        (129, 128, 1, 256),
-        (129, 128, 4, 512),
-        (50257, 128, 1, 50304),
-        (5, 1, 1, 5),
-    ],
-)
-def test_padded_vocab_size(size: int, divisible_by: int, tensor_parallel: int, expected: int) -> None:
-    assert padded_vocab_size(size, divisible_by, tensor_parallel) == expected
-
-
 def test_the_padded_size_is_the_wanted_one() -> None:
     assert padded_vocab_size(100, 128, 2, 102) == 102
     for wanted in (98, 101):
