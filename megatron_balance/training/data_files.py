@@ -153,13 +153,20 @@ class Index(NamedTuple):
     def tokens(self) -> int:
         return self.bin_bytes // self.token_type.itemsize
 
-    @property
-    def pointers_at(self) -> int:
-        return _HEADER.size + 4 * self.sequences
-
-    @property
-    def boundaries_at(self) -> int:
-        return self.pointers_at + 8 * self.sequences
+    def numbers(self, column: str, first: int) -> np.ndarray:
+        """Return the next _CHUNK numbers, or those that are left, of `lengths`, `starts` or `boundaries`."""
+        starts_at = _HEADER.size + 4 * self.sequences
+        dtype, offset, total = {
+            "lengths": ("<i4", _HEADER.size, self.sequences),
+            "starts": ("<i8", starts_at, self.sequences),
+            "boundaries": ("<i8", starts_at + 8 * self.sequences, self.boundaries),
+        }[column]
+        count = min(_CHUNK, total - first)
+        # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
+        numbers = np.fromfile(self.path, dtype, count, offset=offset + first * np.dtype(dtype).itemsize)
+        if len(numbers) != count:
+            raise ValueError("became shorter while it was read")
+        return numbers
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
@@ -302,13 +309,12 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
         raise ValueError(f"has tokens of type {code}, which is not an integer type")
     if not sequences or not boundaries or not bin_bytes:
         raise ValueError(f"has {sequences} sequences, {boundaries} document boundaries and {bin_bytes} bytes of tokens")
-    index = Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
-    expected = index.boundaries_at + 8 * boundaries
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
     # Multimodal data have one more byte for every sequence
     if size not in (expected, expected + sequences):
         counts = f"{sequences} sequences and {boundaries} document boundaries"
         raise ValueError(f"has {size} bytes, {counts} take {expected}")
-    return index
+    return Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
 
 
 def _check_sequences(index: Index) -> None:
@@ -316,9 +322,8 @@ def _check_sequences(index: Index) -> None:
     token_bytes = index.token_type.itemsize
     previous = tokens = 0
     for first in range(0, index.sequences, _CHUNK):
-        count = min(_CHUNK, index.sequences - first)
-        lengths = _numbers(index.path, "<i4", count, _HEADER.size + 4 * first)
-        starts = _numbers(index.path, "<i8", count, index.pointers_at + 8 * first)
+        lengths = index.numbers("lengths", first)
+        starts = index.numbers("starts", first)
         _check_order(starts, previous, first, limit=index.bin_bytes, text="sequence {} starts at byte {}")
         _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
         _refuse(starts & (token_bytes - 1) != 0, first, "sequence {} starts at byte {}, inside a token", starts)
@@ -333,10 +338,9 @@ def _check_sequences(index: Index) -> None:
 
 def _check_end(index: Index, path: str) -> None:
     """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
-    last = index.sequences - 1
-    (start,) = _numbers(index.path, "<i8", 1, index.pointers_at + 8 * last)
-    (length,) = _numbers(index.path, "<i4", 1, _HEADER.size + 4 * last)
-    end = int(start) + int(length) * index.token_type.itemsize
+    (start,) = index.numbers("starts", index.sequences - 1).tolist()
+    (length,) = index.numbers("lengths", index.sequences - 1).tolist()
+    end = start + length * index.token_type.itemsize
     if end > index.bin_bytes:
         raise ValueError(
             f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
@@ -348,8 +352,7 @@ def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
     for first in range(0, index.boundaries, _CHUNK):
-        count = min(_CHUNK, index.boundaries - first)
-        boundaries = _numbers(index.path, "<i8", count, index.boundaries_at + 8 * first)
+        boundaries = index.numbers("boundaries", first)
         if first == 0 and boundaries[0] != 0:
             raise ValueError(f"document 0 starts at sequence {boundaries[0]}")
         _check_order(boundaries, previous, first, limit=index.sequences, text="document {} starts at sequence {}")
@@ -363,14 +366,6 @@ def _check_order(numbers: np.ndarray, previous: int, first: int, *, limit: int, 
     before = np.concatenate(([previous], numbers[:-1]))
     _refuse(numbers < before, first, text + ", after one that starts at {}", numbers, before)
     _refuse(numbers > limit, first, text + f" of {limit}", numbers)
-
-
-def _numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
-    # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
-    numbers = np.fromfile(path, dtype, count, offset=offset)
-    if len(numbers) != count:
-        raise ValueError("became shorter while it was read")
-    return numbers
 
 
 def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:

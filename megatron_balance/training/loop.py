@@ -175,7 +175,9 @@ def queue_step(run: Run, read: bool = True) -> Queued:
     fault = run.guard.fault(losses, repeat) if known.bad else None
 
     # Phase 4: change the weights
-    stepped, grad_norm, num_zeros = False, None, None
+    stepped = False
+    grad_norm = None
+    num_zeros = None
     with record_function("optimizer"), _timed(run.config, "optimizer"):
         if fault is None:
             stepped, grad_norm, num_zeros = optimizer_step.step(run.optimizer, known.squared_norms, known.zeros)
