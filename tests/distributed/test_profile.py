@@ -234,7 +234,7 @@ def measuring_quickly() -> Iterator[None]:
 
 def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     """Return a profile with the project's own experts, and whether the random state is unchanged."""
-    config = parse_args(f"{BASE} --expert-model-parallel-size 4 {flags}".split(), Machine.here(4)).config
+    config = parse_args(f"{BASE} {flags}".split(), Machine.here(4)).config
     groups = build_groups(config.transformer, seed=7)
     before = torch.get_rng_state()
     with measuring_quickly():
@@ -242,28 +242,19 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
     return profile, torch.equal(before, torch.get_rng_state())
 
 
-def measure_in_shards(more: str = "") -> ClusterProfile:
-    flags = f"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear {more}"
-    config = parse_args(f"{BASE} --expert-model-parallel-size 2 {flags}".split(), Machine.here(4)).config
-    groups = build_groups(config.transformer, seed=7)
-    with measuring_quickly():
-        return measure_cluster(config, groups, 2)
-
-
-def test_shards_and_tensor_parallel_ranks_are_measured(ranks, tmp_path: Path) -> None:
-    profile, *others = ranks(4).run(measure_in_shards)
-    assert others == [profile] * 3 and profile.parallel is not None
-    mp, esp, *lines = profile.parallel
-    assert (mp, esp) == (2, 2) and len(lines) == 5 and all(line.alpha + line.beta > 0 for line in lines)
+@pytest.mark.parametrize(
+    ("more", "shape", "lines"), [("", (2, 2), [True] * 5), ("--sequence-parallel", (1, 2), [True] * 2 + [False] * 3)]
+)
+def test_shards_and_tensor_parallel_ranks_are_measured(
+    ranks, tmp_path: Path, more: str, shape: tuple[int, int], lines: list[bool]
+) -> None:
+    flags = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    (profile, _), *others = ranks(4).run(measure_the_runs_experts, f"{flags} --disable-bias-linear {more}")
+    assert [other for other, _ in others] == [profile] * 3 and profile.parallel is not None
+    assert profile.parallel[:2] == shape
+    assert [line is not None and line.alpha + line.beta > 0 for line in profile.parallel[2:]] == lines
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 2, 2) == profile
-
-
-def test_shards_of_ranks_with_different_tokens_are_measured(ranks) -> None:
-    profile = ranks(4).run(measure_in_shards, "--sequence-parallel")[0]
-    assert profile.parallel is not None and profile.parallel[:2] == (1, 2)
-    present = [line is not None and line.alpha + line.beta > 0 for line in profile.parallel[2:]]
-    assert present == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +270,7 @@ def test_shards_of_ranks_with_different_tokens_are_measured(ranks) -> None:
     ],
 )
 def test_the_projects_experts_are_measured_and_left_alone(ranks, flags: str) -> None:
-    results = ranks(4).run(measure_the_runs_experts, flags)
+    results = ranks(4).run(measure_the_runs_experts, f"--expert-model-parallel-size 4 {flags}")
     assert all(untouched for _, untouched in results)
     profile = results[0][0]
     assert [other for other, _ in results] == [profile] * 4
