@@ -10,7 +10,6 @@ import importlib
 import inspect
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import queue
 import signal
@@ -80,14 +79,12 @@ class ShardStrategy(TorchDistSaveShardedStrategy):
         choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(plan).parameters else {}
         return plan(sharded_state_dict, checkpoint_dir, **choice)
 
-    def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: tuple, *_: object
-    ) -> AsyncRequest:
-        return AsyncRequest(None, (writer, planned[1]), [])
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple, *_: object):
+        return AsyncRequest(None, (writer, save_state_dict_ret[1]), [])
 
 
 @dataclass
-class _Part:
+class _FilePart:
     """One file being written."""
 
     path: Path
@@ -112,7 +109,7 @@ class PartWriter:
         self.patience = patience
         self.writer, self.metadata = request.async_fn_args
         self.common = common
-        self.parts: list[_Part] = []
+        self.parts: list[_FilePart] = []
         self.last_growth = time.monotonic()
 
     def start(self) -> None:
@@ -132,16 +129,16 @@ class PartWriter:
         Raises:
             OSError: a writer failed, died or stalled; the message names the file and the reason.
         """
-        waiting = {part.pipe: part for part in self.parts if part.outcome is None}
-        for pipe in multiprocessing.connection.wait(list(waiting), timeout=0):
-            part = waiting[pipe]
-            part.outcome = _receive(part)
-            self.last_growth = time.monotonic()
+        for part in self.parts:
+            if part.outcome is None and part.pipe.poll():
+                part.outcome = _receive(part)
+                self.last_growth = time.monotonic()
         unfinished = [part for part in self.parts if part.outcome is None]
         for part in unfinished:
             size = part.path.stat().st_size if part.path.exists() else 0
             if size != part.size:
-                part.size, self.last_growth = size, time.monotonic()
+                part.size = size
+                self.last_growth = time.monotonic()
         if unfinished and time.monotonic() - self.last_growth > self.patience:
             names = ", ".join(str(part.path) for part in unfinished)
             raise OSError(f"{names}: nothing was written for {self.patience:.0f} s; the writer has stalled")
@@ -175,7 +172,7 @@ class PartWriter:
             part.pipe.close()
 
 
-def _start(bucket: tuple, transforms: list) -> _Part:
+def _start(bucket: tuple, transforms: list) -> _FilePart:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_serve, args=(theirs, bucket, transforms), name=f"writer of {bucket[1]}"
@@ -190,10 +187,10 @@ def _start(bucket: tuple, transforms: list) -> _Part:
         if collecting:
             gc.enable()
     theirs.close()
-    return _Part(Path(bucket[0]), process, ours)
+    return _FilePart(Path(bucket[0]), process, ours)
 
 
-def _receive(part: _Part) -> Any:
+def _receive(part: _FilePart) -> Any:
     try:
         error, outcome = part.pipe.recv()
     except EOFError:
@@ -220,8 +217,8 @@ def _serve(pipe: Connection, bucket: tuple, transforms: list) -> None:
 
 
 def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:
-    results: queue.SimpleQueue = queue.SimpleQueue()
-    unfinished: queue.Queue = queue.Queue()
+    results: Any = queue.SimpleQueue()
+    unfinished: Any = queue.Queue()
     unfinished.put(0)
     FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, unfinished, use_fsync=False)
     _, outcome = results.get()

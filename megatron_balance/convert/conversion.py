@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +16,9 @@ import torch
 from megatron_balance.checkpoint import manifest, saved_flags
 from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
 from megatron_balance.checkpoint.lease import NAME as LEASE
-from megatron_balance.checkpoint.lease import Lease
-from megatron_balance.checkpoint.lease_owner import Owner
-from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
 from megatron_balance.checkpoint.safe_pickle import COMMON
-from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
 from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.config_fields import MAX_LISTED
 from megatron_balance.convert.megatron import Checkpoint
@@ -186,9 +183,8 @@ def _check_empty(target: Path, is_allowed: Callable[[Path], object] = lambda pat
 
 def _is_leftover(path: Path) -> bool:
     """Return whether a file is from an import that was killed; the next import replaces it."""
-    return not path.is_symlink() and (
-        path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
-    )
+    is_ours = path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
+    return bool(is_ours) and not path.is_symlink()
 
 
 def _write_checkpoint(
@@ -210,14 +206,7 @@ def _write_checkpoint(
     for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
         with writing(path / name):
             (path / name).write_bytes(content)
-    origin = Origin(
-        run=new_run_name(),
-        host=socket.gethostname(),
-        started=started,
-        saved=utc_now(),
-        parent=f"{source.resolve()}, converted",
-        versions=package_versions(),
-    )
+    origin = Origin.now(new_run_name(), started, f"{source.resolve()}, converted")
     manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
     lease.check()
     directory.commit(path, 0)

@@ -18,7 +18,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import read_common
 from megatron_balance.convert import torch_dist
-from megatron_balance.convert.pieces import Piece, Rows, Same, Size
+from megatron_balance.convert.pieces import HALVES, SAME, Piece, Size
 from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
@@ -159,4 +159,4 @@ def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]
         if wanted not in names:
             raise ValueError(f"{key}: layer {layer}, expert {expert} is missing")
         parts = tuple(names[wanted])
-        yield Piece(key, (*axes, *inner), at, parts, join=Rows(2) if len(parts) == 2 else Same())
+        yield Piece(key, (*axes, *inner), at, parts, join=HALVES if len(parts) == 2 else SAME)

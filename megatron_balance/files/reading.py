@@ -210,7 +210,7 @@ def shown(value: object) -> str:
     return {dict: "an object", list: "a list"}.get(type(value), type(value).__name__)
 
 
-def number_in(value: object, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
+def number_in(value: Any, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
     """Return `value` if it is a number from `low` to `high`.
 
     Args:

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from megatron_balance.checkpoint.lease import Lease
-from megatron_balance.checkpoint.lease_owner import Owner
+from megatron_balance.checkpoint.lease import Lease, Owner
 
 
 class Clock:

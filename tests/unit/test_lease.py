@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.checkpoint import lease
-from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost
-from megatron_balance.checkpoint.lease_owner import Owner, process_state
+from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner, process_state
 from tests.disks import fill, small_disk
 from tests.unit.leases import Clock, elsewhere, held, left, wanted
 

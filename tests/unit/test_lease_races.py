@@ -115,7 +115,7 @@ def test_of_all_that_take_a_stale_lease_one_wins(
 def test_two_processes_race_for_a_directory(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from megatron_balance.checkpoint.lease import Lease\n"
-        "from megatron_balance.checkpoint.lease_owner import Owner\n"
+        "from megatron_balance.checkpoint.lease import Owner\n"
         "root = pathlib.Path(sys.argv[1]); sys.stdin.readline()\n"
         "try: print(Lease(root, Owner.here('x'), '--save').attempt(), flush=True)\n"
         "except ValueError: print('refused', flush=True)\n"
