@@ -62,6 +62,17 @@ class CheckpointDirectory:
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)
 
+    def chosen(self, step: int | None) -> Path:
+        """Return the checkpoint of iteration `step`, or of the tracker's iteration.
+
+        Raises:
+            ValueError: there is none, or the tracker is damaged.
+        """
+        iteration = self.tracked() if step is None else step
+        if iteration is None or not self.path(iteration).is_dir():
+            raise ValueError(f"--load-dir {self.root}: holds no checkpoint of iteration {iteration}")
+        return self.path(iteration)
+
     def finished_after_tracker(self, tracked: int) -> list[int]:
         """Return the iterations after the tracker's that were finished after it was written, newest first.
 

@@ -12,10 +12,6 @@ and measures on its own monotonic clock for how long it has not changed. On the 
 checks instead whether the holder still runs.
 
 A lease cannot protect against a holder that is suspended for minutes between its check and the rename that follows.
-
-Existing libraries do not fit: flufl.lock compares the host's clock with file times. filelock's SoftFileLease measures
-as described here, but does not report which run holds the lease and since when, and a job that restarts on another host
-could not take over its own lease at once.
 """
 
 import contextlib
@@ -249,14 +245,15 @@ class Lease:
 
     def keep(self) -> None:
         """Start a thread that renews the lease."""
-        threading.Thread(target=self._renew_always, name=f"lease of {self.root}", daemon=True).start()
 
-    def _renew_always(self) -> None:
-        while not self._ending.wait(RENEW_SECONDS):
-            # The cause of a failed write may be temporary; `check` finds out whether the lease was lost
-            with contextlib.suppress(OSError):
-                if not self.renew():
-                    return
+        def renew() -> None:
+            while not self._ending.wait(RENEW_SECONDS):
+                # The cause of a failed write may be temporary; `check` finds out whether the lease was lost
+                with contextlib.suppress(OSError):
+                    if not self.renew():
+                        return
+
+        threading.Thread(target=renew, name=f"lease of {self.root}", daemon=True).start()
 
     def renew(self) -> bool:
         """Renew the lease. Return False if this process no longer holds it."""
@@ -275,15 +272,14 @@ class Lease:
             held = self.generation
             assert held is not None
             try:
-                if not self._is_mine(held) or not self._take(held + 1):
+                mine = LeaseRecord.parse(self._read(held) or b"")
+                if mine is None or mine.token != self._token or not self._take(held + 1):
                     raise LeaseLost(self._lost())
             except FileNotFoundError:
                 raise LeaseLost(self._lost()) from None
 
     def _lost(self) -> str:
-        newest = max(self._generations(), default=0)
-        raw = self._read(newest)
-        other = LeaseRecord.parse(raw) if raw else None
+        other = LeaseRecord.parse(self._read(max(self._generations(), default=0)) or b"")
         if other is None or other.token == self._token:
             return (
                 f"{self.named}: this run's lease is gone from there: the directory was removed or replaced, or another "
@@ -313,14 +309,13 @@ class Lease:
                 if found is None or found.token != self._token:
                     return False
                 file.seek(0)
-                file.write(LeaseRecord(self.owner, self._token, self._renewals, released).render())
+                file.write(self._rendered(released))
         except FileNotFoundError:
             return False
         return True
 
-    def _is_mine(self, generation: int) -> bool:
-        record = LeaseRecord.parse(self._read(generation) or b"")
-        return record is not None and record.token == self._token
+    def _rendered(self, released: bool = False) -> bytes:
+        return LeaseRecord(self.owner, self._token, self._renewals, released).render()
 
     def _path(self, generation: int) -> Path:
         return self.root / f"lease.{generation:06d}"
@@ -345,7 +340,7 @@ class Lease:
         try:
             with open(path, "xb") as file:
                 created = True
-                file.write(LeaseRecord(self.owner, self._token, self._renewals).render())
+                file.write(self._rendered())
         except FileExistsError:
             return False
         except OSError as error:
@@ -363,7 +358,7 @@ class Lease:
         except FileExistsError:
             return False
         with open(self._path(generation), "r+b", buffering=0) as file:
-            file.write(LeaseRecord(self.owner, self._token, self._renewals).render())
+            file.write(self._rendered())
         return True
 
     def _remove(self, generation: int) -> None:

@@ -21,7 +21,7 @@ from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.config_fields import MAX_LISTED
-from megatron_balance.convert.megatron import Checkpoint
+from megatron_balance.convert.megatron import MegatronCheckpoint
 from megatron_balance.convert.model import OUTPUT, TABLE, Model
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import CONFIG, Weights, check_adapter
@@ -94,8 +94,8 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
                 f"--without {OUTPUT}, or set tie_word_embeddings to false"
             )
         _leave_out(weights, [OUTPUT])
-    remedy = "--without PATTERN leaves tensors out"
-    _compare(weights.shapes, _sources(itertools.chain.from_iterable(model.files())), str(source), remedy)
+    wanted = (item for pieces in model.files() for piece in pieces for item in piece.source_sizes.items())
+    _compare(weights.shapes, wanted, str(source), "--without PATTERN leaves tensors out")
     for notice in model.notices():
         log(f"{notice}\n")
     return model, weights
@@ -120,7 +120,7 @@ def import_megatron(source: Path, target: Path, log: Log, step: int | None = Non
         ValueError: the checkpoint is damaged or holds something else; the message names the problem.
         OSError: `target` cannot be written. Partial output is removed.
     """
-    checkpoint = Checkpoint(source, step)
+    checkpoint = MegatronCheckpoint(source, step)
     with _new_directory(target, log) as lease:
         _write_checkpoint(
             lease,
@@ -228,7 +228,8 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     if not (hf_dir / CONFIG).exists():
         raise ValueError(f"{hf_dir}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)
-    path = newest(source, step)
+    path = CheckpointDirectory(source).chosen(step)
+    manifest.verify(path, manifest.read(path).files)
     model = _model(hf_dir)
     reader = torch_dist.Reader(path)
     weights = {name: tuple(entry.size) for name, entry in reader.weights.items() if not name.startswith("mtp.")}
@@ -264,25 +265,6 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
             with writing(model_files / CONFIG):
                 (model_files / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(trained.pieces(), log)])
-
-
-def newest(source: Path, step: int | None) -> Path:
-    """Return the path of a checkpoint in `source` after verifying its digests.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged; the message names the file.
-    """
-    directory = CheckpointDirectory(source)
-    iteration = directory.tracked() if step is None else step
-    if iteration is None or not directory.path(iteration).is_dir():
-        raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
-    path = directory.path(iteration)
-    manifest.verify(path, manifest.read(path).files)
-    return path
-
-
-def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
-    return itertools.chain.from_iterable(piece.source_sizes.items() for piece in pieces)
 
 
 def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str, remedy: str = "") -> None:

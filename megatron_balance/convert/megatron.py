@@ -47,7 +47,7 @@ _Own = tuple[int | None, int | None]
 """Layer and expert of a tensor; None where it holds all of them."""
 
 
-class Checkpoint:
+class MegatronCheckpoint:
     """A checkpoint of Megatron-LM, read piece by piece."""
 
     def __init__(self, source: Path, step: int | None) -> None:
@@ -61,11 +61,7 @@ class Checkpoint:
                 them.
             Damaged: reading the checkpoint would run code, or a file is damaged.
         """
-        directory = CheckpointDirectory(source)
-        iteration = directory.tracked() if step is None else step
-        if iteration is None or not directory.path(iteration).is_dir():
-            raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
-        self.path = directory.path(iteration)
+        self.path = CheckpointDirectory(source).chosen(step)
         self._reader = torch_dist.Reader(self.path)
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:

@@ -23,15 +23,14 @@ SINGLE = "model.safetensors"
 
 CONFIG = "config.json"
 
-CARRIED = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
-CARRIED_TOO = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model")
+CARRIED = (
+    *(CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model"),
+)
 """Names of files that are copied along with a model's weights."""
 
 MAX_INDEX_BYTES = 24 * MIB
 """Limit for the index. A tensor takes about 100 bytes, so there is room for 250,000."""
-
-MAX_HEADER_BYTES = 24 * MIB
-"""The same limit for the header of a safetensors file; the library itself reads up to 100 MB."""
 
 MAX_PARTS = 1_000_000
 """Limit of the tensors that a model has after those of several experts are divided. The largest have 100,000."""
@@ -51,7 +50,8 @@ class Weights:
         Raises:
             ValueError: a file is missing or invalid; the message names it.
         """
-        self.directory, self.file_of = directory, dict[str, str]()
+        self.directory = directory
+        self.file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
@@ -79,7 +79,8 @@ class Weights:
 
     def _read_header(self, file: str) -> None:
         path = inside(self.directory, file)
-        _check_header(path)
+        # The library would wait for a FIFO
+        check_regular(path)
         try:
             with safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
@@ -91,7 +92,8 @@ class Weights:
                         )
                     if name in self.file_of:
                         raise ValueError(f"{path}: {cleaned(name)} is also in {self.file_of[name]}")
-                    self.file_of[name], self.shapes[name] = file, tuple(part.get_shape())
+                    self.file_of[name] = file
+                    self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = DTYPES[part.get_dtype()]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
@@ -114,7 +116,9 @@ class Weights:
             raise ValueError(f"{self.directory / file}: more than {MAX_PARTS} tensors")
         whole = torch.empty(shape, device="meta")
         for part, index in parts.items():
-            self.file_of[part], self.shapes[part], self.dtypes[part] = file, tuple(whole[index].shape), dtype
+            self.file_of[part] = file
+            self.shapes[part] = tuple(whole[index].shape)
+            self.dtypes[part] = dtype
             self._parts[part] = name, index
 
     def read(self, name: str) -> torch.Tensor:
@@ -164,7 +168,7 @@ def carry(source: Path, target: Path) -> None:
         OSError: `target` cannot be written, or already contains such a file or a link in its place.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in (*CARRIED, *CARRIED_TOO):
+    for pattern in CARRIED:
         for path in source.glob(pattern):
             if not path.is_dir():
                 content = read_bounded(inside(source, path.name), MAX_CARRIED_BYTES)
@@ -193,11 +197,7 @@ def check_adapter(directory: Path) -> None:
 
 
 def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
-    """Return the error for a directory without files that it should have.
-
-    Args:
-        number: how many files it should have.
-    """
+    """Return the error for a directory that lacks some of its `number` files."""
     if missing != [SINGLE]:
         names = f"{', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}"
         return f"{directory / INDEX}: {len(missing)} of its {number} files are missing; download them: {names}"
@@ -205,13 +205,3 @@ def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
         if found := sorted(path.name for pattern in patterns.split() for path in directory.glob(pattern)):
             return f"{directory / SINGLE}: missing; {cleaned(found[0])} is there: {remedy}"
     return f"{directory / SINGLE}: missing"
-
-
-def _check_header(path: Path) -> None:
-    """Raise ValueError if a file is not in safetensors format or its header is too large for the library to read."""
-    if check_regular(path) < 8:
-        raise ValueError(f"{path}: damaged: is too short for a header")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: damaged: its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
