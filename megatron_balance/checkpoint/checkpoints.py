@@ -134,23 +134,20 @@ class Checkpoints:
 
     def _plan(self, staged: Path) -> PartWriter:
         """Agree with all ranks which rank writes which shard."""
-        parts = frozenset(
-            part
-            for part, kept in (
-                ("optimizer", not self.settings.no_save_optim),
-                ("rng", not self.settings.no_save_rng),
-                ("balancer", self.run.balancer is not None),
-                ("chunks", self.run.chunks is not None),
-            )
-            if kept
-        )
-        state = run_state.sharded_state(self.run, parts, is_loading=False)
-        if "balancer" in parts:
-            state |= run_state.balancer_state(self.run)
         balancer = self.run.balancer
-        if balancer is not None and balancer.ownership is not None:
-            # A strategy keeps the distribution of its first save, and owners may have changed since
-            self._strategy = None
+        kept = {
+            "optimizer": not self.settings.no_save_optim,
+            "rng": not self.settings.no_save_rng,
+            "balancer": balancer is not None,
+            "chunks": self.run.chunks is not None,
+        }
+        parts = frozenset(part for part in kept if kept[part])
+        state = run_state.sharded_state(self.run, parts, is_loading=False)
+        if balancer is not None:
+            state |= run_state.balancer_state(self.run)
+            if balancer.ownership is not None:
+                # A strategy keeps the distribution of its first save, and owners may have changed since
+                self._strategy = None
         first = self._strategy is None
         try:
             with common_state_in_memory() as common:
@@ -275,26 +272,22 @@ class Checkpoints:
             ValueError: the checkpoint belongs to another model; the message names the flag.
         """
         settings = self.settings
+        found = None
         for root, weights_only in sources(settings):
             found = find_sound(CheckpointDirectory(root), settings.ckpt_step, self.log)
             if found is not None:
                 self._load(found, weights_only)
-                self._warn_of_other_runs()
-                return
-        self._warn_of_other_runs()
-        if settings.load is None:
-            return
-        if settings.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
-        self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
-
-    def _warn_of_other_runs(self) -> None:
-        run = self.save_directory.run
+                break
         if self.save_directory.is_held and (others := on_first_rank(self.save_directory.others)):
             self.log.message(
-                f"WARNING: --save {self.settings.save}: holds {others}, and this is run {run}; they stay, unless this "
-                "run saves the same iteration and replaces them; use another directory to keep runs apart"
+                f"WARNING: --save {settings.save}: holds {others}, and this is run {self.save_directory.run}; they "
+                "stay, unless this run saves the same iteration and replaces them; use another directory to keep runs "
+                "apart"
             )
+        if found is None and settings.load is not None:
+            if settings.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+            self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
 
     def _load(self, path: Path, weights_only: bool) -> None:
         origin, weights_only = load_checkpoint(self.run, path, self.log, weights_only)

@@ -208,14 +208,15 @@ def check_newest(config: RunConfig, length: Length) -> None:
     for root, weights_only in sources(config.checkpoint):
         try:
             newest = saved_flags.newest_of(root, config.checkpoint.ckpt_step)
-            saved = None if newest is None else saved_flags.read(newest)
+            if newest is None:
+                continue
+            saved = saved_flags.read(newest)
         except ValueError:
             # The search for a sound checkpoint will name the damage, and take an earlier one
             return
-        if saved is not None:
-            if refused := _compare_flags(saved, config, length, weights_only).refused:
-                raise ValueError(f"{newest}: {'; '.join(refused)}")
-            return
+        if refused := _compare_flags(saved, config, length, weights_only).refused:
+            raise ValueError(f"{newest}: {'; '.join(refused)}")
+        return
 
 
 def _compare_flags(saved: Mapping[str, Any], config: RunConfig, length: Length, weights_only: bool) -> Differences:

@@ -29,6 +29,7 @@ HALVES = Join(lambda parts: torch.cat(list(parts)), lambda whole: list(whole.chu
 """Two tensors with equal numbers of rows: the gate and up projections of a gated unit."""
 
 
+@functools.cache
 def query_key_value(heads: int, groups: int, channels: int) -> Join:
     """Return the join of queries, keys and values, interleaved by query group as megatron-core stores them.
 
@@ -50,6 +51,7 @@ def query_key_value(heads: int, groups: int, channels: int) -> Join:
     return Join(join, split)
 
 
+@functools.cache
 def rotary_pairs(heads: int, before: int, rotary: int) -> Join:
     """Return the join of one tensor that reorders rotary channels: they are pairs i and i + n/2 in the source.
 
