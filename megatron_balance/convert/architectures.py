@@ -67,7 +67,7 @@ def _groups(config: Fields, best: int) -> dict[str, int]:
     chosen = config["topk_group"] or 1
     experts = config.first_of(*COUNTS)
     topk = config["num_experts_per_tok"]
-    if groups == 1:
+    if groups == chosen == 1:
         return {}
     if experts % groups or not best <= experts // groups:
         raise ValueError(f"n_group {groups}: must divide n_routed_experts {experts} into groups of {best} or more")
