@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -54,20 +55,14 @@ def common_state_in_memory() -> Iterator[list[bytes]]:
         yield kept
         return
 
-    class InMemory(strategies.common.TorchCommonSaveStrategy):
-        def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-            if torch.distributed.get_rank() == 0:
-                content = io.BytesIO()
-                torch.save(common_state_dict, content)
-                kept.append(content.getvalue())
+    def save_common(_: object, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            content = io.BytesIO()
+            torch.save(common_state_dict, content)
+            kept.append(content.getvalue())
 
-    kind = strategies.base.StrategyAction.SAVE_COMMON, "torch", 1
-    before = strategies.base.get_default_strategy(*kind)
-    strategies.base.register_default_strategy(*kind, InMemory("torch", 1))
-    try:
+    with mock.patch.object(strategies.common.TorchCommonSaveStrategy, "save_common", save_common):
         yield kept
-    finally:
-        strategies.base.register_default_strategy(*kind, before)
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):

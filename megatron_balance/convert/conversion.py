@@ -61,7 +61,7 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
         return piece.join.join([weights.read(name) for name in piece.sources])
 
     def dtype(piece: Piece) -> torch.dtype:
-        return weights.dtypes[piece.sources[0]]
+        return weights.tensors[piece.sources[0]].dtype
 
     with _new_directory(target, log) as lease:
         with staged(target / HF_DIRECTORY) as hf_files:
@@ -87,7 +87,7 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
     if predicting := _leave_out(weights, model.prediction_layers):
         log(f"{predicting} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
     _leave_out(weights, DERIVED)
-    if model.tied and {TABLE, OUTPUT} <= weights.shapes.keys():
+    if model.tied and {TABLE, OUTPUT} <= weights.tensors.keys():
         if not torch.equal(weights.read(OUTPUT), weights.read(TABLE)):
             raise ValueError(
                 f"{source}: {OUTPUT} differs from {TABLE}, but config.json says tie_word_embeddings; leave it out with "
@@ -104,9 +104,9 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
 def _leave_out(weights: Weights, patterns: Iterable[str]) -> int:
     """Leave out the tensors whose names begin as one of several patterns says; return how many there are."""
     match = re.compile("|".join(fnmatch.translate(f"{pattern}*") for pattern in patterns) or "(?!)").match
-    names = [name for name in weights.shapes if match(name)]
+    names = [name for name in weights.tensors if match(name)]
     for name in names:
-        del weights.shapes[name]
+        del weights.tensors[name]
     return len(names)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,18 @@ MAX_CARRIED_BYTES = 256 * MIB
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, or a part of one."""
+
+    file: str
+    name: str
+    """Name in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: tuple[int | slice, ...] | None = None
+    """Index of the part; None for the whole tensor."""
+
+
 class Weights:
     """The tensors of a model's safetensors files, read one at a time."""
 
@@ -51,10 +63,7 @@ class Weights:
             ValueError: a file is missing or invalid; the message names it.
         """
         self.directory = directory
-        self.file_of: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         listed = self._listed()
         files = sorted({*listed.values()} or {SINGLE})
         if missing := [file for file in files if not inside(directory, file).exists()]:
@@ -62,10 +71,15 @@ class Weights:
         for file in files:
             self._read_header(file)
         for name, file in listed.items():
-            if self.file_of.get(name) != file:
+            if name not in self.tensors or self.tensors[name].file != file:
                 raise ValueError(f"{directory / INDEX}: {cleaned(name)} is not in {file}")
-        if unlisted := sorted(self.file_of.keys() - listed.keys()) if listed else []:
+        if unlisted := sorted(self.tensors.keys() - listed.keys()) if listed else []:
             raise ValueError(f"{directory / INDEX}: does not list {cleaned(', '.join(unlisted[:20]), 1000)}")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def _listed(self) -> dict[str, str]:
         path = self.directory / INDEX
@@ -90,11 +104,10 @@ class Weights:
                             f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
                             "convert quantized weights to bfloat16 first"
                         )
-                    if name in self.file_of:
-                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.file_of[name]}")
-                    self.file_of[name] = file
-                    self.shapes[name] = tuple(part.get_shape())
-                    self.dtypes[name] = DTYPES[part.get_dtype()]
+                    if name in self.tensors:
+                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.tensors[name].file}")
+                    dtype = DTYPES[part.get_dtype()]
+                    self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
@@ -107,19 +120,15 @@ class Weights:
         Raises:
             ValueError: there is already a tensor of such a name, or there are too many parts.
         """
-        file = self.file_of.pop(name)
-        shape = self.shapes.pop(name)
-        dtype = self.dtypes.pop(name)
-        if twice := self.shapes.keys() & parts.keys():
-            raise ValueError(f"{self.directory / file}: {cleaned(name)} also contains {cleaned(min(twice))}")
-        if len(self.shapes) + len(parts) > MAX_PARTS:
-            raise ValueError(f"{self.directory / file}: more than {MAX_PARTS} tensors")
-        whole = torch.empty(shape, device="meta")
+        tensor = self.tensors.pop(name)
+        path = self.directory / tensor.file
+        if twice := self.tensors.keys() & parts.keys():
+            raise ValueError(f"{path}: {cleaned(name)} also contains {cleaned(min(twice))}")
+        if len(self.tensors) + len(parts) > MAX_PARTS:
+            raise ValueError(f"{path}: more than {MAX_PARTS} tensors")
+        whole = torch.empty(tensor.shape, device="meta")
         for part, index in parts.items():
-            self.file_of[part] = file
-            self.shapes[part] = tuple(whole[index].shape)
-            self.dtypes[part] = dtype
-            self._parts[part] = name, index
+            self.tensors[part] = tensor._replace(shape=tuple(whole[index].shape), part=index)
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor.
@@ -127,14 +136,14 @@ class Weights:
         Raises:
             ValueError: the tensor can no longer be read, or contains NaN or infinity.
         """
-        path = inside(self.directory, self.file_of[name])
+        stored = self.tensors[name]
+        path = inside(self.directory, stored.file)
         try:
             with safe_open(path, "pt") as opened:
-                if name in self._parts:
-                    whole, index = self._parts[name]
-                    tensor = opened.get_slice(whole)[index]
+                if stored.part is None:
+                    tensor = opened.get_tensor(stored.name)
                 else:
-                    tensor = opened.get_tensor(name)
+                    tensor = opened.get_slice(stored.name)[stored.part]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
         if not bool(tensor.isfinite().all()):
