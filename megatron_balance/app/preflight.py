@@ -5,8 +5,7 @@ directories, and whether they fit the flags. No check reads more than headers an
 """
 
 from megatron_balance.build.profiles import read_profile
-from megatron_balance.checkpoint.loading import check_newest
-from megatron_balance.checkpoint.search import check_there
+from megatron_balance.checkpoint.loading import check_newest, check_there
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.files.reading import check_regular
 from megatron_balance.files.writing import check_creatable

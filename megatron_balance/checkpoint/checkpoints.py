@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
-from megatron_balance.checkpoint.loading import load_checkpoint
+from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
-from megatron_balance.checkpoint.search import find_sound, sources
 from megatron_balance.checkpoint.writer import (
     CONFIG,
     METADATA,
@@ -51,39 +50,37 @@ class _Save:
     iteration: int
     samples: int
     """Consumed at this iteration."""
-    staged: Path
     start: float
+    staged: Path | None = None
+    """Directory of the files until the save is complete."""
     writer: PartWriter | None = None
     """None until the save is planned."""
 
 
-@dataclass
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
 
-    run: Run
-    log: RunLog
-    _: KW_ONLY
-    patience: float
-    """Seconds without progress after which a writer counts as stalled."""
+    Args:
+        patience: seconds without progress after which a writer counts as stalled.
+        save_directory: directory to save to; default: `--save`, which `prepare` or the first save takes.
+    """
 
-    save_directory: InitVar[SaveDirectory | None] = None
-    """Directory to save to; default: `--save`, which `prepare` or the first save takes."""
-
-    progress: ProgressLog | None = None
-    """File that gets a line for each checkpoint; None on all ranks but one, and unless it is asked for."""
-
-    in_flight: _Save | None = None
-    saved_iteration: int | None = None
-    """Iteration of the last save to, or load from, `--save`."""
-
-    _strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = field(default=None, repr=False)
-
-    def __post_init__(self, save_directory: SaveDirectory | None) -> None:
-        self.settings = self.run.config.checkpoint
+    def __init__(self, run: Run, log: RunLog, *, patience: float, save_directory: SaveDirectory | None = None) -> None:
+        self.run = run
+        self.log = log
+        self.patience = patience
+        self.settings = run.config.checkpoint
         save = self.settings.save
         self.save_directory = save_directory or SaveDirectory(Path(save) if save else None)
         self.directory = self.save_directory.directory
+        self.progress: ProgressLog | None = None
+        """File that gets a line for each checkpoint; None on all ranks but one, and unless it is asked for."""
+
+        self.in_flight: _Save | None = None
+        self.saved_iteration: int | None = None
+        """Iteration of the last save to, or load from, `--save`."""
+
+        self._strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = None
 
     def prepare(self) -> None:
         """Take `--save` for this job, unless this job already holds it, and log what was found there.
@@ -121,16 +118,14 @@ class Checkpoints:
         )
         if not self.save_directory.is_held:
             self.save_directory.prepare()
-        with self._as_checkpoint_error(iteration):
-            self.in_flight = self._start(self.directory, iteration)
+        self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
 
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
-        start = time.perf_counter()
-        staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
-        save = _Save(iteration, self.run.progress.consumed_samples, staged, start)
-        with self._removing_on_failure(save):
+        save = _Save(iteration, self.run.progress.consumed_samples, time.perf_counter())
+        with self._undone_on_failure(save):
+            staged = save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
             reason = write_obstacle(staged)
             raise_everywhere(OSError(reason) if reason else None)
             save.writer = self._plan(staged)
@@ -139,27 +134,24 @@ class Checkpoints:
 
     def _plan(self, staged: Path) -> PartWriter:
         """Agree with all ranks which rank writes which shard."""
-        parts = frozenset(
-            part
-            for part, kept in (
-                ("optimizer", not self.settings.no_save_optim),
-                ("rng", not self.settings.no_save_rng),
-                ("balancer", self.run.balancer is not None),
-                ("chunks", self.run.chunks is not None),
-            )
-            if kept
-        )
-        state = run_state.sharded_state(self.run, parts, is_loading=False)
-        if "balancer" in parts:
-            state |= run_state.balancer_state(self.run)
         balancer = self.run.balancer
-        if balancer is not None and balancer.ownership is not None:
-            # A strategy keeps the distribution of its first save, and owners may have changed since
-            self._strategy = None
+        kept = {
+            "optimizer": not self.settings.no_save_optim,
+            "rng": not self.settings.no_save_rng,
+            "balancer": balancer is not None,
+            "chunks": self.run.chunks is not None,
+        }
+        parts = frozenset(part for part in kept if kept[part])
+        state = run_state.sharded_state(self.run, parts, is_loading=False)
+        if balancer is not None:
+            state |= run_state.balancer_state(self.run)
+            if balancer.ownership is not None:
+                # A strategy keeps the distribution of its first save, and owners may have changed since
+                self._strategy = None
         first = self._strategy is None
         try:
             with common_state_in_memory() as common:
-                request = dist_checkpointing.save(
+                request: Any = dist_checkpointing.save(
                     state | run_state.common_state(self.run, parts),
                     str(staged),
                     self._save_strategy(),
@@ -199,7 +191,7 @@ class Checkpoints:
         writing, failed = state.tolist()
         if failed:
             self.in_flight = None
-            with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
+            with self._undone_on_failure(save):
                 raise_everywhere(error)
         return not writing
 
@@ -208,9 +200,9 @@ class Checkpoints:
         writer = save.writer
         assert directory is not None and writer is not None
         self.in_flight = None
-        with self._as_checkpoint_error(save.iteration), self._removing_on_failure(save):
-            written: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object((writer.results(), writer.entries()), written)
+        with self._undone_on_failure(save):
+            written: list[Any] = [None] * dist.get_world_size()
+            dist.gather_object((writer.results(), writer.entries()), written if dist.get_rank() == 0 else None)
             writer.stop()
             pruned = on_first_rank(lambda: self._commit(directory, save, written))
         self.saved_iteration = save.iteration
@@ -224,7 +216,7 @@ class Checkpoints:
             self.log.message(f"  deleted checkpoints of iterations {', '.join(map(str, pruned))}")
 
     def _commit(self, directory: CheckpointDirectory, save: _Save, written: list[tuple[list, dict]]) -> list[int]:
-        assert save.writer is not None
+        assert save.writer is not None and save.staged is not None
         save.writer.describe([results for results, _ in written])
         flags = save.staged / saved_flags.FILE
         with writing(flags):
@@ -246,30 +238,24 @@ class Checkpoints:
         return directory
 
     @contextlib.contextmanager
-    def _as_checkpoint_error(self, iteration: int) -> Iterator[None]:
-        """Turn an error that all ranks raise inside the block into a CheckpointError that names what is left."""
+    def _undone_on_failure(self, save: _Save) -> Iterator[None]:
+        """If all ranks raise an error inside the block, remove the files and raise a CheckpointError."""
         assert self.directory is not None
         try:
             yield
         except (CheckpointError, LeaseLost, OSError, ValueError) as error:
-            left = [str(self.directory.path(older)) for older in self.directory.iterations()[:1]]
-            remains = f"{left[0]} is intact" if left else "there is no earlier one"
-            text = f"saving the checkpoint of iteration {iteration} failed ({remains}): {error}"
-            raise CheckpointError(text) from error
-
-    @contextlib.contextmanager
-    def _removing_on_failure(self, save: _Save) -> Iterator[None]:
-        """Remove the staged files if all ranks raise an error inside the block."""
-        try:
-            yield
-        except (CheckpointError, LeaseLost, OSError, ValueError) as error:
+            reason = str(error)
             if save.writer is not None:
                 save.writer.stop()
-            # Wait until every rank has stopped its writers: none may write into the directory any more
-            gather(None)
-            if not on_first_rank(lambda: _removed(save.staged)):
-                raise CheckpointError(f"{error}; {save.staged} could not be removed") from error
-            raise
+            if (staged := save.staged) is not None:
+                # Wait until every rank has stopped its writers: none may write into the directory any more
+                gather(None)
+                if not on_first_rank(lambda: _removed(staged)):
+                    reason += f"; {staged} could not be removed"
+            left = [str(self.directory.path(older)) for older in self.directory.iterations()[:1]]
+            remains = f"{left[0]} is intact" if left else "there is no earlier one"
+            text = f"saving the checkpoint of iteration {save.iteration} failed ({remains}): {reason}"
+            raise CheckpointError(text) from error
 
     def _save_strategy(self) -> ShardStrategy | FullyParallelSaveStrategyWrapper:
         if self._strategy is None:
@@ -286,26 +272,22 @@ class Checkpoints:
             ValueError: the checkpoint belongs to another model; the message names the flag.
         """
         settings = self.settings
+        found = None
         for root, weights_only in sources(settings):
             found = find_sound(CheckpointDirectory(root), settings.ckpt_step, self.log)
             if found is not None:
                 self._load(found, weights_only)
-                self._warn_of_other_runs()
-                return
-        self._warn_of_other_runs()
-        if settings.load is None:
-            return
-        if settings.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
-        self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
-
-    def _warn_of_other_runs(self) -> None:
-        run = self.save_directory.run
+                break
         if self.save_directory.is_held and (others := on_first_rank(self.save_directory.others)):
             self.log.message(
-                f"WARNING: --save {self.settings.save}: holds {others}, and this is run {run}; they stay, unless this "
-                "run saves the same iteration and replaces them; use another directory to keep runs apart"
+                f"WARNING: --save {settings.save}: holds {others}, and this is run {self.save_directory.run}; they "
+                "stay, unless this run saves the same iteration and replaces them; use another directory to keep runs "
+                "apart"
             )
+        if found is None and settings.load is not None:
+            if settings.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
+            self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
 
     def _load(self, path: Path, weights_only: bool) -> None:
         origin, weights_only = load_checkpoint(self.run, path, self.log, weights_only)

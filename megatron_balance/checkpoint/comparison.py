@@ -6,7 +6,6 @@ other flags of the model and of the optimizer may change: they do not affect wha
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED, flag_of
@@ -113,8 +112,7 @@ STATELESS_FLAGS = {
 """Settings of the scheduler that its state lacks: they always come from the flags."""
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What a run takes from a checkpoint in addition to its weights."""
 
     progress: bool
@@ -153,7 +151,6 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
         if name in saved and saved[name] != flags[name]:
             found[kind].append(_difference(name, flags[name], saved[name]))
     refused = []
-    warned = [Kind.FUNCTION]
     if found[Kind.WEIGHTS]:
         remedy = "leave them out" if flags["use_checkpoint_args"] else "change them, or give --use-checkpoint-args"
         refused.append(f"{_sentence(Kind.WEIGHTS, found)}; {remedy}")
@@ -163,14 +160,13 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
         )
     elif loaded.progress:
         found[Kind.TRAINING] += found[Kind.STATE]
-    if loaded.progress:
-        warned += [Kind.TRAINING, Kind.DATA]
-    texts = [_sentence(kind, found) for kind in warned if found[kind]]
+    kinds_to_warn_of = [Kind.FUNCTION, *([Kind.TRAINING, Kind.DATA] if loaded.progress else [])]
+    warned = [_sentence(kind, found) for kind in kinds_to_warn_of if found[kind]]
     if loaded.schedule:
-        errors, notes = _compare_schedules(saved, flags)
-        refused = refused + errors
-        texts = texts + notes
-    return Differences(refused, texts)
+        schedules = _compare_schedules(saved, flags)
+        refused += schedules.refused
+        warned += schedules.warned
+    return Differences(refused, warned)
 
 
 def _kind(section: str, name: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Kind:

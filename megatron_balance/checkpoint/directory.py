@@ -62,18 +62,33 @@ class CheckpointDirectory:
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)
 
+    def chosen(self, step: int | None) -> Path:
+        """Return the checkpoint of iteration `step`, or of the tracker's iteration.
+
+        Raises:
+            ValueError: there is none, or the tracker is damaged.
+        """
+        iteration = self.tracked() if step is None else step
+        if iteration is None or not self.path(iteration).is_dir():
+            raise ValueError(f"--load-dir {self.root}: holds no checkpoint of iteration {iteration}")
+        return self.path(iteration)
+
     def finished_after_tracker(self, tracked: int) -> list[int]:
         """Return the iterations after the tracker's that were finished after it was written, newest first.
 
         Their process died before it could update the tracker. Later iterations that are older than the tracker do not
         count: a run that went back to an earlier iteration left them behind, or the tracker was set back by hand.
         """
-        since = (self.root / TRACKER).stat().st_mtime_ns
-        return [
-            iteration
-            for iteration in self.iterations()
-            if iteration > tracked and _finished(self.path(iteration)) > since
-        ]
+
+        def finished(path: Path) -> int:
+            try:
+                return path.stat().st_mtime_ns
+            except FileNotFoundError:
+                return 0
+
+        since = finished(self.root / TRACKER)
+        later = [iteration for iteration in self.iterations() if iteration > tracked]
+        return [iteration for iteration in later if finished(self.path(iteration) / manifest.NAME) > since]
 
     def stage(self, iteration: int) -> Path:
         """Create an empty directory for this iteration's checkpoint, and return its path.
@@ -174,11 +189,3 @@ class CheckpointDirectory:
         # A unique name: a writer that outlives its rank must not write into the next attempt
         path = self.path(iteration)
         return path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
-
-
-def _finished(path: Path) -> int:
-    """Return when a checkpoint's manifest was written, in nanoseconds; 0 without one."""
-    try:
-        return (path / manifest.NAME).stat().st_mtime_ns
-    except OSError:
-        return 0

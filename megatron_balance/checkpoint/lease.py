@@ -12,10 +12,6 @@ and measures on its own monotonic clock for how long it has not changed. On the 
 checks instead whether the holder still runs.
 
 A lease cannot protect against a holder that is suspended for minutes between its check and the rename that follows.
-
-Existing libraries do not fit: flufl.lock compares the host's clock with file times. filelock's SoftFileLease measures
-as described here, but does not report which run holds the lease and since when, and a job that restarts on another host
-could not take over its own lease at once.
 """
 
 import contextlib
@@ -25,14 +21,15 @@ import json
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_balance.checkpoint.lease_owner import Owner
+from megatron_balance.checkpoint.manifest import utc_now
+from megatron_balance.messages import cleaned
 
 NAME = re.compile(r"lease\.(\d{6,15})")
 BYTES = 2048
@@ -53,8 +50,88 @@ class LeaseLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Record:
-    """The content of a lease."""
+class Owner:
+    """A process that holds a lease."""
+
+    run: str
+    _: KW_ONLY
+    host: str
+    process: int
+    since: str
+    """When the process took the lease, for people."""
+
+    job: str | None = None
+    """The launcher's name of the job."""
+
+    attempt: int = 0
+    """How often the launcher has restarted the job."""
+
+    machine: str = ""
+    """The scope in which process numbers are unique: a boot of a kernel, and a PID namespace."""
+
+    started: int = 0
+    """When the process started, in the kernel's ticks since boot."""
+
+    @classmethod
+    def here(cls, run: str, job: str | None = None, attempt: int = 0) -> "Owner":
+        """Return this process as an owner."""
+        process = os.getpid()
+        state = process_state(process)
+        return cls(
+            run,
+            host=socket.gethostname(),
+            process=process,
+            since=utc_now(),
+            job=job,
+            attempt=attempt,
+            machine=_machine(),
+            started=state[1] if state else 0,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"run {cleaned(self.run)}, process {self.process} on host {cleaned(self.host)}, since {cleaned(self.since)}"
+        )
+
+    def follows(self, other: "Owner") -> bool:
+        """Return whether a launcher has started this process to replace `other`."""
+        return self.job is not None and self.job == other.job and self.attempt > other.attempt
+
+    def sees_running(self, other: "Owner") -> bool | None:
+        """Return whether `other` still runs; None if this process cannot find out."""
+        if not self.machine or self.machine != other.machine:
+            return None
+        try:
+            os.kill(other.process, 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):
+            return None
+        state = process_state(other.process)
+        return None if state is None else state[0] not in "ZX" and state[1] == other.started
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def process_state(number: int) -> tuple[str, int] | None:
+    """Return the state and the start time of a process as in /proc; None if it cannot be read."""
+    try:
+        # The second field, in parentheses, may contain any character
+        fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """The content of a lease's file."""
 
     owner: Owner
     token: str
@@ -67,17 +144,12 @@ class Record:
         return content.ljust(BYTES - 1) + b"\n"
 
     @classmethod
-    def parse(cls, raw: bytes) -> "Record | None":
+    def parse(cls, raw: bytes) -> "LeaseRecord | None":
         """Return the record, or None if `raw` is not the complete output of `render`."""
         try:
-            content: dict[str, Any] = json.loads(raw)
-            owner = content["owner"]
-            token = content["token"]
-            renewals = content["renewals"]
-            for name in ("process", "attempt", "started"):
-                owner[name] = max(0, int(owner[name]))
-            return cls(Owner(**owner), str(token), int(renewals), content["released"] is True)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            content = json.loads(raw)
+            return cls(Owner(**content.pop("owner")), **content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
 
@@ -126,36 +198,35 @@ class Lease:
 
     def waiting_for(self) -> str:
         """Return a sentence that names the holder `attempt` waits for; empty if there is none yet."""
-        record = self._seen and Record.parse(self._seen[1])
+        record = self._seen and LeaseRecord.parse(self._seen[1])
         if not record:
             return ""
-        limit = self._limit(record.owner)
+        limit = self._limit(record)
         return f"{self.named}: waiting up to {limit:.0f} s to see whether {record.owner} still renews its lease"
 
-    def _limit(self, other: Owner) -> float:
-        return RESTART_SECONDS if self.owner.follows(other) else STALE_SECONDS
+    def _limit(self, other: LeaseRecord | None) -> float:
+        return RESTART_SECONDS if other is not None and self.owner.follows(other.owner) else STALE_SECONDS
 
     def _is_free(self, generation: int) -> bool:
         raw = self._read(generation)
         if raw is None:
             return False
-        other = Record.parse(raw)
-        limit = STALE_SECONDS
+        other = LeaseRecord.parse(raw)
         now = self._clock()
+        has_changed = self._seen is not None and self._seen[:2] != (generation, raw)
         if other is not None:
             alive = self.owner.sees_running(other.owner)
             same = (self.owner.machine, self.owner.process) == (other.owner.machine, other.owner.process)
             if other.released or alive is False or (alive and same):
                 return True
-            if alive or (self._seen is not None and self._seen[:2] != (generation, raw)):
+            if alive or has_changed:
                 raise ValueError(
                     f"{self.named}: another run saves there ({other.owner}); choose another directory, or wait until "
                     "that run has ended"
                 )
-            limit = self._limit(other.owner)
-        if self._seen is None or self._seen[:2] != (generation, raw):
+        if self._seen is None or has_changed:
             self._seen = generation, raw, now
-        return now - self._seen[2] >= limit
+        return now - self._seen[2] >= self._limit(other)
 
     def _take(self, generation: int) -> bool:
         """Create the next lease and remove older ones. Return False if another process was faster."""
@@ -174,24 +245,21 @@ class Lease:
 
     def keep(self) -> None:
         """Start a thread that renews the lease."""
-        threading.Thread(target=self._renew_always, name=f"lease of {self.root}", daemon=True).start()
 
-    def _renew_always(self) -> None:
-        while not self._ending.wait(RENEW_SECONDS):
-            # The cause of a failed write may be temporary; `check` finds out whether the lease was lost
-            with contextlib.suppress(OSError):
-                if not self.renew():
-                    return
+        def renew() -> None:
+            while not self._ending.wait(RENEW_SECONDS):
+                # The cause of a failed write may be temporary; `check` finds out whether the lease was lost
+                with contextlib.suppress(OSError):
+                    if not self.renew():
+                        return
+
+        threading.Thread(target=renew, name=f"lease of {self.root}", daemon=True).start()
 
     def renew(self) -> bool:
         """Renew the lease. Return False if this process no longer holds it."""
         with self._changing:
             self._renewals += 1
             return self._write()
-
-    def rename_run(self, run: str) -> None:
-        """Set the name of the run that later renewals write."""
-        self.owner = dataclasses.replace(self.owner, run=run)
 
     def check(self) -> None:
         """Check that this process still holds the directory. Call it before every change to the checkpoints.
@@ -204,15 +272,14 @@ class Lease:
             held = self.generation
             assert held is not None
             try:
-                if not self._is_mine(held) or not self._take(held + 1):
+                mine = LeaseRecord.parse(self._read(held) or b"")
+                if mine is None or mine.token != self._token or not self._take(held + 1):
                     raise LeaseLost(self._lost())
             except FileNotFoundError:
                 raise LeaseLost(self._lost()) from None
 
     def _lost(self) -> str:
-        newest = max(self._generations(), default=0)
-        raw = self._read(newest)
-        other = Record.parse(raw) if raw else None
+        other = LeaseRecord.parse(self._read(max(self._generations(), default=0)) or b"")
         if other is None or other.token == self._token:
             return (
                 f"{self.named}: this run's lease is gone from there: the directory was removed or replaced, or another "
@@ -238,18 +305,17 @@ class Lease:
         try:
             with open(self._path(self.generation), "r+b", buffering=0) as file:
                 # After the directory was removed, another process may hold the same number
-                found = Record.parse(file.read(BYTES))
+                found = LeaseRecord.parse(file.read(BYTES))
                 if found is None or found.token != self._token:
                     return False
                 file.seek(0)
-                file.write(Record(self.owner, self._token, self._renewals, released).render())
+                file.write(self._rendered(released))
         except FileNotFoundError:
             return False
         return True
 
-    def _is_mine(self, generation: int) -> bool:
-        record = Record.parse(self._read(generation) or b"")
-        return record is not None and record.token == self._token
+    def _rendered(self, released: bool = False) -> bytes:
+        return LeaseRecord(self.owner, self._token, self._renewals, released).render()
 
     def _path(self, generation: int) -> Path:
         return self.root / f"lease.{generation:06d}"
@@ -274,7 +340,7 @@ class Lease:
         try:
             with open(path, "xb") as file:
                 created = True
-                file.write(Record(self.owner, self._token, self._renewals).render())
+                file.write(self._rendered())
         except FileExistsError:
             return False
         except OSError as error:
@@ -292,7 +358,7 @@ class Lease:
         except FileExistsError:
             return False
         with open(self._path(generation), "r+b", buffering=0) as file:
-            file.write(Record(self.owner, self._token, self._renewals).render())
+            file.write(self._rendered())
         return True
 
     def _remove(self, generation: int) -> None:

@@ -4,30 +4,42 @@ The manifest is written last and marks the checkpoint as complete. Its digests d
 files. They do not prove who wrote the files: anyone who can change a file can also change the manifest.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
-import stat
-import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_balance.files.writing import writing
+from megatron_balance.files.writing import sync, writing
 from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"
 FORMAT = 1
 
 _DIGEST_BYTES = 32
-_CHUNK_BYTES = 4 << 20
-_MAX_BYTES = 64 << 20
-"""Upper limit of a manifest's size. A file takes about 150 bytes, so that 100,000 ranks stay far below it."""
+PACKAGES = ("megatron-balance", "megatron-core", "torch")
+"""Packages whose versions a checkpoint records."""
 
 _HEAD_BYTES = 1 << 14
 """Enough bytes for everything before the list of files."""
+
+
+def new_run_name() -> str:
+    """Return a unique name for a run."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}", time.gmtime())
+
+
+def utc_now() -> str:
+    """Return the current time in UTC, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
 class Damaged(ValueError):
@@ -73,6 +85,17 @@ class Origin:
     versions: Mapping[str, str]
     """Package versions by name."""
 
+    @classmethod
+    def now(cls, run: str, started: str, parent: str) -> "Origin":
+        """Return the origin of a checkpoint that this process saves now."""
+        versions = {}
+        for name in PACKAGES:
+            # A package may be used without being installed
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
+        host = socket.gethostname()
+        return cls(run=run, host=host, started=started, saved=utc_now(), parent=parent, versions=versions)
+
     def __str__(self) -> str:
         return f"run {cleaned(self.run)}, saved on {cleaned(self.host)} at {cleaned(self.saved)}"
 
@@ -88,34 +111,18 @@ class Manifest:
 
 def digest(path: str | Path) -> Entry:
     """Return the size and digest of a file; raise OSError if it cannot be read."""
-    # A buffer instead of a memory map: a file that is truncated while being read causes an error, not a SIGBUS
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    size = 0
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    # Reading instead of a memory map: a file that is truncated meanwhile causes an error, not a SIGBUS
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            size += count
-    return Entry(size, hasher.hexdigest())
+        hasher = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+        return Entry(file.tell(), hasher.hexdigest())
 
 
 def sync_and_digest(path: Path) -> Entry:
     """Flush a file to disk and digest it at the same time, so that disk and processor work in parallel."""
-    failures: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=sync)
-    thread.start()
-    entry = digest(path)
-    thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(sync, path)
+        entry = digest(path)
+        flushed.result()
     return entry
 
 
@@ -131,8 +138,7 @@ def write(directory: str | Path, iteration: int, origin: Origin, entries: Mappin
 
     The caller makes the other files durable, and the directory's entries, including that of the manifest.
     """
-    for name in entries:
-        assert is_plain_name(name) and name != NAME, name
+    assert all(is_plain_name(name) and name != NAME for name in entries), list(entries)
     path = Path(directory) / NAME
     with writing(path), open(path, "wb") as file:
         file.write(_render(Manifest(iteration, origin, entries)))
@@ -147,13 +153,25 @@ def read(directory: str | Path) -> Manifest:
         Damaged: the manifest is absent, unreadable, not a manifest, or not byte for byte what `write` wrote.
     """
     path = Path(directory) / NAME
-    raw = _read_small(path)
     try:
-        manifest = _parse(json.loads(raw))
-    except (ValueError, RecursionError) as error:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, this version reads {FORMAT}")
+        for name in content["files"]:
+            if not is_plain_name(name):
+                raise ValueError(f"{name!r} is not a name of a file inside the directory")
+        files = {name: Entry(**entry) for name, entry in content["files"].items()}
+        manifest = Manifest(content["iteration"], Origin(**content["origin"]), files)
+        # Each content has exactly one rendering, so that any changed byte is detected, even in order or white space
+        was_changed = _render(manifest) != raw
+    except FileNotFoundError as error:
+        raise Damaged(path, "is absent: the checkpoint was not completed, or the file was lost") from error
+    except OSError as error:
+        raise Damaged(path, f"cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"is not a manifest: {error}") from error
-    # Each content has exactly one rendering, so that any changed byte is detected, even in order or white space
-    if _render(manifest) != raw:
+    if was_changed:
         raise Damaged(path, "was changed after it was written: content and digest disagree")
     return manifest
 
@@ -176,84 +194,30 @@ def verify(directory: str | Path, names: Iterable[str]) -> None:
     Raises:
         Damaged: a file is absent, not listed, or of another size or content; or the manifest itself is damaged.
     """
-    directory, files = Path(directory), read(directory).files
-    expected = {}
-    for name in names:
-        if name not in files:
-            raise Damaged(directory / name, f"is not listed in {NAME}")
-        expected[name] = files[name]
-        _check_size(directory / name, files[name].bytes)
-    for name, entry in expected.items():
-        path = directory / name
-        try:
+    files = read(directory).files
+    paths = [Path(directory) / name for name in names]
+    for path in paths:
+        if path.name not in files:
+            raise Damaged(path, f"is not listed in {NAME}")
+        with _reading(path):
+            size = path.stat().st_size
+        if size != files[path.name].bytes:
+            raise Damaged(path, f"has {size} bytes, {files[path.name].bytes} when saved")
+    for path in paths:
+        entry = files[path.name]
+        with _reading(path):
             found = digest(path)
-        except OSError as error:
-            raise Damaged(path, f"cannot be read: {error.strerror}") from error
         if found != entry:
             raise Damaged(path, f"content was changed: digest {found.blake2b}, {entry.blake2b} when saved")
 
 
-def _check_size(path: Path, expected: int) -> None:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise Damaged if the operating system cannot read a file."""
     try:
-        status = path.stat()
+        yield
     except OSError as error:
         raise Damaged(path, f"cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise Damaged(path, "is not a regular file")
-    if status.st_size != expected:
-        raise Damaged(path, f"has {status.st_size} bytes, {expected} when saved")
-
-
-def _read_small(path: Path) -> bytes:
-    try:
-        if not path.is_file():
-            raise Damaged(path, "is absent: the checkpoint was not completed, or the file was lost")
-        with open(path, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from error
-    if len(raw) > _MAX_BYTES:
-        raise Damaged(path, f"has more than {_MAX_BYTES} bytes, which no manifest has")
-    return raw
-
-
-def _parse(content: Any) -> Manifest:
-    """Return the typed manifest; raise ValueError if the JSON has another structure."""
-    if not isinstance(content, dict) or content.keys() != {"format", "iteration", "origin", "files", "manifest"}:
-        raise ValueError("wants the keys format, iteration, origin, files and manifest")
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, this version reads {FORMAT}")
-    if type(content["iteration"]) is not int or content["iteration"] < 0:
-        raise ValueError(f"iteration {content['iteration']!r}")
-    if not isinstance(content["files"], dict):
-        raise ValueError("files is not an object")
-    files = {name: _parse_entry(name, entry) for name, entry in content["files"].items()}
-    return Manifest(content["iteration"], _parse_origin(content["origin"]), files)
-
-
-def _parse_origin(content: Any) -> Origin:
-    names = [field.name for field in fields(Origin)]
-    if not isinstance(content, dict) or content.keys() != set(names):
-        raise ValueError(f"origin wants the keys {', '.join(names)}")
-    versions = content["versions"]
-    texts = [content[name] for name in names if name != "versions"]
-    if not isinstance(versions, dict) or not all(isinstance(text, str) for text in (*texts, *versions.values())):
-        raise ValueError("origin holds something else than texts")
-    return Origin(**content)
-
-
-def _parse_entry(name: str, entry: Any) -> Entry:
-    if not is_plain_name(name) or name == NAME:
-        raise ValueError(f"{name!r} is not a name of a file inside the directory")
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", "blake2b"}:
-        raise ValueError(f"{name}: wants the keys bytes and blake2b")
-    size = entry["bytes"]
-    blake2b = entry["blake2b"]
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{name}: bytes {size!r}")
-    if not isinstance(blake2b, str) or not re.fullmatch(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", blake2b):
-        raise ValueError(f"{name}: blake2b {blake2b!r}")
-    return Entry(size, blake2b)
 
 
 def _render(manifest: Manifest) -> bytes:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron_balance.config.run_config import RunConfig
@@ -205,31 +204,21 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
     if not weights_only:
         # Like upstream, --no-load-optim also starts the schedule of the learning rate afresh
         if not run.config.checkpoint.no_load_optim:
-            _load_scheduler(run.scheduler, loaded["opt_param_scheduler"])
+            run.scheduler.load_state_dict(loaded["opt_param_scheduler"])
         run.progress.iteration = loaded["iteration"]
         run.progress.consumed_samples = loaded["consumed_samples"]
         run.progress.consumed_valid_samples = loaded["consumed_valid_samples"]
 
 
-def _load_scheduler(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:
-        raise ValueError(
-            f"the learning-rate or weight-decay schedule differs from the checkpoint's ({error}): give "
-            "--override-opt_param-scheduler to use the flags' schedule, or --use-checkpoint-opt_param-scheduler"
-        ) from error
-
-
 def random_states() -> dict[str, Any]:
     """Return the states of all of this rank's generators, in plain containers and tensors."""
-    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    algorithm, keys, position, has_gauss, gauss = cast(tuple, np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (str(algorithm), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "tracker": dict(_tracker().get_states()),
     }
 
 
@@ -240,7 +229,11 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    _tracker().set_states(states["tracker"])
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
 
 
 def _unwrapped(value: Any) -> Any:
@@ -258,7 +251,8 @@ def _shards(state: Any) -> Iterator[tuple[Any, Any, ShardedBase | ShardedTensorF
 
 
 def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    return (part.grad_scaler for part in optimizers(optimizer) if getattr(part, "grad_scaler", None) is not None)
+    scalers = (getattr(part, "grad_scaler", None) for part in optimizers(optimizer))
+    return (scaler for scaler in scalers if scaler is not None)
 
 
 def _step(optimizer: MegatronOptimizer) -> int:

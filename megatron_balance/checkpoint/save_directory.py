@@ -1,46 +1,23 @@
 """The `--save` directory of a job: take its lease, check that every rank can write there, and clean up."""
 
-import importlib.metadata
+import contextlib
+import dataclasses
 import os
-import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease
-from megatron_balance.checkpoint.lease_owner import Owner
-from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease, Owner
+from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
 from megatron_balance.job.errors import gather
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.job.job import Launch
 from megatron_balance.messages import cleaned
-
-PACKAGES = ("megatron-balance", "megatron-core", "torch")
-
-
-def new_run_name() -> str:
-    """Return a unique name for a run."""
-    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}", time.gmtime())
-
-
-def utc_now() -> str:
-    """Return the current time in UTC, for people."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that write checkpoints, except those that are not installed as packages."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 @dataclass
@@ -87,8 +64,9 @@ class SaveDirectory:
                 logged = True
             time.sleep(POLL_SECONDS)
         try:
-            self.notices += on_first_rank(self._clean_up)
-            self._check_all_ranks_can_write(on_first_rank(self._stage))
+            notices, staged = on_first_rank(self._clean_up)
+            self.notices += notices
+            self._check_all_ranks_can_write(staged)
         except BaseException:
             self.close()
             raise
@@ -98,31 +76,25 @@ class SaveDirectory:
 
     def _attempt(self) -> bool:
         assert self.root is not None
-        try:
+        with self._as_mistake():
             self.root.mkdir(parents=True, exist_ok=True)
             if self.lease is None:
                 owner = Owner.here(self.run, self.launch.job, self.launch.restarts)
                 self.lease = Lease(self.root, owner, f"--save {self.root}")
             return self.lease.attempt()
-        except OSError as error:
-            raise self._unwritable(error) from error
 
-    def _clean_up(self) -> list[str]:
+    def _clean_up(self) -> tuple[list[str], Path]:
+        """Return a sentence for each leftover, and an empty directory in which other ranks try to write."""
         assert self.directory is not None
-        try:
-            return self.directory.recover()
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._as_mistake():
+            return self.directory.recover(), self.directory.stage(0)
 
-    def _stage(self) -> Path:
-        assert self.directory is not None
+    @contextlib.contextmanager
+    def _as_mistake(self) -> Iterator[None]:
         try:
-            return self.directory.stage(0)
+            yield
         except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> ValueError:
-        return ValueError(f"--save {self.root}: cannot write there ({error}); choose another")
+            raise ValueError(f"--save {self.root}: cannot write there ({error}); choose another") from error
 
     def _check_all_ranks_can_write(self, staged: Path) -> None:
         """Check that every rank, on every host, can write into a directory that rank 0 has created."""
@@ -146,7 +118,7 @@ class SaveDirectory:
         if whole:
             self.run = origin.run
             if self.lease is not None:
-                self.lease.rename_run(origin.run)
+                self.lease.owner = dataclasses.replace(self.lease.owner, run=origin.run)
 
     def others(self) -> str:
         """Describe the checkpoints of other runs in the directory; empty if there are none. Called on rank 0."""
@@ -156,14 +128,7 @@ class SaveDirectory:
 
     def origin(self) -> Origin:
         """Return the origin of a checkpoint that is saved now."""
-        return Origin(
-            run=self.run,
-            host=socket.gethostname(),
-            started=self.started,
-            saved=utc_now(),
-            parent=self.parent,
-            versions=package_versions(),
-        )
+        return Origin.now(self.run, self.started, self.parent)
 
     def close(self) -> None:
         """Release the directory."""

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import queue
 import signal
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -55,20 +55,14 @@ def common_state_in_memory() -> Iterator[list[bytes]]:
         yield kept
         return
 
-    class InMemory(strategies.common.TorchCommonSaveStrategy):
-        def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-            if torch.distributed.get_rank() == 0:
-                content = io.BytesIO()
-                torch.save(common_state_dict, content)
-                kept.append(content.getvalue())
+    def save_common(_: object, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            content = io.BytesIO()
+            torch.save(common_state_dict, content)
+            kept.append(content.getvalue())
 
-    kind = strategies.base.StrategyAction.SAVE_COMMON, "torch", 1
-    before = strategies.base.get_default_strategy(*kind)
-    strategies.base.register_default_strategy(*kind, InMemory("torch", 1))
-    try:
+    with mock.patch.object(strategies.common.TorchCommonSaveStrategy, "save_common", save_common):
         yield kept
-    finally:
-        strategies.base.register_default_strategy(*kind, before)
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):
@@ -80,14 +74,12 @@ class ShardStrategy(TorchDistSaveShardedStrategy):
         choice = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(plan).parameters else {}
         return plan(sharded_state_dict, checkpoint_dir, **choice)
 
-    def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: tuple, *_: object
-    ) -> AsyncRequest:
-        return AsyncRequest(None, (writer, planned[1]), [])
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple, *_: object):
+        return AsyncRequest(None, (writer, save_state_dict_ret[1]), [])
 
 
 @dataclass
-class _Part:
+class _FilePart:
     """One file being written."""
 
     path: Path
@@ -112,7 +104,7 @@ class PartWriter:
         self.patience = patience
         self.writer, self.metadata = request.async_fn_args
         self.common = common
-        self.parts: list[_Part] = []
+        self.parts: list[_FilePart] = []
         self.last_growth = time.monotonic()
 
     def start(self) -> None:
@@ -132,16 +124,16 @@ class PartWriter:
         Raises:
             OSError: a writer failed, died or stalled; the message names the file and the reason.
         """
-        waiting = {part.pipe: part for part in self.parts if part.outcome is None}
-        for pipe in multiprocessing.connection.wait(list(waiting), timeout=0):
-            part = waiting[pipe]
-            part.outcome = _receive(part)
-            self.last_growth = time.monotonic()
+        for part in self.parts:
+            if part.outcome is None and part.pipe.poll():
+                part.outcome = _receive(part)
+                self.last_growth = time.monotonic()
         unfinished = [part for part in self.parts if part.outcome is None]
         for part in unfinished:
             size = part.path.stat().st_size if part.path.exists() else 0
             if size != part.size:
-                part.size, self.last_growth = size, time.monotonic()
+                part.size = size
+                self.last_growth = time.monotonic()
         if unfinished and time.monotonic() - self.last_growth > self.patience:
             names = ", ".join(str(part.path) for part in unfinished)
             raise OSError(f"{names}: nothing was written for {self.patience:.0f} s; the writer has stalled")
@@ -175,7 +167,7 @@ class PartWriter:
             part.pipe.close()
 
 
-def _start(bucket: tuple, transforms: list) -> _Part:
+def _start(bucket: tuple, transforms: list) -> _FilePart:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_serve, args=(theirs, bucket, transforms), name=f"writer of {bucket[1]}"
@@ -190,10 +182,10 @@ def _start(bucket: tuple, transforms: list) -> _Part:
         if collecting:
             gc.enable()
     theirs.close()
-    return _Part(Path(bucket[0]), process, ours)
+    return _FilePart(Path(bucket[0]), process, ours)
 
 
-def _receive(part: _Part) -> Any:
+def _receive(part: _FilePart) -> Any:
     try:
         error, outcome = part.pipe.recv()
     except EOFError:
@@ -220,8 +212,8 @@ def _serve(pipe: Connection, bucket: tuple, transforms: list) -> None:
 
 
 def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:
-    results: queue.SimpleQueue = queue.SimpleQueue()
-    unfinished: queue.Queue = queue.Queue()
+    results: Any = queue.SimpleQueue()
+    unfinished: Any = queue.Queue()
     unfinished.put(0)
     FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, unfinished, use_fsync=False)
     _, outcome = results.get()

@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_balance.convert.config_fields import Fields, dense_layers, first_layers
-from megatron_balance.files.reading import shown
-
-Config = Fields
-"""A model's config.json."""
+from megatron_balance.convert.config_fields import Fields
+from megatron_balance.files.reading import number_in, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +22,18 @@ class Architecture:
     expert_width: str = "moe_intermediate_size"
     """Key of an expert's width in config.json."""
     shared_expert: str | None = None
-    shared_width: Callable[[Config], int | None] = lambda config: None
+    shared_width: Callable[[Fields], int | None] = lambda config: None
     shared_gate: bool = False
     expert_bias: str | None = None
     latent: bool = False
     """Whether the model has multi-latent attention."""
     qk_norm: Literal["", "qk-layernorm", "qk-layernorm-across-heads"] = ""
     """Flag that selects the norm of queries and keys; empty without a norm."""
-    qkv_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias"))
-    normalized: Callable[[Config], bool] = lambda config: bool(config["norm_topk_prob"])
+    qkv_bias: Callable[[Fields], bool] = lambda config: bool(config.get("attention_bias"))
+    normalized: Callable[[Fields], bool] = lambda config: bool(config["norm_topk_prob"])
     """Whether the weights of a token's experts sum to one."""
-    dense_layers: Callable[[Config], set[int]] = lambda config: set()
-    routing: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    dense_layers: Callable[[Fields], set[int]] = lambda config: set()
+    routing: Callable[[Fields], Mapping[str, Any]] = lambda config: {}
     """Flags of the router in addition to those of all models."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json with the only supported value; they may be absent."""
@@ -44,7 +41,7 @@ class Architecture:
     """Keys of config.json that do not change the logits of this kind of model, in addition to those of any model."""
 
 
-def _softmax_routing(config: Config) -> dict[str, Any]:
+def _softmax_routing(config: Fields) -> dict[str, Any]:
     """Return the flags of DeepSeek-V2's router (its section 2.2)."""
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -55,7 +52,7 @@ def _softmax_routing(config: Config) -> dict[str, Any]:
     }
 
 
-def _sigmoid_routing(config: Config) -> dict[str, Any]:
+def _sigmoid_routing(config: Fields) -> dict[str, Any]:
     """Return the flags of DeepSeek-V3's router (its section 2.1.2)."""
     return {
         "moe-router-score-function": "sigmoid",
@@ -64,13 +61,13 @@ def _sigmoid_routing(config: Config) -> dict[str, Any]:
     }
 
 
-def _groups(config: Config, best: int) -> dict[str, int]:
+def _groups(config: Fields, best: int) -> dict[str, int]:
     """Return the flags of group-limited routing; a group's score is the sum of its `best` highest experts' scores."""
     groups = config["n_group"] or 1
     chosen = config["topk_group"] or 1
     experts = config.first_of(*COUNTS)
     topk = config["num_experts_per_tok"]
-    if groups == 1:
+    if groups == chosen == 1:
         return {}
     if experts % groups or not best <= experts // groups:
         raise ValueError(f"n_group {groups}: must divide n_routed_experts {experts} into groups of {best} or more")
@@ -84,6 +81,27 @@ def _groups(config: Config, best: int) -> dict[str, int]:
     return flags if topk // chosen == best else flags | {"moe-router-group-score-topk": best}
 
 
+def _dense_layers(config: Fields) -> set[int]:
+    """Return the dense layers that Qwen's `mlp_only_layers` and `decoder_sparse_step` name."""
+    layers = config["num_hidden_layers"]
+    dense = config.get("mlp_only_layers") or []
+    if len(dense) > layers:
+        raise ValueError(f"mlp_only_layers: has {len(dense)} entries for {layers} layers")
+    for layer in dense:
+        number_in(layer, 0, layers - 1, "mlp_only_layers", whole=True)
+    step = config.get("decoder_sparse_step", 1)
+    return {*dense, *(layer for layer in range(layers) if (layer + 1) % step)}
+
+
+def _first_layers(config: Fields) -> set[int]:
+    """Return the dense layers that DeepSeek's `first_k_dense_replace` names."""
+    layers = config["num_hidden_layers"]
+    dense = config["first_k_dense_replace"]
+    if dense > layers:
+        raise ValueError(f"first_k_dense_replace {dense}: there are {layers} layers")
+    return set(range(dense))
+
+
 def _deepseek(irrelevant: frozenset[str] = frozenset(), **more: Any) -> Architecture:
     return Architecture(
         expert=GATED,
@@ -91,7 +109,7 @@ def _deepseek(irrelevant: frozenset[str] = frozenset(), **more: Any) -> Architec
         shared_width=lambda config: (config["n_shared_experts"] or 0) * config["moe_intermediate_size"] or None,
         qk_norm="qk-layernorm",
         latent=True,
-        dense_layers=first_layers,
+        dense_layers=_first_layers,
         # The head size follows from the sizes of its two parts
         irrelevant=irrelevant | {"head_dim", "qk_head_dim"},
         **more,
@@ -147,14 +165,14 @@ ARCHITECTURES = {
         shared_width=lambda config: config["shared_expert_intermediate_size"],
         shared_gate=True,
         qkv_bias=lambda config: config.get("qkv_bias", True),
-        dense_layers=dense_layers,
+        dense_layers=_dense_layers,
         required={"use_sliding_window": False},
         irrelevant=WINDOWS,
     ),
     "qwen3_moe": Architecture(
         expert=GATED,
         qk_norm="qk-layernorm",
-        dense_layers=dense_layers,
+        dense_layers=_dense_layers,
         required={"use_sliding_window": False},
         irrelevant=WINDOWS,
     ),

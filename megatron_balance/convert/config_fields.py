@@ -14,87 +14,82 @@ from megatron_balance.messages import cleaned
 
 
 @dataclass(frozen=True)
-class Number:
-    """Rule for a number from `low` to `high`."""
+class EntryRule:
+    """The type of an entry and, for a number, its range."""
 
-    low: float
-    high: float
-    whole: bool = True
+    kind: type
+    low: float = 0
+    high: float = 0
     or_null: bool = False
 
-    def check(self, value: Any, name: str) -> None:
-        if not (value is None and self.or_null):
-            # A library may have written the integer 10000 as 10000.0
-            integral = self.whole and isinstance(value, float) and value.is_integer()
-            number_in(int(value) if integral else value, self.low, self.high, name, whole=self.whole)
+    def checked(self, value: Any, name: str) -> Any:
+        """Return the value, with 10000.0 in place of 10000 as an integer; raise ValueError if it breaks the rule."""
+        if value is None and self.or_null:
+            return None
+        if self.kind in (int, float):
+            if self.kind is int and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            return number_in(value, self.low, self.high, name, whole=self.kind is int)
+        if type(value) is not self.kind:
+            raise ValueError(f"{name}: {shown(value)} is not {_TYPES[self.kind]}")
+        return value
 
 
-@dataclass(frozen=True)
-class OfType:
-    """Rule for a value of a type other than a number."""
-
-    type: type
-    description: str
-    or_null: bool = False
-
-    def check(self, value: Any, name: str) -> None:
-        if type(value) is not self.type and not (value is None and self.or_null):
-            raise ValueError(f"{name}: {shown(value)} is not {self.description}")
-
+_TYPES = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
 LAYERS, EXPERTS, WIDTH = (AT_MOST[name] for name in ("num_layers", "num_moe_experts", "hidden_size"))
 HEADS = AT_MOST["num_attention_heads"]
 TOKENS = AT_MOST["seq_length"]
 
-_SWITCH = OfType(bool, "true or false")
-_TEXT = OfType(str, "a text")
-_LIST = OfType(list, "a list", or_null=True)
-_OBJECT = OfType(dict, "an object", or_null=True)
+_SWITCH = EntryRule(bool)
+_TEXT = EntryRule(str)
+_LIST = EntryRule(list, or_null=True)
+_OBJECT = EntryRule(dict, or_null=True)
 
 MAX_LISTED = 20
 """Limit of the entries or tensors that an error names."""
 
-FIELDS: Mapping[str, Number | OfType] = {
+FIELDS: Mapping[str, EntryRule] = {
     **dict.fromkeys(("model_type", "hidden_act", "topk_method", "scoring_func"), _TEXT),
     **dict.fromkeys(("attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "tie_word_embeddings"), _SWITCH),
     **dict.fromkeys(("rope_interleave", "use_sliding_window"), _SWITCH),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
     **dict.fromkeys(("layer_types", "mlp_only_layers"), _LIST),
-    "num_hidden_layers": Number(1, LAYERS),
-    "first_k_dense_replace": Number(0, LAYERS),
-    "decoder_sparse_step": Number(1, LAYERS),
-    "moe_layer_freq": Number(1, LAYERS),
-    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), Number(0, LAYERS, or_null=True)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), Number(1, EXPERTS)),
-    **dict.fromkeys(("num_experts_per_tok",), Number(1, EXPERTS)),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), Number(0, EXPERTS, or_null=True)),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), Number(1, WIDTH)),
-    "shared_expert_intermediate_size": Number(1, WIDTH),
-    "vocab_size": Number(1, AT_MOST["vocab_size"]),
-    "num_attention_heads": Number(1, HEADS),
-    "num_key_value_heads": Number(1, HEADS, or_null=True),
-    "head_dim": Number(1, WIDTH, or_null=True),
-    "partial_rotary_factor": Number(0, 1, whole=False, or_null=True),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Number(1, WIDTH)),
-    "q_lora_rank": Number(1, WIDTH, or_null=True),
-    "max_position_embeddings": Number(1, TOKENS),
-    "sliding_window": Number(0, TOKENS, or_null=True),
-    "clip_qkv": Number(0, 1e9, whole=False, or_null=True),
-    "rms_norm_eps": Number(1e-20, 1, whole=False),
-    "rope_theta": Number(1, 1e15),
-    "router_aux_loss_coef": Number(0, 1e6, whole=False),
-    "routed_scaling_factor": Number(1e-6, 1e6, whole=False),
+    "num_hidden_layers": EntryRule(int, 1, LAYERS),
+    "first_k_dense_replace": EntryRule(int, 0, LAYERS),
+    "decoder_sparse_step": EntryRule(int, 1, LAYERS),
+    "moe_layer_freq": EntryRule(int, 1, LAYERS),
+    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), EntryRule(int, 0, LAYERS, or_null=True)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EntryRule(int, 1, EXPERTS)),
+    **dict.fromkeys(("num_experts_per_tok",), EntryRule(int, 1, EXPERTS)),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), EntryRule(int, 0, EXPERTS, or_null=True)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), EntryRule(int, 1, WIDTH)),
+    "shared_expert_intermediate_size": EntryRule(int, 1, WIDTH),
+    "vocab_size": EntryRule(int, 1, AT_MOST["vocab_size"]),
+    "num_attention_heads": EntryRule(int, 1, HEADS),
+    "num_key_value_heads": EntryRule(int, 1, HEADS, or_null=True),
+    "head_dim": EntryRule(int, 1, WIDTH, or_null=True),
+    "partial_rotary_factor": EntryRule(float, 0, 1, or_null=True),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), EntryRule(int, 1, WIDTH)),
+    "q_lora_rank": EntryRule(int, 1, WIDTH, or_null=True),
+    "max_position_embeddings": EntryRule(int, 1, TOKENS),
+    "sliding_window": EntryRule(int, 0, TOKENS, or_null=True),
+    "clip_qkv": EntryRule(float, 0, 1e9, or_null=True),
+    "rms_norm_eps": EntryRule(float, 1e-20, 1),
+    "rope_theta": EntryRule(int, 1, 1e15),
+    "router_aux_loss_coef": EntryRule(float, 0, 1e6),
+    "routed_scaling_factor": EntryRule(float, 1e-6, 1e6),
 }
 """Rules for all keys of config.json that are read."""
 
-ROPE: Mapping[str, Number | OfType] = {
+ROPE: Mapping[str, EntryRule] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
-    "rope_theta": Number(1, 1e15),
-    "factor": Number(1, 1e6, whole=False),
-    "original_max_position_embeddings": Number(1, TOKENS),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), Number(0, 1e6, whole=False)),
-    "partial_rotary_factor": Number(0, 1, whole=False),
-    "attention_factor": Number(0, 1e6, whole=False, or_null=True),
+    "rope_theta": EntryRule(int, 1, 1e15),
+    "factor": EntryRule(float, 1, 1e6),
+    "original_max_position_embeddings": EntryRule(int, 1, TOKENS),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), EntryRule(float, 0, 1e6)),
+    "partial_rotary_factor": EntryRule(float, 0, 1),
+    "attention_factor": EntryRule(float, 0, 1e6, or_null=True),
     "truncate": _SWITCH,
 }
 """Rules for the keys of `rope_scaling` and `rope_parameters`."""
@@ -130,7 +125,7 @@ IRRELEVANT = frozenset(
 class Fields(dict[str, Any]):
     """The known entries of an object; reading any other key is an error of the program."""
 
-    def __init__(self, content: Mapping[str, Any], known: Mapping[str, Number | OfType], where: str = "") -> None:
+    def __init__(self, content: Mapping[str, Any], known: Mapping[str, EntryRule], where: str = "") -> None:
         """
         Raises:
             ValueError: an entry has another type or is out of its range; the message names it.
@@ -140,10 +135,7 @@ class Fields(dict[str, Any]):
         self._unread = {name: value for name, value in content.items() if value is not None}
         for name, rule in known.items():
             if name in content:
-                rule.check(content[name], where + name)
-                value = content[name]
-                whole = isinstance(rule, Number) and rule.whole and value is not None
-                self[name] = int(value) if whole else value
+                self[name] = rule.checked(content[name], where + name)
 
     def __getitem__(self, name: str) -> Any:
         self._unread.pop(name, None)
@@ -183,26 +175,11 @@ class Fields(dict[str, Any]):
             )
 
 
-def read_config(content: Mapping[str, Any]) -> Fields:
-    """Return the checked entries of config.json.
-
-    Raises:
-        ValueError: an entry has another type or is out of its range, or two entries contradict each other; the message
-            names them.
-    """
-    config = Fields(content, FIELDS)
-    heads = config["num_attention_heads"]
-    groups = config["num_key_value_heads"] or config["num_attention_heads"]
-    if heads % groups:
-        raise ValueError(f"num_key_value_heads {groups}: does not divide num_attention_heads {heads}")
-    return config
-
-
 def read_rope(config: Fields) -> Fields:
     """Return the checked settings of rotary embeddings, which are in `rope_parameters` since transformers 5.
 
     Raises:
-        ValueError: as for `read_config`.
+        ValueError: an entry has another type or is out of its range, or two entries contradict each other.
     """
     there = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     if len(there) == 2 and config[there[0]] != config[there[1]]:
@@ -216,24 +193,3 @@ def read_rope(config: Fields) -> Fields:
     elif outer not in (None, inner):
         raise ValueError(f"rope_theta {outer}: {rope.where}rope_theta is {inner}; keep one of them")
     return rope
-
-
-def dense_layers(config: Fields) -> set[int]:
-    """Return the dense layers that Qwen's `mlp_only_layers` and `decoder_sparse_step` name; raise as `read_config`."""
-    layers = config["num_hidden_layers"]
-    dense = config.get("mlp_only_layers") or []
-    if len(dense) > layers:
-        raise ValueError(f"mlp_only_layers: has {len(dense)} entries for {layers} layers")
-    for layer in dense:
-        number_in(layer, 0, layers - 1, "mlp_only_layers", whole=True)
-    step = config.get("decoder_sparse_step", 1)
-    return {*dense, *(layer for layer in range(layers) if (layer + 1) % step)}
-
-
-def first_layers(config: Fields) -> set[int]:
-    """Return the dense layers that DeepSeek's `first_k_dense_replace` names; raise as `read_config`."""
-    layers = config["num_hidden_layers"]
-    dense = config["first_k_dense_replace"]
-    if dense > layers:
-        raise ValueError(f"first_k_dense_replace {dense}: there are {layers} layers")
-    return set(range(dense))

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,14 +16,12 @@ import torch
 from megatron_balance.checkpoint import manifest, saved_flags
 from megatron_balance.checkpoint.directory import UNFINISHED, CheckpointDirectory
 from megatron_balance.checkpoint.lease import NAME as LEASE
-from megatron_balance.checkpoint.lease import Lease
-from megatron_balance.checkpoint.lease_owner import Owner
-from megatron_balance.checkpoint.manifest import Origin
+from megatron_balance.checkpoint.lease import Lease, Owner
+from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
 from megatron_balance.checkpoint.safe_pickle import COMMON
-from megatron_balance.checkpoint.save_directory import new_run_name, package_versions, utc_now
 from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.config_fields import MAX_LISTED
-from megatron_balance.convert.megatron import Checkpoint
+from megatron_balance.convert.megatron import MegatronCheckpoint
 from megatron_balance.convert.model import OUTPUT, TABLE, Model
 from megatron_balance.convert.pieces import Piece, Size
 from megatron_balance.convert.safetensors_files import CONFIG, Weights, check_adapter
@@ -64,7 +61,7 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
         return piece.join.join([weights.read(name) for name in piece.sources])
 
     def dtype(piece: Piece) -> torch.dtype:
-        return weights.dtypes[piece.sources[0]]
+        return weights.tensors[piece.sources[0]].dtype
 
     with _new_directory(target, log) as lease:
         with staged(target / HF_DIRECTORY) as hf_files:
@@ -90,15 +87,15 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
     if predicting := _leave_out(weights, model.prediction_layers):
         log(f"{predicting} tensors of multi-token prediction are left out: {', '.join(model.prediction_layers)}*\n")
     _leave_out(weights, DERIVED)
-    if model.tied and {TABLE, OUTPUT} <= weights.shapes.keys():
+    if model.tied and {TABLE, OUTPUT} <= weights.tensors.keys():
         if not torch.equal(weights.read(OUTPUT), weights.read(TABLE)):
             raise ValueError(
                 f"{source}: {OUTPUT} differs from {TABLE}, but config.json says tie_word_embeddings; leave it out with "
                 f"--without {OUTPUT}, or set tie_word_embeddings to false"
             )
         _leave_out(weights, [OUTPUT])
-    remedy = "--without PATTERN leaves tensors out"
-    _compare(weights.shapes, _sources(itertools.chain.from_iterable(model.files())), str(source), remedy)
+    wanted = (item for pieces in model.files() for piece in pieces for item in piece.source_sizes.items())
+    _compare(weights.shapes, wanted, str(source), "--without PATTERN leaves tensors out")
     for notice in model.notices():
         log(f"{notice}\n")
     return model, weights
@@ -107,9 +104,9 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
 def _leave_out(weights: Weights, patterns: Iterable[str]) -> int:
     """Leave out the tensors whose names begin as one of several patterns says; return how many there are."""
     match = re.compile("|".join(fnmatch.translate(f"{pattern}*") for pattern in patterns) or "(?!)").match
-    names = [name for name in weights.shapes if match(name)]
+    names = [name for name in weights.tensors if match(name)]
     for name in names:
-        del weights.shapes[name]
+        del weights.tensors[name]
     return len(names)
 
 
@@ -123,7 +120,7 @@ def import_megatron(source: Path, target: Path, log: Log, step: int | None = Non
         ValueError: the checkpoint is damaged or holds something else; the message names the problem.
         OSError: `target` cannot be written. Partial output is removed.
     """
-    checkpoint = Checkpoint(source, step)
+    checkpoint = MegatronCheckpoint(source, step)
     with _new_directory(target, log) as lease:
         _write_checkpoint(
             lease,
@@ -186,9 +183,8 @@ def _check_empty(target: Path, is_allowed: Callable[[Path], object] = lambda pat
 
 def _is_leftover(path: Path) -> bool:
     """Return whether a file is from an import that was killed; the next import replaces it."""
-    return not path.is_symlink() and (
-        path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
-    )
+    is_ours = path.name == HF_DIRECTORY or LEASE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)
+    return bool(is_ours) and not path.is_symlink()
 
 
 def _write_checkpoint(
@@ -210,14 +206,7 @@ def _write_checkpoint(
     for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
         with writing(path / name):
             (path / name).write_bytes(content)
-    origin = Origin(
-        run=new_run_name(),
-        host=socket.gethostname(),
-        started=started,
-        saved=utc_now(),
-        parent=f"{source.resolve()}, converted",
-        versions=package_versions(),
-    )
+    origin = Origin.now(new_run_name(), started, f"{source.resolve()}, converted")
     manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
     lease.check()
     directory.commit(path, 0)
@@ -239,7 +228,8 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     if not (hf_dir / CONFIG).exists():
         raise ValueError(f"{hf_dir}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)
-    path = newest(source, step)
+    path = CheckpointDirectory(source).chosen(step)
+    manifest.verify(path, manifest.read(path).files)
     model = _model(hf_dir)
     reader = torch_dist.Reader(path)
     weights = {name: tuple(entry.size) for name, entry in reader.weights.items() if not name.startswith("mtp.")}
@@ -275,25 +265,6 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
             with writing(model_files / CONFIG):
                 (model_files / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(trained.pieces(), log)])
-
-
-def newest(source: Path, step: int | None) -> Path:
-    """Return the path of a checkpoint in `source` after verifying its digests.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged; the message names the file.
-    """
-    directory = CheckpointDirectory(source)
-    iteration = directory.tracked() if step is None else step
-    if iteration is None or not directory.path(iteration).is_dir():
-        raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
-    path = directory.path(iteration)
-    manifest.verify(path, manifest.read(path).files)
-    return path
-
-
-def _sources(pieces: Iterable[Piece]) -> Iterator[tuple[str, Size]]:
-    return itertools.chain.from_iterable(piece.source_sizes.items() for piece in pieces)
 
 
 def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str, remedy: str = "") -> None:

@@ -18,7 +18,7 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import read_common
 from megatron_balance.convert import torch_dist
-from megatron_balance.convert.pieces import Piece, Rows, Same, Size
+from megatron_balance.convert.pieces import HALVES, SAME, Piece, Size
 from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
@@ -47,7 +47,7 @@ _Own = tuple[int | None, int | None]
 """Layer and expert of a tensor; None where it holds all of them."""
 
 
-class Checkpoint:
+class MegatronCheckpoint:
     """A checkpoint of Megatron-LM, read piece by piece."""
 
     def __init__(self, source: Path, step: int | None) -> None:
@@ -61,11 +61,7 @@ class Checkpoint:
                 them.
             Damaged: reading the checkpoint would run code, or a file is damaged.
         """
-        directory = CheckpointDirectory(source)
-        iteration = directory.tracked() if step is None else step
-        if iteration is None or not directory.path(iteration).is_dir():
-            raise ValueError(f"--load-dir {source}: holds no checkpoint of iteration {iteration}")
-        self.path = directory.path(iteration)
+        self.path = CheckpointDirectory(source).chosen(step)
         self._reader = torch_dist.Reader(self.path)
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
@@ -159,4 +155,4 @@ def _pieces(key: str, names: Mapping[_Own, list[str]], sizes: Mapping[str, Size]
         if wanted not in names:
             raise ValueError(f"{key}: layer {layer}, expert {expert} is missing")
         parts = tuple(names[wanted])
-        yield Piece(key, (*axes, *inner), at, parts, join=Rows(2) if len(parts) == 2 else Same())
+        yield Piece(key, (*axes, *inner), at, parts, join=HALVES if len(parts) == 2 else SAME)

@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_balance.convert.architectures import ARCHITECTURES, COUNTS, GATED, PREDICTED, REQUIRED
-from megatron_balance.convert.config_fields import IRRELEVANT, Fields, read_config, read_rope
-from megatron_balance.convert.pieces import Join, Piece, QueryKeyValue, RotaryPairs, Rows, Same, Size
+from megatron_balance.convert.config_fields import FIELDS, IRRELEVANT, Fields, read_rope
+from megatron_balance.convert.pieces import HALVES, SAME, Join, Piece, Size, query_key_value, rotary_pairs
 from megatron_balance.files.reading import shown
 
 TABLE, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two tables of embeddings; models with tied ones have the first only."""
-
-SAME = Same()
 
 Index = tuple[int | slice, ...]
 
@@ -36,7 +34,7 @@ class Model:
             raise ValueError(
                 f"model_type {shown(model_type)}: not known; choose from {', '.join(sorted(ARCHITECTURES))}"
             )
-        config = read_config(content)
+        config = Fields(content, FIELDS)
         self.content = content
         self.config = config
         self.architecture = ARCHITECTURES[model_type]
@@ -87,6 +85,8 @@ class Model:
         )
         self.heads = config["num_attention_heads"]
         self.groups = config.get("num_key_value_heads") or self.heads
+        if self.heads % self.groups:
+            raise ValueError(f"num_key_value_heads {self.groups}: does not divide num_attention_heads {self.heads}")
         if arch.latent and self.groups != self.heads:
             raise ValueError(f"num_key_value_heads {self.groups}: must be num_attention_heads {self.heads}")
         self.rope_pairs = config.get("rope_interleave", True)
@@ -282,7 +282,7 @@ class Model:
         attention = "self_attention"
         qkv = [f"self_attn.{name}_proj" for name in "qkv"]
         rows = (self.heads + 2 * self.groups) * self.channels
-        joined = QueryKeyValue(self.heads, self.groups, self.channels)
+        joined = query_key_value(self.heads, self.groups, self.channels)
         yield piece(f"{attention}.linear_qkv.layer_norm_weight", (hidden,), SAME, "input_layernorm.weight")
         yield piece(f"{attention}.linear_qkv.weight", (rows, hidden), joined, *(f"{name}.weight" for name in qkv))
         if arch.qkv_bias(self.config):
@@ -306,8 +306,8 @@ class Model:
         of_queries = SAME
         of_keys = SAME
         if not self.rope_pairs:
-            of_queries = RotaryPairs(self.heads, config["qk_nope_head_dim"], position)
-            of_keys = RotaryPairs(1, latent, position)
+            of_queries = rotary_pairs(self.heads, config["qk_nope_head_dim"], position)
+            of_keys = rotary_pairs(1, latent, position)
 
         def one(name: str, size: Size, source: str, join: Join = SAME) -> Piece:
             return piece(f"self_attention.{name}", size, join, f"self_attn.{source}.weight")
@@ -328,5 +328,5 @@ class Model:
         self, piece: Callable[..., Piece], key: str, source: str, *, width: int, names: tuple[str, str, str]
     ) -> Iterator[Piece]:
         gate, up, down = (f"{source}.{name}.weight" for name in names)
-        yield piece(f"{key}.linear_fc1.weight", (2 * width, self.hidden), Rows(2), gate, up)
+        yield piece(f"{key}.linear_fc1.weight", (2 * width, self.hidden), HALVES, gate, up)
         yield piece(f"{key}.linear_fc2.weight", (self.hidden, width), SAME, down)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,15 +23,14 @@ SINGLE = "model.safetensors"
 
 CONFIG = "config.json"
 
-CARRIED = (CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
-CARRIED_TOO = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model")
+CARRIED = (
+    *(CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template*", "spiece.model"),
+)
 """Names of files that are copied along with a model's weights."""
 
 MAX_INDEX_BYTES = 24 * MIB
 """Limit for the index. A tensor takes about 100 bytes, so there is room for 250,000."""
-
-MAX_HEADER_BYTES = 24 * MIB
-"""The same limit for the header of a safetensors file; the library itself reads up to 100 MB."""
 
 MAX_PARTS = 1_000_000
 """Limit of the tensors that a model has after those of several experts are divided. The largest have 100,000."""
@@ -40,6 +39,18 @@ MAX_CARRIED_BYTES = 256 * MIB
 """Limit for a tokenizer's file; large ones have 40 MiB."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file, or a part of one."""
+
+    file: str
+    name: str
+    """Name in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: tuple[int | slice, ...] | None = None
+    """Index of the part; None for the whole tensor."""
 
 
 class Weights:
@@ -51,10 +62,8 @@ class Weights:
         Raises:
             ValueError: a file is missing or invalid; the message names it.
         """
-        self.directory, self.file_of = directory, dict[str, str]()
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
+        self.directory = directory
+        self.tensors: dict[str, StoredTensor] = {}
         listed = self._listed()
         files = sorted({*listed.values()} or {SINGLE})
         if missing := [file for file in files if not inside(directory, file).exists()]:
@@ -62,10 +71,15 @@ class Weights:
         for file in files:
             self._read_header(file)
         for name, file in listed.items():
-            if self.file_of.get(name) != file:
+            if name not in self.tensors or self.tensors[name].file != file:
                 raise ValueError(f"{directory / INDEX}: {cleaned(name)} is not in {file}")
-        if unlisted := sorted(self.file_of.keys() - listed.keys()) if listed else []:
+        if unlisted := sorted(self.tensors.keys() - listed.keys()) if listed else []:
             raise ValueError(f"{directory / INDEX}: does not list {cleaned(', '.join(unlisted[:20]), 1000)}")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def _listed(self) -> dict[str, str]:
         path = self.directory / INDEX
@@ -79,7 +93,8 @@ class Weights:
 
     def _read_header(self, file: str) -> None:
         path = inside(self.directory, file)
-        _check_header(path)
+        # The library would wait for a FIFO
+        check_regular(path)
         try:
             with safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
@@ -89,10 +104,10 @@ class Weights:
                             f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
                             "convert quantized weights to bfloat16 first"
                         )
-                    if name in self.file_of:
-                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.file_of[name]}")
-                    self.file_of[name], self.shapes[name] = file, tuple(part.get_shape())
-                    self.dtypes[name] = DTYPES[part.get_dtype()]
+                    if name in self.tensors:
+                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.tensors[name].file}")
+                    dtype = DTYPES[part.get_dtype()]
+                    self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
@@ -105,17 +120,15 @@ class Weights:
         Raises:
             ValueError: there is already a tensor of such a name, or there are too many parts.
         """
-        file = self.file_of.pop(name)
-        shape = self.shapes.pop(name)
-        dtype = self.dtypes.pop(name)
-        if twice := self.shapes.keys() & parts.keys():
-            raise ValueError(f"{self.directory / file}: {cleaned(name)} also contains {cleaned(min(twice))}")
-        if len(self.shapes) + len(parts) > MAX_PARTS:
-            raise ValueError(f"{self.directory / file}: more than {MAX_PARTS} tensors")
-        whole = torch.empty(shape, device="meta")
+        tensor = self.tensors.pop(name)
+        path = self.directory / tensor.file
+        if twice := self.tensors.keys() & parts.keys():
+            raise ValueError(f"{path}: {cleaned(name)} also contains {cleaned(min(twice))}")
+        if len(self.tensors) + len(parts) > MAX_PARTS:
+            raise ValueError(f"{path}: more than {MAX_PARTS} tensors")
+        whole = torch.empty(tensor.shape, device="meta")
         for part, index in parts.items():
-            self.file_of[part], self.shapes[part], self.dtypes[part] = file, tuple(whole[index].shape), dtype
-            self._parts[part] = name, index
+            self.tensors[part] = tensor._replace(shape=tuple(whole[index].shape), part=index)
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor.
@@ -123,14 +136,14 @@ class Weights:
         Raises:
             ValueError: the tensor can no longer be read, or contains NaN or infinity.
         """
-        path = inside(self.directory, self.file_of[name])
+        stored = self.tensors[name]
+        path = inside(self.directory, stored.file)
         try:
             with safe_open(path, "pt") as opened:
-                if name in self._parts:
-                    whole, index = self._parts[name]
-                    tensor = opened.get_slice(whole)[index]
+                if stored.part is None:
+                    tensor = opened.get_tensor(stored.name)
                 else:
-                    tensor = opened.get_tensor(name)
+                    tensor = opened.get_slice(stored.name)[stored.part]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
         if not bool(tensor.isfinite().all()):
@@ -164,7 +177,7 @@ def carry(source: Path, target: Path) -> None:
         OSError: `target` cannot be written, or already contains such a file or a link in its place.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in (*CARRIED, *CARRIED_TOO):
+    for pattern in CARRIED:
         for path in source.glob(pattern):
             if not path.is_dir():
                 content = read_bounded(inside(source, path.name), MAX_CARRIED_BYTES)
@@ -193,11 +206,7 @@ def check_adapter(directory: Path) -> None:
 
 
 def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
-    """Return the error for a directory without files that it should have.
-
-    Args:
-        number: how many files it should have.
-    """
+    """Return the error for a directory that lacks some of its `number` files."""
     if missing != [SINGLE]:
         names = f"{', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}"
         return f"{directory / INDEX}: {len(missing)} of its {number} files are missing; download them: {names}"
@@ -205,13 +214,3 @@ def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
         if found := sorted(path.name for pattern in patterns.split() for path in directory.glob(pattern)):
             return f"{directory / SINGLE}: missing; {cleaned(found[0])} is there: {remedy}"
     return f"{directory / SINGLE}: missing"
-
-
-def _check_header(path: Path) -> None:
-    """Raise ValueError if a file is not in safetensors format or its header is too large for the library to read."""
-    if check_regular(path) < 8:
-        raise ValueError(f"{path}: damaged: is too short for a header")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: damaged: its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")

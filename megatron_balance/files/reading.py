@@ -4,13 +4,14 @@ Only regular files are opened. A FIFO, which a shell creates for `<(...)`, may n
 read it. It is therefore refused like a device, and the message asks for a regular file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +50,6 @@ MAX_WHOLE_BYTES = 64 * MIB
 _SAMPLES, _SAMPLE_BYTES = 8, 32 * KIB
 """Samples of a larger file, spread evenly from its first byte to its last."""
 
-_CHUNK_BYTES = 4 * MIB
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"')
 _BRACES_TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -64,10 +64,8 @@ def check_regular(path: str | Path, flag: str = "") -> int:
     Raises:
         ValueError: the file does not exist or is not regular.
     """
-    try:
+    with _naming(path, flag):
         return _regular(os.stat(path))
-    except (OSError, ValueError) as error:
-        _refuse(path, flag, error)
 
 
 def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
@@ -80,53 +78,38 @@ def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
     Raises:
         ValueError: the file is larger, not regular, or cannot be read.
     """
-    try:
+    with _naming(path, flag):
         # Check before opening, because opening a device may already have an effect
         _check_size(_regular(os.stat(path)), limit)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _regular(os.fstat(descriptor))
-            content = bytearray()
-            while len(content) <= limit:
-                piece = os.read(descriptor, min(_CHUNK_BYTES, limit + 1 - len(content)))
-                if not piece:
-                    return bytes(content)
-                content += piece
-        finally:
-            os.close(descriptor)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            _regular(os.fstat(file.fileno()))
+            content = file.read(limit + 1)
         _check_size(len(content), limit)
-    except (OSError, ValueError) as error:
-        _refuse(path, flag, error)
-    raise AssertionError("more than the limit was read")
+        return content
 
 
 def read_text(path: str | Path, limit: int, flag: str = "") -> str:
     """Return the text in a file; raise like `read_bounded`, or ValueError if it is not UTF-8 or has a zero byte."""
     content = read_bounded(path, limit, flag)
-    try:
+    with _naming(path, flag):
         if (zero := content.find(0)) >= 0:
             raise ValueError(f"is not text: byte {zero + 1} is zero")
         return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _refuse(path, flag, ValueError(f"is not text in UTF-8: {error.reason} at byte {error.start + 1}"))
-    except ValueError as error:
-        _refuse(path, flag, error)
 
 
 def read_json(path: str | Path, limit: int, flag: str = "") -> Any:
     """Return the JSON value in a file; raise like `read_text` and `parse_json`."""
     text = read_text(path, limit, flag)
-    try:
+    with _naming(path, flag):
         return parse_json(text)
-    except ValueError as error:
-        _refuse(path, flag, error)
 
 
 def read_object(path: str | Path, limit: int, flag: str = "") -> dict[str, Any]:
     """Return the JSON object in a file; raise like `read_json`, or ValueError if it holds something else."""
     content = read_json(path, limit, flag)
-    if not isinstance(content, dict):
-        _refuse(path, flag, ValueError(f"holds {shown(content)} instead of a JSON object"))
+    with _naming(path, flag):
+        if not isinstance(content, dict):
+            raise ValueError(f"holds {shown(content)} instead of a JSON object")
     return content
 
 
@@ -163,7 +146,7 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
     """
     text = read_bounded(path, MAX_YAML_BYTES, flag)
     depth = 0
-    try:
+    with _naming(path, flag):
         for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
             line = f"line {event.start_mark.line + 1}"
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -176,8 +159,6 @@ def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
             if tag := getattr(event, "tag", None):
                 raise ValueError(f"{line}: tags ({cleaned(tag, 80)}) are not supported; leave it out")
         return yaml.compose(text, Loader=yaml.SafeLoader)
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
-        _refuse(path, flag, ValueError(cleaned(error, 300)))
 
 
 def inside(directory: Path, name: str) -> Path:
@@ -210,7 +191,7 @@ def shown(value: object) -> str:
     return {dict: "an object", list: "a list"}.get(type(value), type(value).__name__)
 
 
-def number_in(value: object, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
+def number_in(value: Any, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
     """Return `value` if it is a number from `low` to `high`.
 
     Args:
@@ -241,9 +222,23 @@ def _check_size(size: int, limit: int) -> None:
         raise ValueError(f"is larger than {words}, the limit for such a file")
 
 
-def _refuse(path: str | Path, flag: str, error: Exception) -> NoReturn:
-    reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-    raise ValueError(f"{flag} {cleaned(path, 500)}: {reason}".lstrip()) from error
+@contextlib.contextmanager
+def _naming(path: str | Path, flag: str) -> Iterator[None]:
+    """Turn an error inside the block into a ValueError that names the flag, the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        cause = error
+    except UnicodeDecodeError as error:
+        reason = f"is not text in UTF-8: {error.reason} at byte {error.start + 1}"
+        cause = error
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        reason = cleaned(error, 300)
+        cause = error
+    else:
+        return
+    raise ValueError(f"{flag} {cleaned(path, 500)}: {reason}".lstrip()) from cause
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

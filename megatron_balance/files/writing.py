@@ -85,19 +85,9 @@ def staged(directory: Path, last: str = "") -> Iterator[Path]:
     """
     existed = directory.is_dir()
     directory.mkdir(parents=True, exist_ok=True)
+    staging = ""
     try:
-        with _moving_up(directory, last) as staging:
-            yield staging
-    except BaseException:
-        if not existed:
-            directory.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _moving_up(directory: Path, last: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=directory, prefix=INCOMPLETE, ignore_cleanup_errors=True) as staging:
-        try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=INCOMPLETE, ignore_cleanup_errors=True) as staging:
             yield Path(staging)
             files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == last, file.name))
             for file in files:
@@ -105,9 +95,11 @@ def _moving_up(directory: Path, last: str) -> Iterator[Path]:
             for file in files:
                 os.replace(file, directory / file.name)
             sync(directory)
-        except OSError as error:
-            if error.filename is not None:
-                # The user does not know the temporary folder
-                name = os.fspath(error.filename).replace(f"{staging}{os.sep}", f"{directory}{os.sep}")
-                raise OSError(error.errno, error.strerror, name) from error
-            raise OSError(error.errno, error.strerror or str(error), str(directory)) from error
+    except BaseException as error:
+        if not existed:
+            directory.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        # The user does not know the temporary folder
+        name = os.fspath(error.filename or directory).replace(f"{staging}{os.sep}", f"{directory}{os.sep}")
+        raise OSError(error.errno, error.strerror or str(error), name) from error

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_balance.checkpoint.search import find_sound
+from megatron_balance.checkpoint.loading import find_sound
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, patient
 from tests.distributed.runs import build

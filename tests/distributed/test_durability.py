@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance.checkpoint import manifest
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_balance.checkpoint.search import _candidates
+from megatron_balance.checkpoint.loading import _candidates
 from megatron_balance.training.loop import train_step
 from tests.crash import Files, Recorder, crashes
 from tests.distributed.checkpoints import patient

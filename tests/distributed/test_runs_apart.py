@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.checkpoint import manifest, save_directory, saved_flags, search
+from megatron_balance.checkpoint import loading, manifest, save_directory, saved_flags
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
-from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, Record
-from megatron_balance.checkpoint.lease_owner import Owner
+from megatron_balance.checkpoint.lease import STALE_SECONDS, Lease, LeaseRecord, Owner
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
 from tests.distributed.checkpoints import Said, _forget, patient
@@ -54,7 +53,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     finally:
         first.kill()
     assert ended.codes == [0, 0] and "another run" not in ended.text, ended.text
-    assert Record.parse(next(where.glob("lease.*")).read_bytes()).released
+    assert LeaseRecord.parse(next(where.glob("lease.*")).read_bytes()).released
 
 
 def lose(directory: str) -> tuple[str, list[str], list[str]]:
@@ -129,7 +128,7 @@ def test_checkpoints_say_which_run_they_are_from(ranks, tmp_path: Path) -> None:
 def read_while_pruning(directory: str) -> tuple[str, list[str]]:
     """Search while another run, after the listing, saves a new checkpoint and deletes the listed one."""
     root = CheckpointDirectory(Path(directory))
-    original = search._candidates
+    original = loading._candidates
 
     def candidates(*args: object) -> object:
         found = original(*args)
@@ -138,12 +137,12 @@ def read_while_pruning(directory: str) -> tuple[str, list[str]]:
             (root.root / TRACKER).write_text("5")
         return found
 
-    search._candidates = candidates
+    loading._candidates = candidates
     said = Said()
     try:
-        return search.find_sound(root, None, said).name, said.lines
+        return loading.find_sound(root, None, said).name, said.lines
     finally:
-        search._candidates = original
+        loading._candidates = original
 
 
 def load_while_pruning(directory: str) -> str:
@@ -196,7 +195,7 @@ def test_every_host_has_to_see_the_directory(ranks, tmp_path: Path) -> None:
         assert f"--save {tmp_path}: rank 1 cannot write into what rank 0 has made there" in message
         assert "No such file or directory" in message
     (lease,) = tmp_path.iterdir()
-    assert Record.parse(lease.read_bytes()).released
+    assert LeaseRecord.parse(lease.read_bytes()).released
 
 
 @pytest.mark.parametrize("text", ["", "a"])

@@ -5,12 +5,9 @@ import copyreg
 import functools
 import importlib
 import io
-import operator
 import os
 import pathlib
 import pickle
-import subprocess
-import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,24 +70,13 @@ SETTER = b"}" + text("__setstate__") + SYSTEM + b"s"
 CALLS: dict[str, Payload] = {
     "os.system": lambda canary: saved(touch(canary)),
     "eval": lambda canary: saved(Call(eval, code(canary))),
-    "exec": lambda canary: saved(Call(exec, code(canary))),
     "open": lambda canary: saved(Call(open, str(canary), "w")),
-    "subprocess.Popen": lambda canary: saved(Call(subprocess.check_call, ["touch", str(canary)])),
-    "timeit": lambda canary: saved(Call(timeit.timeit, code(canary), "pass", timeit.default_timer, 1)),
     "pickle.loads": lambda canary: saved(Call(pickle.loads, saved(touch(canary)))),
     "functools.partial": lambda canary: saved(Call(functools.partial(os.system, f"touch {canary}"))),
-    "functools.reduce": lambda canary: saved(Call(functools.reduce, operator.add, [touch(canary), 1])),
-    "operator.methodcaller": lambda canary: saved(
-        Call(operator.methodcaller("__call__", f"touch {canary}"), os.system)
-    ),
-    "operator.attrgetter": lambda canary: saved(
-        Call(Call(operator.attrgetter("system"), Call(importlib.import_module, "os")), f"touch {canary}")
-    ),
     "getattr": lambda canary: saved(
         Call(Call(getattr, Call(importlib.import_module, "os"), "system"), f"touch {canary}")
     ),
     "torch.load": lambda canary: saved(Call(FREE_LOAD, io.BytesIO(saved(touch(canary))))),
-    "numpy runstring": lambda canary: saved(Call(np.testing._private.utils.runstring, code(canary), {})),
     "numpy object array": lambda canary: saved(np.array([touch(canary)], dtype=object)),
 }
 """Payloads that consist of one call."""

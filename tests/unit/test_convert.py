@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import Lease, Record
-from megatron_balance.checkpoint.lease_owner import Owner
+from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner
 from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
-from megatron_balance.convert.pieces import QueryKeyValue, Rows
+from megatron_balance.convert.pieces import HALVES, Piece, query_key_value
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
 from megatron_balance.convert.settings import run_config
 from tests import hf_models
@@ -95,11 +94,11 @@ def test_half_precision_and_shards(tmp_path) -> None:
 
 @given(groups=st.integers(1, 4), each=st.integers(1, 4), channels=st.integers(1, 4), tail=st.sampled_from([(), (3,)]))
 def test_joins_are_undone(groups: int, each: int, channels: int, tail: tuple[int, ...]) -> None:
-    join = QueryKeyValue(groups * each, groups, channels)
+    join = query_key_value(groups * each, groups, channels)
     rows = groups * (each + 2) * channels
-    for one in (join, Rows(2)):
-        size = (rows * 2, *tail) if one is not join else (rows, *tail)
-        parts = [torch.randn(part) for part in one.sizes(size)]
+    for one, size in ((join, (rows, *tail)), (HALVES, (rows * 2, *tail))):
+        sources = ("a", "b", "c")[: 3 if one is join else 2]
+        parts = [torch.randn(part) for part in Piece("key", size, (), sources, join=one).source_sizes.values()]
         whole = one.join(parts)
         assert tuple(whole.shape) == size
         assert all(torch.equal(left, right) for left, right in zip(parts, one.split(whole), strict=True))
@@ -109,7 +108,7 @@ def test_groups_of_queries_stay_with_their_keys_and_values() -> None:
     queries = torch.arange(4.0)
     keys = torch.arange(10.0, 12)
     values = torch.arange(20.0, 22)
-    assert QueryKeyValue(4, 2, 1).join([queries, keys, values]).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert query_key_value(4, 2, 1).join([queries, keys, values]).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -214,7 +213,7 @@ SPOILED = {
     "a link to nothing": (lambda directory: (directory / INDEX).symlink_to("nothing"), ["nothing: cannot be read"]),
     "a large header": (
         lambda directory: (directory / SINGLE).write_bytes((1 << 40).to_bytes(8, "little") + b"{}"),
-        [SINGLE, "damaged: its header has 1099511627776 bytes"],
+        [SINGLE, "damaged: ", "header too large"],
     ),
     "unknown": (reconfigure(model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
     "activation": (reconfigure(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
@@ -342,7 +341,7 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     import_model(models("mixtral"), tmp_path / "there", quiet)
     origin = read_manifest(tmp_path / "there" / "iter_0000000").origin
     assert origin.run and origin.parent == f"{models('mixtral')}, converted"
-    assert Record.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
+    assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
 def test_every_tensor_has_one_place(models) -> None:

@@ -16,7 +16,7 @@ from megatron_balance.convert.architectures import PREDICTED
 from megatron_balance.convert.config_fields import IRRELEVANT
 from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
-from megatron_balance.convert.pieces import RotaryPairs
+from megatron_balance.convert.pieces import rotary_pairs
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights
 from megatron_balance.convert.settings import notices, run_config, trained_config
 from tests import hf_models
@@ -331,7 +331,7 @@ def test_damaged_flags_of_a_checkpoint_are_refused(name: str, value: Any) -> Non
 
 @pytest.mark.parametrize(("heads", "before"), [(1, 5), (3, 2), (2, 0)])
 def test_rotary_channels_are_paired_and_separated(heads: int, before: int) -> None:
-    pairs = RotaryPairs(heads, before, 6)
+    pairs = rotary_pairs(heads, before, 6)
     whole = torch.randn(heads * (before + 6), 2)
     assert torch.equal(pairs.split(pairs.join([whole]))[0], whole)
     channels = pairs.join([torch.arange(before + 6.0).repeat(heads)])[before : before + 6]

@@ -129,11 +129,3 @@ def test_a_run_with_others_weights_begins_anew(monkeypatch) -> None:
     run, calls = restored(monkeypatch, set(), weights_only=True)
     assert calls == [*WEIGHTS, ("optimizer", "reload_model_params")]
     assert set(vars(run.progress).values()) == {0}
-
-
-def test_another_learning_rate_schedule_is_a_users_mistake(monkeypatch) -> None:
-    def refuse(state: dict[str, Any]) -> None:
-        raise AssertionError("max_lr 1e-3 and 2e-3")
-
-    with pytest.raises(ValueError, match=r"\(max_lr 1e-3 and 2e-3\): give --override-opt_param-scheduler"):
-        run_state._load_scheduler(SimpleNamespace(load_state_dict=refuse), {})

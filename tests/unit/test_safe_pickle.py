@@ -1,6 +1,7 @@
 """checkpoint/safe_pickle.py: megatron-core's files pass; files that would run code are refused and do not run."""
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import io
@@ -12,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path, PosixPath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, strategies
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -30,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_balance.checkpoint import metadata_schema
 from megatron_balance.checkpoint.loading import common_of, sharing
 from megatron_balance.checkpoint.manifest import Damaged
 from megatron_balance.checkpoint.safe_pickle import (
@@ -42,7 +43,7 @@ from megatron_balance.checkpoint.safe_pickle import (
     read_common,
 )
 from tests.unit import hostile
-from tests.unit.hostile import METADATA, PROTOCOL, STORAGE_INFO, find, saved, text, touch
+from tests.unit.hostile import METADATA, PROTOCOL, find, saved, text, touch
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -155,7 +156,9 @@ def test_a_hostile_metadata_is_named_and_does_not_run(tmp_path: Path, payload: h
 
 def test_the_forbidden_global_is_named(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(saved(Metadata({}, planner_data=[touch(tmp_path / "canary")])))
-    with pytest.raises(Damaged, match=r"\.metadata: asks for posix\.system, which no checkpoint needs"):
+    with pytest.raises(
+        Damaged, match=r"\.metadata: is not safe to read: asks for posix\.system, which no checkpoint needs"
+    ):
         check_metadata(tmp_path / ".metadata")
 
 
@@ -189,7 +192,7 @@ INERT = {
     "a place of another type": saved(Metadata({}, None, {MetadataIndex("weight"): 1})),
     "a place of a name": saved(Metadata({}, None, {"weight": 1})),
     "an index without a name": PROTOCOL + b"}" + INDEX + b")\x81Ns.",
-    "a description that decodes": (PROTOCOL + STORAGE_INFO + b")\x81}" + text("transform_descriptors") + b"]sb."),
+    "a place that decodes": saved(Metadata({}, None, {MetadataIndex("weight"): _StorageInfo("a", 0, 1, ["zstd"])})),
     "poisons a class": PROTOCOL + METADATA + b"N}" + text("__setstate__") + SIZE + b"s\x86b.",
     "poisons a member": PROTOCOL + reduced(MEMBER, b"K\x01") + b"}" + text("_value_") + b"K\x02sb.",
     "makes an enum": PROTOCOL + reduced(MEMBER, text("Other"), b"}") + b".",
@@ -243,9 +246,9 @@ def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
         metadata = check_metadata(path)
     except Damaged:
         return
-    # Accepted metadata equals the result of pickle
-    with open(path, "rb") as file:
-        assert vars(metadata) == vars(pickle.load(file))
+    # Accepted metadata equals the result of pickle, which also refuses a last frame that is too long
+    with contextlib.suppress(pickle.UnpicklingError):
+        assert vars(metadata) == vars(pickle.loads(content))
 
 
 def test_a_metadata_of_absurd_size(tmp_path: Path) -> None:
@@ -448,11 +451,3 @@ def test_another_metadata_json(own: Path, content: str) -> None:
     with pytest.raises(Damaged) as error:
         check_pickles(own)
     assert error.value.path == own / "metadata.json"
-
-
-def test_what_a_class_of_metadata_consists_of() -> None:
-    """If torch adds a field, it is refused until `FIELDS` lists it."""
-    for known, fields in metadata_schema.FIELDS.items():
-        names = {field.name for field in dataclasses.fields(known)} - {"transform_descriptors"}
-        assert fields.keys() - {"all_local_plans"} == names, known
-    assert PosixPath in metadata_schema.CALLS

@@ -29,7 +29,7 @@ SEED = 27
 COUNT = 200
 PLACES = (
     "flow/*.py", "comm/*.py", "placement/**/*.py", "timeline/*.py", "training/checkpoint*.py", "checkpoint/manifest.py",
-    "checkpoint/writer.py", "checkpoint/safe_pickle.py", "checkpoint/metadata_*.py", "checkpoint/run_state.py",
+    "checkpoint/writer.py", "checkpoint/safe_pickle.py", "checkpoint/run_state.py",
     "checkpoint/saved_flags.py", "checkpoint/loading.py", "checkpoint/lease*.py",
     "checkpoint/save_directory.py", "training/optimizer_state.py",
 )  # fmt: skip
