@@ -14,9 +14,9 @@ import torch
 from megatron_balance.observe import optional
 from megatron_balance.observe.load_log import LoadLog, read_loads
 from megatron_balance.observe.optional import AppendedFile, Attempts, write_whole
-from megatron_balance.observe.routing_trace import RoutingTrace, _Call
+from megatron_balance.observe.routing import RoutingTrace, _RouterCall
 from megatron_balance.observe.scalars import Scalars
-from megatron_balance.observe.trace import Span, Timeline, load_timeline
+from megatron_balance.observe.trace import Timeline, TraceSpan, load_timeline
 from megatron_balance.placement.placement import Placement
 
 ROOM = 2048
@@ -64,7 +64,7 @@ class Timelines:
 
     def step(self, iteration: int) -> None:
         for number in range(100):
-            self.timeline.add(Span(iteration, "computation", f"span {number}", float(number), number + 0.5))
+            self.timeline.add(TraceSpan(iteration, "computation", f"span {number}", float(number), number + 0.5))
         self.timeline.flush(last=iteration == LAST)
 
     def iterations(self) -> list[int]:
@@ -81,7 +81,7 @@ class Traces:
 
     def step(self, iteration: int) -> None:
         choices = torch.arange(200).view(100, 2)
-        self.trace._calls.append(_Call(iteration, 0, choices, torch.tensor(True)))
+        self.trace._calls.append(_RouterCall(iteration, 0, choices, torch.tensor(True)))
         self.trace.flush(last=iteration == LAST)
 
     def iterations(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""observe/routing_trace.py: the exact format, which passes are recorded, and resumed traces."""
+"""observe/routing.py: the exact format, which passes are recorded, and resumed traces."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.observe.routing import RoutingTrace
 
 RECORD = (
     '{"step": 4, "stage": "pre_dispatch", "block": "decoder", "layer": 2, "rank": 3, "num_tokens": 2, "topk": 2, '
