@@ -158,7 +158,7 @@ def _transfer(config: RunConfig, groups: ProcessGroupCollection) -> ExpertTransf
 
 def _ownership(config: RunConfig, groups: ProcessGroupCollection) -> OwnershipTransfer:
     minutes = config.launch.distributed_timeout_minutes
-    stage = new_group_by_value(groups.pp.rank(), world(), minutes, "PIPELINE_STAGE")
+    stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
     connect(stage)
     return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 

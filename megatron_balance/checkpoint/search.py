@@ -8,8 +8,8 @@ from megatron_balance.checkpoint import manifest
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import check_pickles
 from megatron_balance.config.run_config import CheckpointConfig
-from megatron_balance.job.errors import CheckpointError, gather, outcome
-from megatron_balance.job.groups import on_first_rank
+from megatron_balance.job.errors import CheckpointError, outcome
+from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.training.logging import RunLog
 
 MAX_ATTEMPTS = 3

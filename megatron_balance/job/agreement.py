@@ -129,7 +129,7 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
     if digest != _digest(facts):
         theirs = json.loads(_await(store, "facts", deadline))
         store.set(f"differs/{me.rank}", json.dumps(_differing_facts(facts, theirs)))
-        store.append("differing", f"{me.rank} ")
+        store.append("differing", f"{me.rank} ")  # pyright: ignore[reportAttributeAccessIssue]
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, me.world_size, deadline))
     return _await(store, "outcome", deadline)

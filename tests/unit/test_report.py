@@ -14,7 +14,7 @@ import report_runs as runs
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.observe.trace import TraceSpan, Timeline
+from megatron_balance.observe.trace import Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
 
 LAYERS = (2, 3)
