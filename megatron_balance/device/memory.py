@@ -65,7 +65,7 @@ def record_history(when_full: Path) -> None:
         with contextlib.suppress(OSError):
             write_history(when_full)
 
-    torch._C._cuda_attach_out_of_memory_observer(observe)
+    torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def write_history(path: Path) -> None:
