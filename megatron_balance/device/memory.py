@@ -1,11 +1,12 @@
 """How much memory this rank uses: on its device or, without CUDA, in its process."""
 
 import contextlib
-import os
 import pickle
 from pathlib import Path
 
 import torch
+
+from megatron_balance.files.writing import whole_file
 
 MEGABYTE = 1024 * 1024
 HISTORY_EVENTS = 100_000
@@ -74,7 +75,5 @@ def write_history(path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    with whole_file(path) as unfinished, unfinished.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
-    os.replace(unfinished, path)

@@ -111,3 +111,22 @@ def _moving_up(directory: Path, last: str) -> Iterator[Path]:
                 name = os.fspath(error.filename).replace(f"{staging}{os.sep}", f"{directory}{os.sep}")
                 raise OSError(error.errno, error.strerror, name) from error
             raise OSError(error.errno, error.strerror or str(error), str(directory)) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that appears at `path` when the block ends; create its directory if it is missing.
+
+    Raises:
+        OSError: the file could not be written; no part of it is left.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError:
+        # The disk may be full
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_balance.files.reading import check_regular
+from megatron_balance.files.writing import whole_file
 from megatron_balance.messages import cleaned
-from megatron_balance.observe.optional import MOST_BYTES, Attempts, writable, write_whole
+from megatron_balance.observe.optional import MOST_BYTES, Attempts, writable
 from megatron_balance.placement.placement import Placement
 
 _FILE = re.compile(r"loads_rank(\d{5,})_iter(\d{7,})\.npz")
@@ -81,12 +82,9 @@ class LoadLog:
         for layer, entries in self._layers.items():
             arrays[f"layer_{layer}"] = np.stack([counts_DE for counts_DE, _ in entries])
             arrays[f"placement_{layer}"] = np.array([placement for _, placement in entries])
-
-        def save(unfinished: Path) -> None:
-            with unfinished.open("wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-
-        write_whole(self.directory / f"loads_rank{self.rank:05d}_iter{self._iterations[0]:07d}.npz", save)
+        path = self.directory / f"loads_rank{self.rank:05d}_iter{self._iterations[0]:07d}.npz"
+        with whole_file(path) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Writing of optional output files: a failure is a warning and never stops training.
 
-`AppendedFile` appends records, and `write_whole` replaces a file. `writable` refuses a directory when a run starts.
+`AppendedFile` appends records. `writable` refuses a directory when a run starts.
 """
 
 import contextlib
@@ -69,24 +69,6 @@ def writable(flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a file that appears at `path` only when complete; create its directory if it is missing.
-
-    Raises:
-        OSError: the file could not be written; no part of it is left.
-    """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        os.replace(unfinished, path)
-    except OSError:
-        # The disk may be full
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
 
 
 def keep_lines(path: Path, belongs: Callable[[bytes, bool], bool]) -> int:

@@ -17,8 +17,9 @@ import torch
 
 from megatron_balance.device import clock
 from megatron_balance.files.reading import MIB, read_object
+from megatron_balance.files.writing import whole_file
 from megatron_balance.messages import described
-from megatron_balance.observe.optional import Attempts, writable, write_whole
+from megatron_balance.observe.optional import Attempts, writable
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -163,8 +164,8 @@ class Timeline:
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": int(self._base) * 10**9,
         }
-        text = json.dumps(trace)
-        write_whole(self.path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+        with whole_file(self.path) as unfinished:
+            unfinished.write_text(json.dumps(trace), encoding="utf-8")
 
 
 def _trace_events(rank: int, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
