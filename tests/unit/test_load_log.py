@@ -144,27 +144,3 @@ def test_damage_is_told_by_the_path_or_harmless(tmp_path: Path, seed: int) -> No
             for layer, counts_BDE in read.counts.items():
                 assert (counts_BDE == expected.counts[layer]).all()
                 assert (read.placements[layer] == expected.placements[layer]).all()
-
-
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--balance-log-dir .*file.*choose a writable directory"):
-        LoadLog(tmp_path / "file", 0)
-
-
-def test_an_interrupted_write_leaves_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, range(3))
-    log = LoadLog(tmp_path, 0, first_iteration=3)
-    log.add(3, {2: (load_of(3), PLAIN), 10: (load_of(3), LENT)})
-
-    def interrupted(file: object, **_: object) -> None:
-        file.write(b"PK")
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", interrupted)
-        log.flush()
-    assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2]
-    log.flush(last=True)
-    assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 2

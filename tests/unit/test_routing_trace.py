@@ -110,9 +110,3 @@ def test_a_line_that_was_cut_off_goes_away(tmp_path: Path, damage: Callable[[str
     kept = path_in(tmp_path).read_text()
     assert whole.startswith(kept) and steps(path_in(tmp_path)) in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert not kept or kept.endswith("\n")
-
-
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--moe-routing-trace-path .*file.*choose a writable directory"):
-        RoutingTrace([], tmp_path / "file", 0, lambda: 0)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -214,36 +213,6 @@ def test_ascending_iterations_are_kept_whole(tmp_path: Path) -> None:
         timeline.add(span_at(iteration, 1.0))
     timeline.flush()
     assert sorted(record.iteration for record in load_timeline(timeline.path)) == [5, 5, 6, 6, 7, 7]
-
-
-def test_an_interrupted_write_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeline = Timeline(tmp_path, 0)
-    assert load_timeline(timeline.path) == []
-    timeline.add(span_at(0, 0.0))
-    timeline.flush()
-    before = timeline.path.read_bytes()
-
-    def interrupted(path: Path, text: str, **_: object) -> None:
-        path.write_bytes(text[:20].encode())
-        raise OSError("no space left on device")
-
-    timeline.add(span_at(1, 1.0))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", interrupted)
-        timeline.flush()
-    assert timeline.path.read_bytes() == before
-    timeline.add(span_at(2, 2.0))
-    timeline.flush(last=True)
-    assert [record.iteration for record in load_timeline(timeline.path)] == [0, 1, 2]
-    assert os.listdir(tmp_path) == ["rank00000.json"]
-
-
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "there" / "rank00000.json").mkdir(parents=True)
-    for directory in (tmp_path / "file", tmp_path / "there"):
-        with pytest.raises(ValueError, match=rf"--balance-timeline {directory}: .*choose a writable directory"):
-            Timeline(directory, 0)
 
 
 EVENT = {"ph": "X", "pid": 0, "tid": 1, "cat": "waits", "name": "L0", "ts": 1, "dur": 1, "args": {"iteration": 0}}
