@@ -5,7 +5,7 @@ cpu               megatron-core without CUDA
 without_engine    megatron-core without Transformer Engine
 attention         layer norms and attention that megatron-core lacks, alone or without Transformer Engine
 shards            which parameters are shards and which are copies
-recomputation     what a forward pass decided, for the pass that repeats it
+recomputation     decisions of a forward pass, for the pass that repeats it
 side_stream       a CUDA stream, or a thread, for work that overlaps with computation
 host_memory       copies to and from the host that let both go on
 clock             points in time on the device

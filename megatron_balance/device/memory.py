@@ -62,7 +62,7 @@ def record_history(when_full: Path) -> None:
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
 
     def observe(device: int, allocation: int, of_device: int, free: int) -> None:
-        # The error to report is that of the allocation
+        # Only the allocation's error is reported
         with contextlib.suppress(OSError):
             write_history(when_full)
 
@@ -70,7 +70,7 @@ def record_history(when_full: Path) -> None:
 
 
 def write_history(path: Path) -> None:
-    """Write what `record_history` has recorded.
+    """Write the history that `record_history` has recorded.
 
     Raises:
         OSError: the file cannot be written.

@@ -84,7 +84,7 @@ def pack(recording: Recording, last: int) -> bytes:
 
 
 def unpack(packed: bytes) -> Recording:
-    """Unpack what `pack` returned, with lists for all sequences."""
+    """Return the recording that `pack` packed, with lists for all sequences."""
     channels = {key: Channel(*fields) for key, fields in json.loads(zlib.decompress(packed)).items()}
     return {
         key: channel._replace(operations=[RecordedOperation(*fields) for fields in channel.operations])
@@ -189,9 +189,10 @@ def _named(ranks: Sequence[int]) -> str:
 def _latest(records: Mapping[int, Recording], ranks: Sequence[int]) -> Iterator[str]:
     """Describe the last operation that each of the ranks entered, on any channel."""
     for rank in ranks:
-        last = [(channel.at(channel.last), channel) for channel in records[rank].values() if channel.operations]
-        if not last:
+        used = [channel for channel in records[rank].values() if channel.operations]
+        if used:
+            channel = max(used, key=lambda channel: channel.operations[-1].time)
+            operation = channel.operations[-1]
+            yield f"the latest of rank {rank} in group {channel.name} is operation {operation.number}, {operation}"
+        else:
             yield f"rank {rank} has entered no operation yet"
-            continue
-        operation, channel = max(last, key=lambda pair: pair[0].time)
-        yield f"the latest of rank {rank} in group {channel.name} is operation {channel.last}, {operation}"

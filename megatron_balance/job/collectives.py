@@ -29,7 +29,7 @@ _PLUMBING = (str(Path(dist.__file__).parent), contextlib.__file__, __file__)
 _PACKAGE = str(Path(__file__).parents[1])
 
 _RENAMED = hasattr(dist.ProcessGroup, "all_to_all_single")
-"""Whether this torch has the method names of 2.13; those of 2.11 and 2.12 differ."""
+"""Whether this torch has the method names of 2.13, which differ from the names in 2.11 and 2.12."""
 
 ALL_GATHER = "all_gather_single" if _RENAMED else "_allgather_base"
 ALL_GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
@@ -110,7 +110,7 @@ class Collectives:
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:
         """Record the operations that this process enters inside the block."""
-        # Keep the class's raw attributes: what getattr returns would no longer bind after being put back
+        # Keep the class's raw attributes: a result of getattr would no longer bind after being put back
         originals = {name: vars(dist.ProcessGroup)[name] for name in (*COLLECTIVES, *MESSAGES)}
         for name in COLLECTIVES:
             setattr(dist.ProcessGroup, name, self._collective(name))

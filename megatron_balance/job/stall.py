@@ -1,4 +1,4 @@
-"""Decide which rank holds up a job, from what every rank reports about itself."""
+"""Decide which rank holds up a job, from the reports of all ranks about themselves."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

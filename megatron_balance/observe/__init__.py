@@ -7,7 +7,7 @@ load_log          files of load matrices and placements (--balance-log-dir)
 trace             files for Perfetto with the activities of each stream (--balance-timeline)
 scalars           TensorBoard event files
 wandb_run         the same numbers in Weights & Biases (--wandb-project)
-progress_log      file of what the jobs of a run have done (--log-progress)
+progress_log      file with the starts and checkpoints of a run's jobs (--log-progress)
 profiler          profiles of some iterations (--profile), and spans in them
 optional          writing of all these files: a failure is a warning and never stops training
 """

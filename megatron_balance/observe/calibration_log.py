@@ -4,8 +4,7 @@
 {"iteration": 1, "exchange": 1.0, "experts": 1.0, "trans": 1.0, "agg": 1.0}
 {"iteration": 2, "exchange": 1.31, "experts": 0.94, "trans": 1.0, "agg": 1.0}
 
-`ranks` is the number of processes, `layers` that of MoE layers. Numbers are written such that they are read back
-exactly.
+`ranks` is the number of processes, and `layers` the number of MoE layers. Numbers are read back exactly.
 """
 
 import json

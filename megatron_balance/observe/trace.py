@@ -72,7 +72,7 @@ class _PendingIteration(NamedTuple):
     """Spans of an iteration, whose marks the device may not have reached yet."""
 
     anchor: clock.Mark
-    """A mark close to those of the spans: the device measures the time between two marks as a float32, whose precision
+    """A mark close to the spans' marks: the device measures the time between two marks as a float32, whose precision
     decreases with their distance."""
     spans: list[TraceSpan]
 
