@@ -27,8 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_balance.job.collective_order import Event, Record, differences, find_cycle, report
-from megatron_balance.job.collectives import Collectives
+from megatron_balance.job.collective_order import Recording, differences, report
+from tests.issue_order import Event, OrderedCollectives, find_cycle
 
 PRELOAD = ["tests.preload"]
 DEFAULT_TIMEOUT = 900.0
@@ -155,7 +155,7 @@ class Ranks:
         return report(records)
 
 
-def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> None:
+def check_order(task: str, recorded: Sequence[tuple[Recording, list[Event]]]) -> None:
     """Check that each group's members entered the same operations, and all groups' operations have one order.
 
     Args:
@@ -177,7 +177,7 @@ def check_order(task: str, recorded: Sequence[tuple[Record, list[Event]]]) -> No
 def serve(rank: int, world_size: int, pipe: Connection, answer: Connection, backend: str = "gloo") -> None:
     """Run the tasks that come through `pipe`, and report through `answer` what the current one has entered."""
     torch.set_num_threads(1)
-    collectives = [Collectives(kept=None)]
+    collectives = [OrderedCollectives()]
     threading.Thread(target=_answer, args=(answer, collectives), daemon=True).start()
     # Every task ends with a garbage collection, which need not scan all of torch again
     gc.freeze()
@@ -186,7 +186,7 @@ def serve(rank: int, world_size: int, pipe: Connection, answer: Connection, back
             task, args, rendezvous, timeout = pipe.recv()
         except EOFError:
             return
-        collectives[0] = Collectives(kept=None)
+        collectives[0] = OrderedCollectives()
         try:
             with collectives[0].recorded(), _process_group(rank, world_size, rendezvous, timeout, backend):
                 pipe.send((None, task(*args)))
@@ -198,7 +198,7 @@ def serve(rank: int, world_size: int, pipe: Connection, answer: Connection, back
         pipe.send(outcome)
 
 
-def _answer(answer: Connection, collectives: list[Collectives]) -> None:
+def _answer(answer: Connection, collectives: list[OrderedCollectives]) -> None:
     """Report what the current task has entered whenever the parent process asks."""
     with contextlib.suppress(EOFError):
         while answer.recv():

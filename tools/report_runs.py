@@ -17,8 +17,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_
 
 from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.messages import cleaned
-from megatron_balance.observe.load_log import Loads, read_loads
-from megatron_balance.observe.trace import Record, load_timeline
+from megatron_balance.observe.load_log import LoggedLoads, read_loads
+from megatron_balance.observe.trace import TraceEvent, load_timeline
 from megatron_balance.placement.placement import Placement
 
 RANKS_SHOWN = 4
@@ -118,7 +118,7 @@ class LoggedRun:
     """Values by TensorBoard tag."""
     loads: Mapping[int, LayerLoads] = field(default_factory=dict)
     """Loads by MoE layer, from 1."""
-    timeline: Sequence[Record] = ()
+    timeline: Sequence[TraceEvent] = ()
 
     def layers(self, name: str) -> dict[int, Series]:
         """Return one of `LayerReport`'s figures by layer, from 1."""
@@ -191,7 +191,7 @@ def _events(path: Path) -> Iterator[Event]:
             raise ValueError(f"{path}: is damaged ({error.message.removeprefix(f'{path} ')}); remove it") from error
 
 
-def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> dict[int, LayerLoads]:
+def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Split) -> dict[int, LayerLoads]:
     """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged.
 
     Raises:
@@ -221,7 +221,7 @@ def layer_loads(by_rank: Mapping[int, Loads], directory: Path, split: Split) -> 
     return layers
 
 
-def read_timeline(directory: Path) -> list[Record]:
+def read_timeline(directory: Path) -> list[TraceEvent]:
     """Return the records of the latest iteration that all of the first ranks recorded.
 
     Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from megatron_balance.observe.trace import STREAMS, Record, Stream, lanes_of, load_timeline
+from megatron_balance.observe.trace import STREAMS, Stream, TraceEvent, lanes_of, load_timeline
 
 COLORS = {
     "FEC": "#2f6db3",
@@ -69,7 +69,7 @@ class Row:
 
     rank: int
     stream: Stream
-    lanes: list[list[Record]]
+    lanes: list[list[TraceEvent]]
     """At least one lane; overlapping spans are in different lanes, below each other."""
     top: int
 
@@ -78,7 +78,7 @@ class Row:
         return self.top + LANE * len(self.lanes)
 
 
-def picture(records: Sequence[Record], iteration: int) -> Image.Image:
+def picture(records: Sequence[TraceEvent], iteration: int) -> Image.Image:
     """Draw one iteration of all ranks in the records.
 
     Raises:
@@ -109,7 +109,7 @@ def picture(records: Sequence[Record], iteration: int) -> Image.Image:
     return image
 
 
-def rows_of(records: Sequence[Record], top: int) -> list[Row]:
+def rows_of(records: Sequence[TraceEvent], top: int) -> list[Row]:
     """Return the rows by rank, then by stream; all ranks have the same streams."""
     streams: list[Stream] = [stream for stream in STREAMS if any(record.stream == stream for record in records)]
     rows: list[Row] = []
@@ -143,7 +143,7 @@ class Scale:
         return [number * step for number in range(math.floor(length / step) + 1)]
 
 
-def operation(record: Record) -> str:
+def operation(record: TraceEvent) -> str:
     """Return the key in `COLORS` of a span."""
     if record.stream == "waits":
         return "wait"
@@ -151,7 +151,7 @@ def operation(record: Record) -> str:
     return match[1] if match else "other"
 
 
-def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: Record, top: int) -> None:
+def _box(draw: ImageDraw.ImageDraw, scale: Scale, record: TraceEvent, top: int) -> None:
     left = scale.x(record.start_us)
     right = scale.x(record.end_us)
     # Leave a gap between neighbors if there is room

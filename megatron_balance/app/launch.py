@@ -29,9 +29,8 @@ from megatron_balance.job.errors import CheckpointError, raise_everywhere
 from megatron_balance.job.groups import Topology, expert_node_size
 from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.observe.calibration_log import CalibrationLog
-from megatron_balance.observe.load import LoadRecorder
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.observe.routing import LoadRecorder, RoutingTrace
 from megatron_balance.observe.trace import Timeline
 from megatron_balance.planning.policy_process import PolicyProcess
 from megatron_balance.training.data import batch_bytes

@@ -22,7 +22,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split, prepare_plans
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
-from megatron_balance.observe.calibration_log import Job, Record, read_record
+from megatron_balance.observe.calibration_log import CalibrationRecord, Job, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import policy_options, split_of
@@ -112,7 +112,7 @@ def calibrated_job(config: RunConfig) -> Job:
     return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
 
 
-def _record(config: RunConfig) -> Record | None:
+def _record(config: RunConfig) -> CalibrationRecord | None:
     """Return the calibration to repeat, if `--balance-calibrate` names one."""
     path = config.balance.balance_calibrate
     return None if path in ("off", "on") else read_record(path, calibrated_job(config))
@@ -158,7 +158,7 @@ def _transfer(config: RunConfig, groups: ProcessGroupCollection) -> ExpertTransf
 
 def _ownership(config: RunConfig, groups: ProcessGroupCollection) -> OwnershipTransfer:
     minutes = config.launch.distributed_timeout_minutes
-    stage = new_group_by_value(groups.pp.rank(), world(), minutes, "PIPELINE_STAGE")
+    stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
     connect(stage)
     return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 

@@ -40,8 +40,8 @@ from megatron_balance.device.attention import (
     LatentDotProductAttention,
     LatentSelfAttention,
     PlainQuerySelfAttention,
+    TorchNorm,
 )
-from megatron_balance.device.norm import TorchNorm
 from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.device.without_engine import skip_lone_sums
 from megatron_balance.flow.engine_gemm import expert_gemm

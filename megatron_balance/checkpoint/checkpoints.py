@@ -31,8 +31,8 @@ from megatron_balance.checkpoint.writer import (
     common_state_in_memory,
 )
 from megatron_balance.files.writing import writing
-from megatron_balance.job.errors import CheckpointError, gather, outcome, raise_everywhere
-from megatron_balance.job.groups import on_first_rank
+from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
+from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run

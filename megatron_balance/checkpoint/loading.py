@@ -19,8 +19,8 @@ from megatron_balance.checkpoint.comparison import Differences, Loaded, compare
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import check_pickles, read_common
 from megatron_balance.config.run_config import CheckpointConfig, RunConfig
-from megatron_balance.job.errors import CheckpointError, gather, outcome
-from megatron_balance.job.groups import on_first_rank
+from megatron_balance.job.errors import CheckpointError, outcome
+from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import Length, scheduler_settings

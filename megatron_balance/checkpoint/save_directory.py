@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease, Owner
 from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
-from megatron_balance.job.errors import gather
-from megatron_balance.job.groups import on_first_rank
+from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.job.job import Launch
 from megatron_balance.messages import cleaned
 

@@ -1,5 +1,8 @@
-"""Attention that megatron-core lacks: norms across heads and, without Transformer Engine, the core of latent attention
-and of context parallelism."""
+"""Layer norms and attention that megatron-core lacks.
+
+With Transformer Engine, it lacks only norms across heads. Without it, it also lacks norms under sequence parallelism,
+and the core of latent attention and of context parallelism.
+"""
 
 import copy
 import dataclasses
@@ -7,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
@@ -20,9 +25,69 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_balance.device.norm import AcrossHeadsNorm
 from megatron_balance.job.groups import sequence_chunks
+
+
+class TorchNorm:
+    """Builds the module that `config.normalization` names: `torch.nn.LayerNorm` or `torch.nn.RMSNorm`.
+
+    megatron-core's fallback (`WrappedTorchNorm`) refuses sequence parallelism, although it needs only a mark on the
+    parameters. Each tensor-parallel rank sees only its part of the sequence, so the gradients must be summed over the
+    tensor-parallel group. `finalize_model_grads` does so for parameters marked `sequence_parallel`.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:
+        norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+        module = norm(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+
+class AcrossHeadsNorm(torch.nn.Module):
+    """RMS norm over all heads of a token's queries or keys (OLMoE, section 2; OLMo 2).
+
+    Each tensor-parallel rank has part of the heads, so the ranks all-reduce the sum of squares.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, tp_group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            hidden_size: channels of a head.
+            heads: number of heads on all tensor-parallel ranks together.
+        """
+        super().__init__()
+        self.channels = heads * hidden_size
+        self.eps = config.layernorm_epsilon
+        self.tp_group = tp_group
+        mine = heads // tp_group.size() * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            heads: this rank's heads [s, b, heads, channels].
+        """
+        single = heads.float()
+        squares = single.square().sum((-2, -1), keepdim=True)
+        if self.tp_group.size() > 1:
+            squares = differentiable.all_reduce(squares, group=self.tp_group)
+        normal = single * torch.rsqrt(squares / self.channels + self.eps)
+        return self.weight.view(heads.shape[-2:]) * normal.to(heads.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 class AcrossHeadsSelfAttention(SelfAttention):
@@ -38,6 +103,7 @@ class AcrossHeadsSelfAttention(SelfAttention):
         channels = self.hidden_size_per_attention_head
         group = self.pg_collection.tp
         self.q_layernorm = AcrossHeadsNorm(config, channels, config.num_attention_heads, group)
+        assert config.num_query_groups is not None
         self.k_layernorm = AcrossHeadsNorm(config, channels, config.num_query_groups, group)
 
 
@@ -52,7 +118,8 @@ class LatentSelfAttention(MLASelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.linear_kv_down_proj.register_forward_hook(self._own_tokens)
+        projection: Any = self.linear_kv_down_proj
+        projection.register_forward_hook(self._own_tokens)
 
     def _own_tokens(
         self, module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]
@@ -157,17 +224,19 @@ def _own_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange the output [s, b, width / ranks] of a part of the heads for [s / ranks, b, width]."""
     _, samples, width = whole.shape
     chunks = whole.chunk(2 * group.size())
-    ranks = group.size()
-    by_rank = torch.cat([chunks[chunk] for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)])
-    return all_to_all_hp2sp(by_rank.view(-1, width), group).view(-1, samples, width * ranks)
+    by_rank = torch.cat([chunks[chunk] for chunk in _held_chunks(group.size())])
+    return all_to_all_hp2sp(by_rank.view(-1, width), group).view(-1, samples, width * group.size())
 
 
 def _in_order(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the chunks of all ranks in the order of the sequence."""
-    chunks = by_rank.chunk(2 * group.size())
-    ranks = group.size()
-    held = [chunk for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)]
-    return torch.cat([chunks[held.index(chunk)] for chunk in range(2 * ranks)])
+    held = zip(_held_chunks(group.size()), by_rank.chunk(2 * group.size()), strict=True)
+    return torch.cat([values for _, values in sorted(held, key=lambda item: item[0])])
+
+
+def _held_chunks(ranks: int) -> list[int]:
+    """Return the chunks that each rank holds, rank by rank."""
+    return [chunk for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)]
 
 
 LATENT_KEYS = {

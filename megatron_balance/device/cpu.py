@@ -42,7 +42,7 @@ FACTORIES = (
 MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (the latter at its maximum), in bytes."""
 
-_TENSOR_TO = torch.Tensor.to
+_TENSOR_TO: Callable[..., torch.Tensor] = torch.Tensor.to
 _TENSOR_TYPE = torch.Tensor.type
 
 
@@ -193,13 +193,13 @@ def _patch_torch() -> None:
         setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = _rng_state
     torch.cuda.random.set_rng_state = _set_rng_state
-    torch.Tensor.cuda = _same
-    torch.nn.Module.cuda = _same
+    torch.Tensor.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Module.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
     torch.compile = _no_compile
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(_tensor_to)
-    torch.Tensor.type = _tensor_type
+    torch.Tensor.type = _tensor_type  # pyright: ignore[reportAttributeAccessIssue]
     keep_freed_memory()
 
 

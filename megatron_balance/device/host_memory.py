@@ -37,7 +37,7 @@ class Reading:
         return self.wait()
 
     def then(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Reading":
-        """Return the reading of what `change`, called once, makes of the tensor."""
+        """Return the reading of `change(tensor)`, which is computed once."""
         return Reading(functools.cache(lambda: change(self.wait())), self.arrived)
 
 
@@ -67,9 +67,9 @@ class _Copy:
 
 
 class HostReader:
-    """Brings small results of a device to the host while the device does what is queued after them.
+    """Brings small results of a device to the host while the device does the work that is queued after them.
 
-    A process needs one: torch has few streams, and those of further readers would be Trans' or NCCL's.
+    A process needs one: torch has few streams, and further readers would share the streams of Trans or NCCL.
     """
 
     def __init__(self) -> None:

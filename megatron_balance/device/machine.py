@@ -1,4 +1,4 @@
-"""What a machine offers: processes, CUDA, and NVIDIA's packages with their kernels."""
+"""Facilities of a machine: processes, CUDA, and NVIDIA's packages with their kernels."""
 
 import importlib.metadata
 import importlib.util
@@ -71,7 +71,7 @@ class Machine:
 
 
 def unfit_engine(installed: str | None, requirements: Iterable[str]) -> str | None:
-    """Return what is wrong with a version of Transformer Engine; None if no problem is known.
+    """Return the problem of a version of Transformer Engine; None if no problem is known.
 
     Args:
         installed: the installed version; None if unknown.

@@ -1,11 +1,12 @@
 """How much memory this rank uses: on its device or, without CUDA, in its process."""
 
 import contextlib
-import os
 import pickle
 from pathlib import Path
 
 import torch
+
+from megatron_balance.files.writing import whole_file
 
 MEGABYTE = 1024 * 1024
 HISTORY_EVENTS = 100_000
@@ -61,20 +62,18 @@ def record_history(when_full: Path) -> None:
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
 
     def observe(device: int, allocation: int, of_device: int, free: int) -> None:
-        # The error to report is that of the allocation
+        # Only the allocation's error is reported
         with contextlib.suppress(OSError):
             write_history(when_full)
 
-    torch._C._cuda_attach_out_of_memory_observer(observe)
+    torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def write_history(path: Path) -> None:
-    """Write what `record_history` has recorded.
+    """Write the history that `record_history` has recorded.
 
     Raises:
         OSError: the file cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    with whole_file(path) as unfinished, unfinished.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
-    os.replace(unfinished, path)

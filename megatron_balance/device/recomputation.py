@@ -1,7 +1,7 @@
-"""What the forward passes of a model decide, kept for recomputation, which repeats parts of a pass during its backward
-pass.
+"""Decisions of a model's forward passes, kept for recomputation.
 
-megatron-core's recomputation gives a repetition the tensors of the first pass and nothing else.
+Recomputation repeats parts of a forward pass during its backward pass. megatron-core gives the repetition the tensors
+of the first pass and nothing else.
 """
 
 from collections import defaultdict
@@ -12,15 +12,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Decisions = defaultdict[object, list[Any]]
-"""Of one forward pass, by who decided; the latest one comes last."""
+"""Decisions of one forward pass, by their owner; the latest one comes last."""
 
 
 class PassMemory:
     """The decisions of each forward pass of one model chunk.
 
     The graph of the chunk's output keeps the decisions of its pass, and they end with it. They are current while the
-    chunk computes its forward pass, and from the moment at which the gradient of its output is complete. Autograd then
-    computes the whole backward pass of the chunk before that of an earlier pass, even if one call computes both.
+    chunk computes its forward pass, and again as soon as the gradient of its output is complete. Autograd then
+    computes the whole backward pass of the chunk before an earlier pass's, even if one call computes both.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:

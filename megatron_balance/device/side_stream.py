@@ -51,7 +51,7 @@ class SideStream:
             future: Future = Future()
             self._tasks.put((work, future))
             return AsyncWork(issued, future.result)
-        # The current stream computed what `work` sends, and read what it overwrites
+        # The current stream computed the data that `work` sends, and read the data that it overwrites
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             prepare()
@@ -61,7 +61,7 @@ class SideStream:
 
         def wait() -> tuple[clock.Mark, clock.Mark]:
             assert isinstance(end, torch.cuda.Event)
-            # Computation continues with what has arrived; the host runs ahead
+            # Computation continues with the data that has arrived; the host runs ahead
             torch.cuda.current_stream().wait_event(end)
             return start, end
 

@@ -103,3 +103,22 @@ def staged(directory: Path, last: str = "") -> Iterator[Path]:
         # The user does not know the temporary folder
         name = os.fspath(error.filename or directory).replace(f"{staging}{os.sep}", f"{directory}{os.sep}")
         raise OSError(error.errno, error.strerror or str(error), name) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that appears at `path` when the block ends; create its directory if it is missing.
+
+    Raises:
+        OSError: the file could not be written; no part of it is left.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError:
+        # The disk may be full
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise

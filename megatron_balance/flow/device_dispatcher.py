@@ -26,7 +26,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
 from megatron_balance.flow.reroute import fixed_targets, reroute_in_order, reroute_to
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
 OPTIONS = {

@@ -36,7 +36,7 @@ from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.flow.rows import RowOrder, gather_rows, row_order, sending
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
 Chunks = Callable[[DispatchPlan], Chunking]

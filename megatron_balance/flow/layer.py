@@ -40,7 +40,7 @@ from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
 from megatron_balance.job.collectives import ALL_GATHER
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[Reading, bool], Placement]

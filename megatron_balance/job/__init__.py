@@ -14,7 +14,7 @@
     collective_order    find where the ranks' operations first differ
 
     launcher            end this rank when its launcher ends
-    endings             what may end the program, and with which exit status
+    endings             exceptions that end the program, and its exit status
 
 Start with `job`, then `hang_guard`.
 """

@@ -109,10 +109,15 @@ def decline(store: dist.Store, me: Member, problem: str) -> None:
 
 def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> str:
     """Join, compare and return the decision; raise DistStoreError if it is not made in time."""
-    name = _process_name()
+    started = datetime.datetime.now().strftime("%H:%M:%S.%f")
+    name = f"process {os.getpid()} of {started} on {cleaned(socket.gethostname(), 80)}"
     first = store.compare_set(f"member/{me.rank}", "", name).decode()
     if first != name:
-        return _decide(store, _twice(me.rank, first, name))
+        return _decide(
+            store,
+            f"RANK={me.rank}: two processes have this rank, {first} and {name}; end the one that does not belong to "
+            "the job, or give each process its own rank, as torchrun does",
+        )
     if me.rank == 0:
         store.set("facts", json.dumps(dict(facts)))
         store.set("digest", f"{me.world_size} {_digest(facts)}")
@@ -129,7 +134,7 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
     if digest != _digest(facts):
         theirs = json.loads(_await(store, "facts", deadline))
         store.set(f"differs/{me.rank}", json.dumps(_differing_facts(facts, theirs)))
-        store.append("differing", f"{me.rank} ")
+        store.append("differing", f"{me.rank} ")  # pyright: ignore[reportAttributeAccessIssue]
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, me.world_size, deadline))
     return _await(store, "outcome", deadline)
@@ -170,25 +175,12 @@ def _missing(store: dist.Store, world_size: int, timeout_minutes: float, where: 
     )
 
 
-def _twice(rank: int, first: str, second: str) -> str:
-    return (
-        f"RANK={rank}: two processes have this rank, {first} and {second}; end the one that does not belong to the "
-        "job, or give each process its own rank, as torchrun does"
-    )
-
-
 def _wait_until_read(store: dist.Store, me: Member, seconds: float) -> None:
     readers = store.add("readers", 1)
     deadline = time.monotonic() + seconds
     while me.holds_store and readers < me.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         readers = store.add("readers", 0)
-
-
-def _process_name() -> str:
-    """Return a unique description of this process, for people."""
-    started = datetime.datetime.now().strftime("%H:%M:%S.%f")
-    return f"process {os.getpid()} of {started} on {cleaned(socket.gethostname(), 80)}"
 
 
 def _digest(facts: Facts) -> str:

@@ -97,7 +97,7 @@ class _Unbreakable:
 
 
 def _discard_unwritten(stream: Any) -> None:
-    """Discard what a stream cannot write; otherwise the interpreter would end with exit status 120."""
+    """Discard output that a stream cannot write; otherwise the interpreter would end with exit status 120."""
     try:
         stream.flush()
     except OSError:

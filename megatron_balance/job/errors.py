@@ -1,11 +1,8 @@
 """Raise the error of one rank on all ranks, at the same place."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-Result = TypeVar("Result")
+from megatron_balance.job.groups import gather
 
 
 class CheckpointError(RuntimeError):
@@ -22,13 +19,6 @@ def outcome(action: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def gather(value: Result) -> list[Result]:
-    """Return every rank's value, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def raise_everywhere(error: Exception | None) -> None:

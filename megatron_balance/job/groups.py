@@ -5,7 +5,7 @@ import datetime
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -95,11 +95,11 @@ def is_imagined() -> bool:
     return dist.get_backend() == "fake"
 
 
-def _gather(value: object, job: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value. Ranks that do not exist contribute this rank's value."""
-    values: list[Any] = [value] * job.size()
+def gather(value: Result) -> list[Result]:
+    """Return every rank's value, by rank. Collective. Ranks that do not exist contribute this rank's value."""
+    values = [value] * dist.get_world_size()
     if not is_imagined():
-        dist.all_gather_object(values, value, group=job)
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -120,18 +120,15 @@ def new_twin(
 
 
 def new_group_by_value(
-    value: object, job: dist.ProcessGroup, timeout_minutes: float | None = None, name: str | None = None
+    value: object, timeout_minutes: float | None = None, name: str | None = None
 ) -> dist.ProcessGroup:
     """Create a group of the ranks that pass an equal value. Every rank of the job calls it. `name` is for people."""
-    values = _gather(value, job)
-    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
-    own: dist.ProcessGroup | None = None
-    for kind in dict.fromkeys(values):
-        alike = [rank for rank, other in enumerate(values) if other == kind]
-        group = dist.new_group(alike, timeout=timeout, group_desc=name)
-        own = group if kind == value else own
-    assert own is not None
-    return own
+    values = gather(value)
+    created = {
+        kind: _new_group([rank for rank, other in enumerate(values) if other == kind], timeout_minutes, name)
+        for kind in dict.fromkeys(values)
+    }
+    return created[value]
 
 
 def new_sub_groups(
@@ -165,16 +162,20 @@ def _new_groups(
     timeout_minutes: float | None,
     suffix: str,
 ) -> dict[Members, dist.ProcessGroup]:
-    every = _gather(dist.get_process_group_ranks(ep_group), job)
-    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     created: dict[Members, dist.ProcessGroup] = {}
-    for ranks in sorted(set(map(tuple, every))):
+    for ranks in sorted(set(gather(tuple(dist.get_process_group_ranks(ep_group))))):
         for members in shapes:
             chosen = [ranks[member] for member in members]
-            group = dist.new_group(chosen, timeout=timeout, group_desc=f"{ep_group.group_desc}_{suffix}")
+            group = _new_group(chosen, timeout_minutes, f"{ep_group.group_desc}_{suffix}")
             if job.rank() in chosen:
                 created[members] = group
     return created
+
+
+def _new_group(ranks: list[int], timeout_minutes: float | None, name: str | None) -> dist.ProcessGroup:
+    """Create a group; a rank that is not among `ranks` cannot use the result."""
+    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout, group_desc=name))
 
 
 @dataclass(frozen=True)

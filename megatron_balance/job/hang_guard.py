@@ -1,6 +1,6 @@
-"""End the whole job when one rank stalls or dies, with every other rank naming that rank.
+"""End the whole job when one rank stalls or dies; every other rank names that rank.
 
-Each rank runs two threads, so that nothing that may block delays the exit after a stall:
+Each rank runs two threads, so that no blocked call delays the exit after a stall:
 
 - The watchdog inspects this process's main thread, or the autograd thread that works for it, and raises the alarm when
   that thread has waited for too long.
@@ -16,14 +16,16 @@ it if no rank has completed a step for IDLE_LIMITS limits.
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,9 @@ from megatron_balance.job.stacks import (
     stack_of,
     waits_in,
 )
-from megatron_balance.job.stall import STEPPING, Heartbeat, Position, Report, is_interruption, verdict
+from megatron_balance.job.stall import STEPPING, Activity, Heartbeat, Position, Report, is_interruption, verdict
+
+Read = TypeVar("Read")
 
 MAX_PERIOD = 0.5
 """Seconds between two heartbeats: this, or a tenth of the limit if that is shorter."""
@@ -87,7 +91,7 @@ class HangGuard:
             collectives: the recorder of this rank's operations; with it, a verdict names the first difference between
                 ranks.
         """
-        self._store = dist.PrefixStore("hang_guard", store.clone())
+        self._store = dist.PrefixStore("hang_guard", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank = rank
         self._world_size = world_size
         self._limit = limit
@@ -95,13 +99,18 @@ class HangGuard:
         self._collectives = collectives
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
-        self._progress = self._answered = time.monotonic()
+        self._progress = time.monotonic()
+        """When the main thread last made a step."""
+        self._answered = time.monotonic()
+        """When the store last answered."""
         self._idle = 0.0
         self._first_iteration = 0
         self._failure: BaseException | None = None
         self._report: Report | None = None
-        self._lost = self._ended = False
-        self._wake, self._concluded = threading.Event(), threading.Event()
+        self._lost = False
+        self._ended = False
+        self._wake = threading.Event()
+        self._concluded = threading.Event()
         self._printing = threading.Lock()
         self._printed = False
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._watchdog, self._reporter)]
@@ -231,18 +240,10 @@ class HangGuard:
 
     def _own_report(self) -> Report:
         activity, place = self._activity()
-        position = self._position
         idle = time.monotonic() - self._progress
-        return Report(
-            iteration=position.iteration,
-            phase=position.phase,
-            activity=activity,
-            place=place,
-            idle=idle,
-            time=time.time(),
-        )
+        return Report(self._position.iteration, self._position.phase, activity, place, idle, time.time())
 
-    def _activity(self) -> tuple[str, str]:
+    def _activity(self) -> tuple[Activity, str]:
         if isinstance(self._failure, KeyboardInterrupt):
             return "interrupted", raised_in(self._failure)
         if self._failure is not None:
@@ -279,9 +280,8 @@ class HangGuard:
     def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
-                position = self._position
-                heartbeat = Heartbeat(position.iteration, position.phase, time.time(), self._idle)
-                self._store.set(f"heartbeat/{self._rank}", heartbeat.to_json())
+                heartbeat = Heartbeat(self._position.iteration, self._position.phase, time.time(), self._idle)
+                self._store.set(f"heartbeat/{self._rank}", json.dumps(heartbeat))
                 alarm = self._store.check(["alarm"]) or self._all_idle()
             except RuntimeError:
                 # A run that ends normally may lose the store before it leaves the guarded block
@@ -305,7 +305,7 @@ class HangGuard:
         longest = IDLE_LIMITS * self._limit
         if self._rank != 0 or self._idle <= longest:
             return False
-        heartbeats = [None if text is None else Heartbeat.from_json(text) for text in self._read_all("heartbeat")]
+        heartbeats = self._read_all("heartbeat", _heartbeat)
         return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in heartbeats)
 
     def _conclude(self) -> None:
@@ -314,10 +314,10 @@ class HangGuard:
         The rank that holds the store leaves last.
         """
         self._report = self._own_report()
-        self._store.set(f"report/{self._rank}", self._report.to_json())
+        self._store.set(f"report/{self._rank}", json.dumps(self._report))
         if self._collectives is not None:
             packed = collective_order.pack(self._collectives.record(), OPERATIONS)
-            self._store.set(f"collectives/{self._rank}", packed)
+            self._store.set(f"collectives/{self._rank}", packed)  # pyright: ignore[reportArgumentType]
         self._store.add("reported", 1)
         if self._store.add("alarm", 1) == 1:
             self._count_up_to("reported", self._world_size, REPORT_SECONDS)
@@ -336,28 +336,29 @@ class HangGuard:
             self._count_up_to("left", reported, FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
-        reports, heartbeats, entered = (self._read_all(kind) for kind in ("report", "heartbeat", "collectives"))
-        found = [None if text is None else Report.from_json(text) for text in reports]
-        alive = [None if text is None else Heartbeat.from_json(text) for text in heartbeats]
-        sentence = verdict(found, alive, time.time(), self._limit)
-        if any(report is not None and report.is_failure for report in found):
+        reports = self._read_all("report", lambda text: Report(*json.loads(text)))
+        sentence = verdict(reports, self._read_all("heartbeat", _heartbeat), time.time(), self._limit)
+        if any(report is not None and report.is_failure for report in reports):
             # The other ranks only wait for the one that failed
             return sentence
-        records = {rank: collective_order.unpack(text) for rank, text in enumerate(entered) if text is not None}
-        difference = collective_order.report(records)
+        entered = enumerate(self._read_all("collectives", collective_order.unpack))
+        difference = collective_order.report({rank: record for rank, record in entered if record is not None})
         return sentence if difference is None else f"{sentence}; {difference}"
 
-    def _read_all(self, kind: str) -> list[bytes | None]:
-        """Return what each rank has written under this name; None for a rank that has written nothing."""
+    def _read_all(self, kind: str, parse: Callable[[bytes], Read]) -> list[Read | None]:
+        """Return every rank's value of this kind; None for a rank that has written none."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
-        return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        return [parse(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
-    def _count_up_to(self, key: str, target: int, seconds: float) -> int:
-        """Wait until the counter reaches `target`, or for `seconds`, and return the counter."""
+    def _count_up_to(self, key: str, target: int, seconds: float) -> None:
+        """Wait until the counter reaches `target`, at most for `seconds`."""
         deadline = time.monotonic() + seconds
-        while (count := self._store.add(key, 0)) < target and time.monotonic() < deadline:
+        while self._store.add(key, 0) < target and time.monotonic() < deadline:
             time.sleep(0.1)
-        return count
+
+
+def _heartbeat(text: bytes) -> Heartbeat:
+    return Heartbeat(*json.loads(text))
 
 
 def _frame() -> FrameType:

@@ -30,7 +30,7 @@ def build_groups(
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
         order=order,
-        distributed_timeout_minutes=backend_minutes(timeout_minutes),
+        distributed_timeout_minutes=backend_minutes(timeout_minutes),  # pyright: ignore[reportArgumentType]
     )
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)

@@ -11,7 +11,7 @@ import torch
 SHARED_MEMORY = Path("/dev/shm")
 
 BASE_DESCRIPTORS = {"gloo": 80, "nccl": 120}
-"""File descriptors of a process in a job of one rank: measured for gloo, and without those of NCCL itself."""
+"""File descriptors of a process in a job of one rank: measured for gloo, and without NCCL's own."""
 
 DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
 """File descriptors of a process for each rank, over all groups: measured for gloo."""
@@ -28,7 +28,7 @@ class OutOfResources(RuntimeError):
 
 
 def open_files(backend: str, world_size: int, holds_store: bool) -> None:
-    """Raise this process's limit of open files to what its connections need.
+    """Raise this process's limit of open files to the number that its connections need.
 
     Raises:
         ValueError: the system does not allow it.

@@ -81,15 +81,14 @@ def waits_in(frame: FrameType, line: int | None = None) -> str | None:
 
 def is_communication_error(error: BaseException) -> bool:
     """Return whether other ranks caused an exception: a lost connection, or a collective's timeout."""
-    if not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or _raised_in_collective(error)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in str(error) or _raising_collective(error) is not None
+    )
 
 
 def error_place(error: BaseException) -> str:
     """Return an exception in one line, with the collective that raised it."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    collective = _collective(*frames[-1]) if frames else None
+    collective = _raising_collective(error)
     text = f"{type(error).__name__}: {error}".strip().partition("\n")[0].removesuffix(":")
     # gloo's messages start with a position in its source
     text = cleaned(re.sub(r"\[\S+:\d+\] ", "", text), MAX_ERROR_CHARACTERS)
@@ -110,9 +109,9 @@ def code_place(frame: FrameType, line: int | None = None, depth: int = 3) -> str
     return " < ".join(places)
 
 
-def _raised_in_collective(error: BaseException) -> bool:
+def _raising_collective(error: BaseException) -> str | None:
     frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and _collective(*frames[-1]) is not None
+    return _collective(*frames[-1]) if frames else None
 
 
 def _collective(frame: FrameType, line: int | None) -> str | None:

@@ -1,10 +1,8 @@
-"""Decide which rank holds up a job, from what every rank reports about itself."""
+"""Decide which rank holds up a job, from the reports of all ranks about themselves."""
 
-import json
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 MAX_NAMED = 4
 """Maximum number of ranks that a verdict names individually."""
@@ -34,8 +32,7 @@ STEPPING = ("forward-backward", "optimizer", "evaluation")
 """Phases with many steps. Other phases, such as the start or a checkpoint, have no limit on their duration."""
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """The sign of life that a rank writes once a period."""
 
     iteration: int
@@ -46,24 +43,18 @@ class Heartbeat:
     idle: float = 0.0
     """Seconds without a step in a phase that has many."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: bytes | str) -> "Heartbeat":
-        return cls(**json.loads(text))
+Activity = Literal["waited", "busy", "failed", "interrupted"]
+"""Whether a rank waited in a collective or for the device, ran other code, failed with its own exception, or was ended
+by a user."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """A rank's report about itself after any rank has raised the alarm."""
 
     iteration: int
     phase: str
-    activity: Literal["waited", "busy", "failed", "interrupted"]
-    """Whether the rank waited in a collective or for the device, ran other code, failed with its own exception, or was
-    ended by a user."""
-
+    activity: Activity
     place: str
     """Name of the collective, the code or the exception."""
 
@@ -72,13 +63,6 @@ class Report:
 
     time: float
     """Unix time of the report in seconds."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> "Report":
-        return cls(**json.loads(text))
 
     @property
     def is_failure(self) -> bool:
@@ -89,7 +73,7 @@ class Report:
         return f"{_VERBS[self.activity]} {self.place}"
 
 
-_VERBS = {
+_VERBS: dict[Activity, str] = {
     "waited": "waited in",
     "busy": "was busy in",
     "failed": "failed with",
@@ -99,7 +83,7 @@ _VERBS = {
 
 def is_interruption(sentence: str) -> bool:
     """Return whether a verdict says that a user has ended the job."""
-    return re.match(rf"rank \d+ {re.escape(_VERBS['interrupted'])} ", sentence) is not None
+    return _VERBS["interrupted"] in sentence
 
 
 def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | None], now: float, limit: float) -> str:

@@ -1,15 +1,13 @@
 """Loads, balance and traces of a run, for people to look at.
 
 balance           LayerReport: measures of balance, for the log line and TensorBoard
-load              tokens per expert, counted at the routers
+routing           tokens per expert, and files of every token's experts (--moe-routing-trace-path)
 calibration_log   file of the factors that plans contain (--balance-calibrate)
 load_log          files of load matrices and placements (--balance-log-dir)
-routing_trace     files of every token's experts (--moe-routing-trace-path)
 trace             files for Perfetto with the activities of each stream (--balance-timeline)
 scalars           TensorBoard event files
 wandb_run         the same numbers in Weights & Biases (--wandb-project)
-progress_log      file of what the jobs of a run have done (--log-progress)
-profiler          profiles of some iterations (--profile)
-profiling         spans for torch's profiler
+progress_log      file with the starts and checkpoints of a run's jobs (--log-progress)
+profiler          profiles of some iterations (--profile), and spans in them
 optional          writing of all these files: a failure is a warning and never stops training
 """

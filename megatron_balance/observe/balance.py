@@ -115,7 +115,7 @@ def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Ten
     """Start to add up each layer's reports; every rank of the job calls this.
 
     It does not wait: the table that it returns, for `means`, is in host memory and complete when the device has done
-    what is queued by now.
+    all work that is queued by now.
 
     Args:
         own: this rank's reports by layer number, 1 to `num_layers`; may be empty.

@@ -1,11 +1,14 @@
-"""Optional output files: a failure to write them is a warning and never stops training."""
+"""Writing of optional output files: a failure is a warning and never stops training.
+
+`AppendedFile` appends records. `writable` refuses a directory when a run starts.
+"""
 
 import contextlib
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_balance.messages import cleaned
@@ -27,7 +30,8 @@ class Attempts:
     """
 
     def __init__(self, flag: str) -> None:
-        self.flag, self.dropped = flag, 0
+        self.flag = flag
+        self.dropped = 0
         """Number of records dropped since writing began to fail."""
         self._next: float | None = None
 
@@ -58,22 +62,33 @@ class Attempts:
         return True
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` write a file that appears at `path` only when complete; create its directory if it is missing.
-
-    Raises:
-        OSError: the file could not be written; no part of it is left.
-    """
-    unfinished = path.with_name(f"{path.name}.unfinished")
+@contextlib.contextmanager
+def writable(flag: str) -> Iterator[None]:
+    """Turn an OSError in the block, where a run opens its files, into a ValueError that names the flag."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        os.replace(unfinished, path)
-    except OSError:
-        # The disk may be full
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
+
+
+def keep_lines(path: Path, belongs: Callable[[bytes, bool], bool]) -> int:
+    """Truncate a file before the first line that is incomplete or does not belong to it, and return its size.
+
+    A file or directory that does not exist is created.
+
+    Args:
+        belongs: called with a line and whether it is the first one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or not belongs(line, end == 0):
+                break
+            end += len(line)
+        file.truncate(end)
+    return end
 
 
 class AppendedFile:

@@ -39,7 +39,8 @@ class ProgressLog:
         Args:
             samples: number of samples that earlier jobs of the run have consumed.
         """
-        self._began, self._begun_with = time.time(), samples * self._flops
+        self._began = time.time()
+        self._begun_with = samples * self._flops
         self._add(START)
 
     def saved(self, iteration: int, samples: int) -> None:

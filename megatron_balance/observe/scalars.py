@@ -5,14 +5,14 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 # protobuf creates these classes when the modules are imported
 from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_balance.messages import cleaned
-from megatron_balance.observe.optional import AppendedFile
+from megatron_balance.observe.optional import AppendedFile, writable
 
 FLUSH_SECONDS = 120.0
 """Maximum number of seconds before added numbers are written."""
@@ -32,15 +32,14 @@ class Scalars:
         flag = f"--tensorboard-dir {directory}"
         now = time.time()
         path = directory / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self.queue_size, self._written = queue_size, time.monotonic()
+        self.queue_size = queue_size
+        self._written = time.monotonic()
         self._file = AppendedFile(path, flag)
-        # RecordWriter frames each record and writes it with one call
-        self._records = RecordWriter(_Adding(self._file))
-        try:
+        # It frames each record, and hands it over with one call
+        self._records = RecordWriter(SimpleNamespace(write=self._file.add))
+        with writable(flag):
             self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
             self._file.write()
-        except OSError as error:
-            raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
 
     def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
         """Add several numbers of one iteration, by their tags.
@@ -64,10 +63,3 @@ class Scalars:
     def close(self, failed: bool = False) -> None:
         """Write all remaining numbers."""
         self._file.flush(last=True)
-
-
-class _Adding:
-    """Adapter of an AppendedFile to the file interface that RecordWriter needs."""
-
-    def __init__(self, file: AppendedFile) -> None:
-        self.write = file.add

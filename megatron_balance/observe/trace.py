@@ -8,16 +8,18 @@ of several ranks share a time axis, as far as their hosts' clocks agree, and can
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from megatron_balance.device import clock
-from megatron_balance.files.reading import MIB, number_in, read_object, shown
-from megatron_balance.observe.optional import Attempts, write_whole
+from megatron_balance.files.reading import MIB, read_object
+from megatron_balance.files.writing import whole_file
+from megatron_balance.messages import described
+from megatron_balance.observe.optional import Attempts, writable
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
@@ -35,15 +37,9 @@ _THREADS = 1000
 MAX_BYTES = 512 * MIB
 """Maximum size of a file; an event takes about 200 bytes."""
 
-_MOST_US = 2e6 * _ERA_SECONDS
-"""Maximum time in a file: two eras, because a run may continue into the next one."""
-
-_MOST = {"pid": 10**6, "iteration": 10**12, "bytes": 2**60}
-"""Maximum of each whole number in a file."""
-
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class TraceSpan:
     """An activity on one stream; its marks are on the device or on the host."""
 
     iteration: int
@@ -59,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Record:
+class TraceEvent:
     """A span in a file; times are microseconds since the file's base, in whole eighths."""
 
     rank: int
@@ -72,19 +68,17 @@ class Record:
     num_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Iteration:
+class _PendingIteration(NamedTuple):
     """Spans of an iteration, whose marks the device may not have reached yet."""
 
     anchor: clock.Mark
-    """A mark close to those of the spans: the device measures the time between two marks as a float32, whose precision
+    """A mark close to the spans' marks: the device measures the time between two marks as a float32, whose precision
     decreases with their distance."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan]
 
 
-@dataclass(frozen=True, eq=False)
-class _Moment:
-    """One moment on all clocks."""
+class _Clocks(NamedTuple):
+    """The same time on all clocks."""
 
     wall: float
     """Seconds since a file's base."""
@@ -92,14 +86,14 @@ class _Moment:
     device: clock.Mark
 
     @classmethod
-    def now(cls, base: float) -> "_Moment":
-        """Mark the present on all clocks, after the device has finished all work, so that its mark has no delay."""
+    def now(cls, base: float) -> "_Clocks":
+        """Read all clocks, after the device has finished all work, so that its mark has no delay."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        moment = cls(time.time() - base, time.perf_counter(), clock.mark())
+        clocks = cls(time.time() - base, time.perf_counter(), clock.mark())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return moment
+        return clocks
 
     def microseconds(self, mark: clock.Mark, anchor: clock.Mark) -> float:
         """Return the microseconds from a file's base to a mark."""
@@ -126,18 +120,17 @@ class Timeline:
         self.rank = rank
         self.iterations = iterations
         self._base = time.time() // _ERA_SECONDS * _ERA_SECONDS
-        self._attempts = Attempts(f"--balance-timeline {directory}")
-        self._pending: dict[int, _Iteration] = {}
-        self._finished: dict[int, list[Record]] = {}
-        try:
+        flag = f"--balance-timeline {directory}"
+        self._attempts = Attempts(flag)
+        self._pending: dict[int, _PendingIteration] = {}
+        self._finished: dict[int, list[TraceEvent]] = {}
+        with writable(flag):
             self._write()
-        except OSError as error:
-            raise ValueError(f"--balance-timeline {directory}: {error}; choose a writable directory") from error
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Add a span; the device need not have reached its marks yet."""
         if span.iteration not in self._pending:
-            self._pending[span.iteration] = _Iteration(clock.mark())
+            self._pending[span.iteration] = _PendingIteration(clock.mark(), [])
             _keep_latest(self._pending, self.iterations)
         if span.iteration in self._pending:
             self._pending[span.iteration].spans.append(span)
@@ -151,122 +144,105 @@ class Timeline:
         """
         if not self._pending and not self._attempts.failing:
             return
-        now = _Moment.now(self._base)
-        for number, iteration in self._pending.items():
-            records = [self._record(span, iteration.anchor, now) for span in iteration.spans]
-            self._finished.setdefault(number, []).extend(records)
+        now = _Clocks.now(self._base)
+        for number, (anchor, spans) in self._pending.items():
+            self._finished.setdefault(number, []).extend(self._event(span, anchor, now) for span in spans)
         self._pending = {}
         _keep_latest(self._finished, self.iterations)
         self._attempts.run(self._write, last)
 
-    def _record(self, span: Span, anchor: clock.Mark, now: _Moment) -> Record:
+    def _event(self, span: TraceSpan, anchor: clock.Mark, now: _Clocks) -> TraceEvent:
         start = now.microseconds(span.start, anchor)
         end = now.microseconds(span.end, anchor)
         issued = None if span.issued is None else now.microseconds(span.issued, anchor)
-        return Record(self.rank, span.iteration, span.stream, span.name, start, end, issued, span.num_bytes)
+        return TraceEvent(self.rank, span.iteration, span.stream, span.name, start, end, issued, span.num_bytes)
 
     def _write(self) -> None:
-        records = [record for iteration in self._finished.values() for record in iteration]
+        events = [event for iteration in self._finished.values() for event in iteration]
         trace = {
-            "traceEvents": _trace_events(self.rank, records),
+            "traceEvents": _trace_events(self.rank, events),
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": int(self._base) * 10**9,
         }
-        text = json.dumps(trace)
-
-        def write(unfinished: Path) -> None:
-            unfinished.write_text(text, encoding="utf-8")
-
-        write_whole(self.path, write)
+        with whole_file(self.path) as unfinished:
+            unfinished.write_text(json.dumps(trace), encoding="utf-8")
 
 
-def _trace_events(rank: int, records: Iterable[Record]) -> list[dict[str, Any]]:
+def _trace_events(rank: int, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
     """Return one rank's events: names of the process and its threads, then each thread's spans in ascending order."""
-    events = [_metadata(rank, 0, "process_name", name=f"rank {rank}")]
-    events.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
-    records = list(records)
+    found = [_metadata(rank, 0, "process_name", name=f"rank {rank}")]
+    found.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
     for row, stream in enumerate(STREAMS):
-        lanes = lanes_of([record for record in records if record.stream == stream])
-        for number, lane in enumerate(lanes):
+        for number, lane in enumerate(lanes_of([event for event in events if event.stream == stream])):
             thread = 1 + row * _THREADS + number
-            events.append(_metadata(rank, thread, "thread_name", name=f"{stream} {number + 1}" if number else stream))
-            events.append(_metadata(rank, thread, "thread_sort_index", sort_index=thread))
-            events.extend(_complete_event(record, thread) for record in lane)
-    return events
+            found.append(_metadata(rank, thread, "thread_name", name=f"{stream} {number + 1}" if number else stream))
+            found.append(_metadata(rank, thread, "thread_sort_index", sort_index=thread))
+            found.extend(_complete_event(event, thread) for event in lane)
+    return found
 
 
-def lanes_of(records: Sequence[Record]) -> list[list[Record]]:
-    """Divide records among the fewest lists without overlaps; each list is in ascending order."""
-    lanes: list[list[Record]] = []
-    for record in sorted(records, key=lambda record: (record.start_us, record.end_us)):
-        lane = next((lane for lane in lanes if lane[-1].end_us <= record.start_us), None)
+def lanes_of(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
+    """Divide events among the fewest lists without overlaps; each list is in ascending order."""
+    lanes: list[list[TraceEvent]] = []
+    for event in sorted(events, key=lambda event: (event.start_us, event.end_us)):
+        lane = next((lane for lane in lanes if lane[-1].end_us <= event.start_us), None)
         if lane is None:
             lanes.append(lane := [])
-        lane.append(record)
+        lane.append(event)
     return lanes
 
 
-def load_timeline(path: Path) -> list[Record]:
+def load_timeline(path: Path) -> list[TraceEvent]:
     """Read the spans of a file, or of several merged files, thread by thread.
 
     Raises:
         ValueError: `Timeline` did not write the file; the error names the path.
     """
     content = read_object(path, MAX_BYTES)
-    events = content.get("traceEvents")
     try:
-        if not isinstance(events, list):
-            raise ValueError("no list of traceEvents")
-        return [_read(event) for event in events if not isinstance(event, dict) or event.get("ph") == "X"]
-    except ValueError as error:
-        raise ValueError(f"{path}: is not a timeline of --balance-timeline ({error})") from error
+        return [_read(event) for event in content["traceEvents"] if event["ph"] == "X"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is not a timeline of --balance-timeline ({described(error)})") from error
 
 
 def _metadata(rank: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args}
 
 
-def _complete_event(record: Record, thread: int) -> dict[str, Any]:
-    microseconds = record.end_us - record.start_us
-    args: dict[str, Any] = {"iteration": record.iteration}
-    if record.issued_us is not None:
-        args |= {"issued_us": record.issued_us, "queued_us": record.start_us - record.issued_us}
-    if record.num_bytes:
-        args["bytes"] = record.num_bytes
+def _complete_event(event: TraceEvent, thread: int) -> dict[str, Any]:
+    microseconds = event.end_us - event.start_us
+    args: dict[str, Any] = {"iteration": event.iteration}
+    if event.issued_us is not None:
+        args |= {"issued_us": event.issued_us, "queued_us": event.start_us - event.issued_us}
+    if event.num_bytes:
+        args["bytes"] = event.num_bytes
         if microseconds > 0:
-            args["GB/s"] = record.num_bytes / microseconds / 1e3
+            args["GB/s"] = event.num_bytes / microseconds / 1e3
     return {
         "ph": "X",
-        "pid": record.rank,
+        "pid": event.rank,
         "tid": thread,
-        "cat": record.stream,
-        "name": record.name,
-        "ts": record.start_us,
+        "cat": event.stream,
+        "name": event.name,
+        "ts": event.start_us,
         "dur": microseconds,
         "args": args,
     }
 
 
-def _read(event: Any) -> Record:
-    args = event.get("args") if isinstance(event, dict) else None
-    if not isinstance(args, dict):
-        raise ValueError(f"{shown(event)} among the traceEvents is not an event with args")
-
-    def number(of: dict[str, Any], name: str, high: float = 0) -> Any:
-        return number_in(of.get(name), 0, high or _MOST[name], name, whole=name in _MOST)
-
-    if event.get("cat") not in STREAMS or not isinstance(event.get("name"), str):
-        raise ValueError(f"an event {shown(event.get('name'))} of a stream {shown(event.get('cat'))}")
-    start = float(number(event, "ts", _MOST_US))
-    return Record(
-        rank=number(event, "pid"),
-        iteration=number(args, "iteration"),
+def _read(event: dict[str, Any]) -> TraceEvent:
+    args = event["args"]
+    if event["cat"] not in STREAMS:
+        raise ValueError(f"no stream is called {event['cat']}")
+    return TraceEvent(
+        rank=int(event["pid"]),
+        iteration=int(args["iteration"]),
         stream=event["cat"],
         name=event["name"],
-        start_us=start,
-        end_us=start + float(number(event, "dur", _MOST_US)),
-        issued_us=float(number(args, "issued_us", _MOST_US)) if "issued_us" in args else None,
-        num_bytes=number(args, "bytes") if "bytes" in args else 0,
+        start_us=float(event["ts"]),
+        end_us=float(event["ts"]) + float(event["dur"]),
+        issued_us=float(args["issued_us"]) if "issued_us" in args else None,
+        num_bytes=int(args.get("bytes", 0)),
     )
 
 

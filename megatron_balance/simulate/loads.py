@@ -118,7 +118,7 @@ def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int,
 
     Args:
         first: index of the recorded iteration to begin with; below 0: from the end.
-        counts: MoE layer -> [N, D, E] as in `observe.load_log.Loads`.
+        counts: MoE layer -> [B, D, E] as in `observe.load_log.LoggedLoads`.
 
     Raises:
         ValueError: the run had another number of experts.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.messages import described
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Decision, Question
 

@@ -36,9 +36,9 @@ from megatron_balance.device import clock
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.device.side_stream import AsyncWork, SideStream
 from megatron_balance.observe.balance import LayerReport, component_seconds
-from megatron_balance.observe.calibration_log import Record
-from megatron_balance.observe.profiling import record_function
-from megatron_balance.observe.trace import Span, Stream, Timeline
+from megatron_balance.observe.calibration_log import CalibrationRecord
+from megatron_balance.observe.profiler import record_function
+from megatron_balance.observe.trace import Stream, Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
@@ -69,7 +69,7 @@ class Balancer:
         planner: Planner | None = None,
         shares: bool = False,
         calibrates: bool = False,
-        record: Record | None = None,
+        record: CalibrationRecord | None = None,
     ) -> None:
         """
         Args:
@@ -371,7 +371,7 @@ class Balancer:
 
     def _record(self, stream: Stream, action: Action, start: clock.Mark, end: clock.Mark, **more: Any) -> None:
         if self.timeline is not None:
-            self.timeline.add(Span(self._iteration, stream, action.name, start, end, **more))
+            self.timeline.add(TraceSpan(self._iteration, stream, action.name, start, end, **more))
 
     def finished(self) -> Callable[[], dict[int, LayerReport]]:
         """Return a function that returns the finished iteration as this rank saw it, by layer.

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.files.reading import MIB, content_digest
-from megatron_balance.job.errors import gather
-from megatron_balance.job.groups import sequence_chunks
+from megatron_balance.job.groups import gather, sequence_chunks
 from megatron_balance.messages import described
 from megatron_balance.training import data_files
 from megatron_balance.training.schedule import Length

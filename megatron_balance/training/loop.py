@@ -21,7 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_balance.config.run_config import RunConfig, TrainConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
 from megatron_balance.device import clock, copies
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
 from megatron_balance.training.fault_search import LossReports

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from megatron_balance.job.collectives import Collectives
 from tests.harness import PRELOAD, check_order
+from tests.issue_order import OrderedCollectives
 
 LOWEST_PORT = 10000
 """Well-known services use lower ports."""
@@ -141,7 +141,7 @@ def _rank(rank: int, world_size: int, port: int, log: Path, flags: str, prepare:
     agreement.DECLINE_SECONDS = agreement.FAREWELL_SECONDS = PATIENCE
     if prepare is not None:
         prepare(rank)
-    collectives = Collectives(kept=None)
+    collectives = OrderedCollectives()
     try:
         with collectives.recorded():
             launch.pretrain(flags.split())

@@ -1,4 +1,4 @@
-"""observe/routing_trace.py in training runs: the trace matches what the routers did."""
+"""observe/routing.py in training runs: the trace matches what the routers did."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_balance.observe.routing_trace import RoutingTrace
+from megatron_balance.observe.routing import RoutingTrace
 from megatron_balance.training.loop import evaluate, train_step
 from tests.distributed import runs
 

@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
 
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow import engine_gemm
@@ -21,7 +20,6 @@ from megatron_balance.flow.engine_gemm import EngineGemm
 from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm, WeightTerm
 from tests.fused_adam import FusedAdam
 from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
-from tests.hostcuda.packages.te.transformer_engine.pytorch import permutation
 from tests.hostcuda.packages.te.transformer_engine.pytorch.optimizers import multi_tensor_apply
 
 pytestmark = pytest.mark.skipif(
@@ -137,98 +135,16 @@ def test_parameters_have_the_names_of_the_sources(packages, name: str):
     assert parameters(packages(name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CALLS if not name.startswith((f"{TE}p", f"{TE}r", f"{TE}c", f"{TE}a"))]
-)
-def test_extension_modules_take_no_keywords(packages, name: str):
-    kinds = {one.kind for one in inspect.signature(packages(name)).parameters.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_ONLY}
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_of_the_host_are_refused(packages, name: str):
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
         packages(name)(*CALLS[name])
 
 
-@pytest.mark.parametrize("layer", ["Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm"])
-def test_layers_refuse_tensors_of_the_host(packages, layer: str):
-    first = (2,) if layer == "GroupedLinear" else ()
-    sizes = (4,) if layer.endswith("Norm") else (4, 4)
-    module = packages(f"{TE}module:{layer}")(*first, *sizes, device="cpu")
-    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
-        module(ONE, [2, 2]) if first else module(ONE)
-
-
-def test_attention_refuses_tensors_of_the_host(packages):
-    attention = packages(f"{TE}attention:DotProductAttention")(4, 8)
-    with pytest.raises(AssertionError, match="CUDA"):
-        attention(*[torch.ones(2, 1, 4, 8)] * 3)
-
-
-@pytest.mark.parametrize("name", ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"])
-def test_low_precision_is_refused_by_name_unless_it_is_off(packages, name: str):
-    context = packages(f"{TE}quantization:{name}")
-    with context(enabled=False):
-        pass
-    with pytest.raises(NotImplementedError, match="low precision"), context(enabled=True):
-        pass
-
-
 @pytest.fixture
 def on_the_host(monkeypatch) -> None:
     """Let kernels accept tensors on any device."""
     monkeypatch.setattr(kernels, "on_device", lambda **tensors: None)
-
-
-def test_lists_of_tensors_are_checked(on_the_host):
-    lists = [[ONE, ONE[0]], [ONE, ONE[0]]]
-    kernels.check_lists(FLAG, lists, 2)
-    wrong = [
-        (FLAG.long(), lists, 2),
-        (FLAG, lists, 3),
-        (FLAG, [[], []], 2),
-        (FLAG, [lists[0], lists[0][:1]], 2),
-        (FLAG, [lists[0], [ONE, ONE]], 2),
-        (FLAG, [[ONE.tril()[:, :2]]], 1),
-    ]
-    for arguments in wrong:
-        with pytest.raises(RuntimeError):
-            kernels.check_lists(*arguments)
-
-
-def test_kernels_refuse_strided_memory(packages, on_the_host):
-    calls = {
-        "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32": (ONE[:, :2], ONE, torch.zeros(4, 2)),
-        f"{TE}cpp_extensions:general_gemm": (ONE[:, :2], ONE[:, :2]),
-        f"{TE}cpp_extensions:general_grouped_gemm": ([ONE[:, :2]], [ONE[:, :2]], [ONE], [None], ONE.dtype, "TN", [4]),
-        "scaled_upper_triang_masked_softmax_cuda:forward": (TWO[0, :, :20, :20], 1.0),
-    }
-    for name, arguments in calls.items():
-        with pytest.raises(RuntimeError, match="contiguous"):
-            packages(name)(*arguments)
-
-
-def test_a_fused_softmax_is_torchs(packages, on_the_host):
-    scores = torch.randn(8, 32, 32).bfloat16()
-    hidden = torch.ones(32, 32, dtype=torch.bool).triu(1)
-    expected = (scores.float() * 0.5).masked_fill(hidden, -torch.inf).softmax(-1).bfloat16()
-    assert torch.equal(packages("scaled_upper_triang_masked_softmax_cuda:forward")(scores, 0.5), expected)
-    rows = packages("scaled_masked_softmax_cuda:get_batch_per_block")(32, 32, 2, 4)
-    with pytest.raises(RuntimeError, match="do not fill blocks"):
-        packages("scaled_upper_triang_masked_softmax_cuda:forward")(scores[: rows - 1], 0.5)
-
-
-def test_gemms_of_each_layout(packages, on_the_host):
-    weight = torch.randn(3, 4)
-    rows = torch.randn(5, 4)
-    gemm = packages(f"{TE}cpp_extensions:general_gemm")
-    assert torch.equal(gemm(weight, rows)[0], rows @ weight.T)
-    gradient = torch.randn(5, 3)
-    assert torch.equal(gemm(weight, gradient, layout="NN", grad=True)[0], gradient @ weight)
-    assert torch.equal(gemm(rows, gradient, layout="NT", grad=True)[0], gradient.T @ rows)
-    with pytest.raises(RuntimeError, match="no GEMM"):
-        gemm(weight.bfloat16(), rows)
 
 
 def test_grouped_gemms_are_torchs(packages, on_the_host):
@@ -281,38 +197,6 @@ def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
         gemm = EngineGemm()
         gemm.__dict__["_gemm"] = function
         torch.testing.assert_close(gemm.outputs(rows, weights, split), TorchGemm().outputs(rows, weights, split))
-
-
-def test_permutations_are_megatron_cores():
-    tokens = torch.randn(7, 3)
-    probs = torch.rand(7, 4)
-    routing = torch.rand(7, 4) < 0.5
-    routing[:, 2] = False
-    rows, row_probs, order, *_ = moe_utils.permute(tokens, routing, probs=probs, num_out_tokens=int(routing.sum()))
-    row_id_map = permutation._rows(routing)
-    assert row_id_map.shape == (7, 9)
-    spread = permutation._spread(tokens, row_id_map, len(rows), probs)
-    assert all(torch.equal(found, expected) for found, expected in zip(spread, (rows, row_probs), strict=True))
-    expected = moe_utils.unpermute(rows, order, tokens.shape)
-    assert torch.equal(permutation._gather(rows, row_id_map, None), expected)
-
-
-def test_without_rows_there_is_no_map_and_nothing_is_restored():
-    """The real kernels do the same, so callers must avoid this case."""
-    none = torch.empty(0, 4)
-    output, row_id_map = permutation.moe_permute(none, torch.empty(0, 2, dtype=torch.bool), 0)
-    assert output.shape == (0, 4) and row_id_map.shape == (0,)
-    row_id_map = torch.full((3, 5), -1, dtype=torch.int32)
-    assert permutation.moe_unpermute(none, row_id_map, restore_shape=torch.Size((3, 4))).shape == (0, 4)
-
-
-def test_chunks_are_sorted_as_megatron_core_sorts_them():
-    rows = torch.randn(9, 2)
-    sizes = torch.tensor([3, 0, 4, 2])
-    order = torch.tensor([2, 3, 0, 1])
-    targets = permutation._sorted_rows(sizes, order, len(rows))
-    expected = moe_utils.sort_chunks_by_idxs(rows, sizes, order)[0]
-    assert torch.equal(torch.empty_like(rows).index_copy_(0, targets, rows), expected)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -1,5 +1,6 @@
 """job/hang_guard.py: when a wait counts as a stall, on a simulated clock."""
 
+import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -119,7 +120,7 @@ def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | N
     for number in range(3):
         idle = own if number == rank else others
         if idle is not None:
-            guard._store.set(f"heartbeat/{number}", Heartbeat(2, "forward-backward", 0.0, idle).to_json())
+            guard._store.set(f"heartbeat/{number}", json.dumps(Heartbeat(2, "forward-backward", 0.0, idle)))
     assert guard._all_idle() is alarm
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.observe import load_log
 from megatron_balance.observe.load_log import LoadLog, read_loads
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, placements
@@ -101,18 +100,8 @@ def good_arrays() -> dict[str, np.ndarray]:
 
 MISTAKES = {
     "no iterations": {"iterations": None},
-    "empty": {"iterations": np.array([], dtype=np.int64)},
-    "backwards": {"iterations": np.array([3, 3])},
-    "other first": {"iterations": np.array([2, 4])},
-    "real iterations": {"iterations": np.array([3.0, 4.0])},
     "no placement": {"placement_1": None},
-    "placements are numbers": {"placement_1": np.array([1, 2])},
-    "too few placements": {"placement_1": np.array([str(PLAIN)])},
-    "too few loads": {"layer_1": np.ones((1, 2, 4), dtype=np.int64)},
-    "flat loads": {"layer_1": np.ones((2, 8), dtype=np.int64)},
     "a layer under another name": {"layer_1": None, "mayer_1": np.ones((2, 2, 4), dtype=np.int64)},
-    "negative loads": {"layer_1": -np.ones((2, 2, 4), dtype=np.int64)},
-    "loads whose sum overflows": {"layer_1": np.full((2, 2, 4), 2**62)},
     "objects": {"layer_1": np.array([[{}]], dtype=object)},
 }
 
@@ -124,17 +113,6 @@ def test_arrays_that_are_not_ours(tmp_path: Path, change: dict[str, np.ndarray |
     assert read_loads(tmp_path)[0].iterations.tolist() == [3, 4]
     np.savez(path, **{name: value for name, value in (good_arrays() | change).items() if value is not None})
     with pytest.raises(ValueError, match=str(path)):
-        read_loads(tmp_path)
-
-
-def test_a_file_that_would_unpack_to_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "loads_rank00000_iter0000003.npz"
-    np.savez_compressed(path, **good_arrays() | {"layer_1": np.zeros((2, 2, 1_000_000), dtype=np.int64)})
-    assert path.stat().st_size < 100_000
-    monkeypatch.setattr(load_log, "MAX_BYTES", 1_000_000)
-    with pytest.raises(
-        ValueError, match=f"{path}: is not a log .*would unpack to 3200.* bytes; the maximum is 1000000"
-    ):
         read_loads(tmp_path)
 
 
@@ -163,30 +141,6 @@ def test_damage_is_told_by_the_path_or_harmless(tmp_path: Path, seed: int) -> No
             assert str(path) in str(error)
         else:
             assert read.counts.keys() == expected.counts.keys()
-            for layer, counts_NDE in read.counts.items():
-                assert (counts_NDE == expected.counts[layer]).all()
+            for layer, counts_BDE in read.counts.items():
+                assert (counts_BDE == expected.counts[layer]).all()
                 assert (read.placements[layer] == expected.placements[layer]).all()
-
-
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--balance-log-dir .*file.*choose a writable directory"):
-        LoadLog(tmp_path / "file", 0)
-
-
-def test_an_interrupted_write_leaves_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, range(3))
-    log = LoadLog(tmp_path, 0, first_iteration=3)
-    log.add(3, {2: (load_of(3), PLAIN), 10: (load_of(3), LENT)})
-
-    def interrupted(file: object, **_: object) -> None:
-        file.write(b"PK")
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", interrupted)
-        log.flush()
-    assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2]
-    log.flush(last=True)
-    assert read_loads(tmp_path)[0].iterations.tolist() == [0, 1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""training/logging.py and observe/load.py: output for people and scrapers."""
+"""training/logging.py and observe/routing.py: output for people and scrapers."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.balance import LayerReport
-from megatron_balance.observe.load import LoadRecorder
+from megatron_balance.observe.routing import LoadRecorder
 from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
 from megatron_balance.training.progress import Progress, StepReport
 

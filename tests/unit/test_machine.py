@@ -19,8 +19,8 @@ from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.build.run import build_block_spec
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device import cpu, machine
+from megatron_balance.device.attention import TorchNorm
 from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine, unfit_engine
-from megatron_balance.device.norm import TorchNorm
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)

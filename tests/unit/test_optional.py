@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_balance.files.writing import whole_file
 from megatron_balance.observe import optional
 from megatron_balance.observe.load_log import LoadLog, read_loads
-from megatron_balance.observe.optional import AppendedFile, Attempts, write_whole
-from megatron_balance.observe.routing_trace import RoutingTrace, _Call
+from megatron_balance.observe.optional import AppendedFile, Attempts
+from megatron_balance.observe.routing import RoutingTrace, _RouterCall
 from megatron_balance.observe.scalars import Scalars
-from megatron_balance.observe.trace import Span, Timeline, load_timeline
+from megatron_balance.observe.trace import Timeline, TraceSpan, load_timeline
 from megatron_balance.placement.placement import Placement
 
 ROOM = 2048
@@ -64,7 +65,7 @@ class Timelines:
 
     def step(self, iteration: int) -> None:
         for number in range(100):
-            self.timeline.add(Span(iteration, "computation", f"span {number}", float(number), number + 0.5))
+            self.timeline.add(TraceSpan(iteration, "computation", f"span {number}", float(number), number + 0.5))
         self.timeline.flush(last=iteration == LAST)
 
     def iterations(self) -> list[int]:
@@ -81,7 +82,7 @@ class Traces:
 
     def step(self, iteration: int) -> None:
         choices = torch.arange(200).view(100, 2)
-        self.trace._calls.append(_Call(iteration, 0, choices, torch.tensor(True)))
+        self.trace._calls.append(_RouterCall(iteration, 0, choices, torch.tensor(True)))
         self.trace.flush(last=iteration == LAST)
 
     def iterations(self) -> list[int]:
@@ -227,7 +228,8 @@ def test_the_load_log_keeps_the_latest(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_whole_file_replaces_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file.txt"
     for text in ("one", "two"):
-        write_whole(path, lambda unfinished, text=text: unfinished.write_text(text))
+        with whole_file(path) as unfinished:
+            unfinished.write_text(text)
         assert path.read_text() == text and list(path.parent.iterdir()) == [path]
 
 

@@ -246,7 +246,7 @@ def test_blobs_that_are_elsewhere_are_no_cache(tmp_path: Path) -> None:
 
 KINDS = {
     **{"yaml": 300, "moe-layer-freq": 300, "config": 100, "saved-flags": 60},
-    **{"profile": 200, "cluster": 100, "timeline": 200, "loads": 520},
+    **{"profile": 200, "cluster": 100},
 }
 """Numbers of inputs; tools/bench/mutate_inputs.py uses more."""
 

@@ -14,7 +14,7 @@ import report_runs as runs
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.load_log import LoadLog
-from megatron_balance.observe.trace import Span, Timeline
+from megatron_balance.observe.trace import Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
 
 LAYERS = (2, 3)
@@ -68,8 +68,8 @@ def write_timeline(directory: Path) -> Path:
     for rank in range(2):
         timeline = Timeline(directory, rank)
         for iteration in (11, 12):
-            timeline.add(Span(iteration, "computation", "L2 FEC m0", 0.0, 0.05))
-            timeline.add(Span(iteration, "communication", "L3 TRANS", 0.02, 0.04, num_bytes=8))
+            timeline.add(TraceSpan(iteration, "computation", "L2 FEC m0", 0.0, 0.05))
+            timeline.add(TraceSpan(iteration, "communication", "L3 TRANS", 0.02, 0.04, num_bytes=8))
         timeline.flush()
     return directory
 

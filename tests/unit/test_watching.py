@@ -21,8 +21,7 @@ from megatron_balance.config.log_config import LogConfig, ProfilingConfig
 from megatron_balance.config.training_config import TrainConfig
 from megatron_balance.device import memory
 from megatron_balance.observe.balance import spread
-from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler, record_function
 from megatron_balance.observe.progress_log import ProgressLog, first_job
 from megatron_balance.training import loop
 from tests.unit.test_logging import FLAGS

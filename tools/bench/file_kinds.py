@@ -1,13 +1,12 @@
-"""Files that mutate_inputs.py mutates: config.json, saved flags, profiles, clusters, timelines, load logs.
+"""Files that mutate_inputs.py mutates: config.json, saved flags, profiles, clusters.
 
-Inputs that a reader accepts are then used as in a run: to make a plan, draw a picture or convert a model.
+Inputs that a reader accepts are then used as in a run: to make a plan or convert a model.
 """
 
 import contextlib
 import io
 import itertools
 import json
-import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -217,88 +216,9 @@ def _plan(profile: Any) -> None:
         assert np.isfinite(cost.layer_time(counts_DE, found).total), found
 
 
-def timeline_kind(folder: Path, _: Path) -> Kind:
-    """A file of `--balance-timeline`; accepted files are drawn."""
-    from megatron_balance.observe.trace import Span, Timeline, load_timeline
-    from timeline_picture import picture
-
-    timeline = Timeline(folder, 0)
-    for iteration, stream in ((1, "computation"), (1, "waits"), (2, "communication"), (2, "planning")):
-        timeline.add(Span(iteration, stream, f"L{iteration} FEC m0", 0.0, 0.25, issued=-0.5, num_bytes=8))
-    timeline.flush()
-    whole = timeline.path.read_bytes()
-
-    def read(data: bytes) -> None:
-        timeline.path.write_bytes(data)
-        try:
-            records = load_timeline(timeline.path)
-            if records:
-                picture(records, records[0].iteration)
-        except ValueError as error:
-            assert len(str(error)) < 1000
-            raise Refused from error
-
-    return Kind(read, [whole], [b"", b"[" * 100_000, b'{"traceEvents": [' * 20_000], [json.loads(whole)])
-
-
-def loads_kind(folder: Path, _: Path) -> Kind:
-    """A file of `--balance-log-dir`; accepted files are evaluated as in a report."""
-    from megatron_balance.observe.load_log import LoadLog, read_loads
-    from megatron_balance.placement.placement import Placement
-    from report_runs import layer_loads
-
-    placement = Placement.identity(8, 4, 1)
-    log = LoadLog(folder, 0)
-    rng = random.Random(0)
-    for iteration in range(3):
-        log.add(iteration, {layer: (np.full((4, 8), iteration), placement) for layer in (1, 2)})
-    log.flush()
-    (path,) = folder.glob("*.npz")
-    whole = path.read_bytes()
-    with np.load(path) as file:
-        arrays = dict(file)
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        try:
-            for layer in layer_loads(read_loads(folder), folder, "local_first").values():
-                assert layer.computed_NR.sum() == layer.tokens_NE.sum() and layer.crossing_N.min() >= 0
-        except ValueError as error:
-            assert len(str(error)) < 2000
-            raise Refused from error
-
-    return Kind(read, [whole], [_spoilt_log(arrays, rng) for _ in range(500)])
-
-
-def _spoilt_log(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
-    """Return a log in which the types, shapes or values of one or two arrays are changed."""
-    arrays = dict(arrays)
-    file = io.BytesIO()
-    for name in rng.sample(sorted(arrays), rng.randint(1, 2)):
-        old = arrays[name]
-        edits: list[Callable[[], Any]] = [
-            lambda old=old: old.astype(rng.choice(("U1", "S3", "f8", "u8", "i4", "c16", "M8[s]", "?"))),
-            lambda old=old: old[:-1],
-            lambda old=old: old.T if old.ndim > 1 else old[::-1],
-            lambda old=old: np.full(old.shape, rng.choice((-1, 2**62, -(2**63)))),
-            lambda old=old: np.zeros((0, *old.shape[1:]), old.dtype),
-            lambda old=old: np.full(old.shape, rng.choice(("", "0 1|2 3", "0|0", "9" * 50, "0*9999999 1|2 3", "-1|+"))),
-            lambda old=old: np.zeros((*old.shape, 0), old.dtype),
-            lambda old=old: old[..., :-1],
-        ]
-        with contextlib.suppress(ValueError):
-            arrays[name] = rng.choice(edits)()
-    if rng.random() < 0.2:
-        arrays[rng.choice(("layer_999999999999", "layer_3", "placement_3", "x/../y"))] = arrays.pop("layer_1")
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
 FILE_KINDS: dict[str, Callable[[Path, Path], Kind]] = {
     "config": config_kind,
     "saved-flags": saved_flags_kind,
     "profile": profile_kind,
     "cluster": cluster_kind,
-    "timeline": timeline_kind,
-    "loads": loads_kind,
 }

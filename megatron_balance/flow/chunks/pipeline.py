@@ -23,7 +23,7 @@ from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.flow.chunks.sorting import Sorting
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, scatter_weights
-from megatron_balance.observe.profiling import record_function
+from megatron_balance.observe.profiler import record_function
 
 Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
 """The work that begins: computation of the first chunk, or the steps after the last chunk's; forward and backward."""

@@ -1,0 +1,151 @@
+"""Routers' decisions: a table of tokens per expert, and a trace of every token's experts.
+
+Both hook into the routers, so they work with any MoE layer. The trace (`--moe-routing-trace-path`) has the format of
+Megatron-LM's router tracer, JSON lines:
+
+{"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 2, "topk": 2,
+ "top_indices": [[1, 4], [0, 4]]}
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_balance.device.versions import number_of
+from megatron_balance.observe.optional import AppendedFile, keep_lines, writable
+
+_STEP = re.compile(rb'\{"step": (\d+), ')
+
+
+RouterOutput = tuple[torch.Tensor, torch.Tensor]
+"""Probabilities and the routing map, both [T, E]."""
+
+
+def _hook_routers(model: Sequence[torch.nn.Module], hook: Callable[..., None]) -> None:
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(hook)
+
+
+def _counts(router: TopKRouter) -> bool:
+    """Return whether the current pass counts: with recomputation, the first one runs without gradients."""
+    return router.training and torch.is_grad_enabled()
+
+
+class LoadRecorder:
+    """Counts, for each MoE layer, the tokens routed to each expert in this rank's latest training forward pass."""
+
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        self.counts: dict[int, torch.Tensor] = {}
+        _hook_routers(model, self._count)
+
+    def _count(self, router: TopKRouter, inputs: object, output: RouterOutput) -> None:
+        if _counts(router):
+            self.counts[number_of(router)] = output[1].detach().sum(0)
+
+    def gather(self, groups: ProcessGroupCollection) -> dict[int, list[int]]:
+        """Return the tokens per expert of every MoE layer of the model, over all ranks; every rank calls this."""
+        own = {}
+        for layer, counts_E in sorted(self.counts.items()):
+            total_E = counts_E.clone()
+            # Tokens are split over data-parallel ranks, and over tensor-parallel ranks by sequence
+            dist.all_reduce(total_E, group=groups.tp_dp_cp)
+            own[layer] = total_E.tolist()
+        stages: list[dict[int, list[int]]] = [{}] * groups.pp.size()
+        dist.all_gather_object(stages, own, group=groups.pp)
+        return dict(sorted(entry for stage in stages for entry in stage.items()))
+
+    def table(self, groups: ProcessGroupCollection) -> str:
+        """Format the result of `gather` as a table, with each layer's balance; every rank calls this."""
+        loads = self.gather(groups)
+        experts = max((len(counts) for counts in loads.values()), default=0)
+        width = max(7, *(len(str(count)) + 1 for counts in loads.values() for count in counts), 7)
+        header = "layer |" + "".join(f"{f'e{expert}':>{width}}" for expert in range(experts)) + " | max/mean"
+        lines = ["tokens per expert, last microbatch of the last iteration:", header, "-" * len(header)]
+        for layer, counts in loads.items():
+            balance = max(counts) * len(counts) / max(1, sum(counts))
+            lines.append(f"{layer:5d} |" + "".join(f"{count:{width}d}" for count in counts) + f" | {balance:8.2f}")
+        return "\n".join(lines)
+
+
+class _RouterCall(NamedTuple):
+    """A router call, whose tensors are still on the device."""
+
+    step: int
+    layer: int
+    choices_TK: torch.Tensor
+    complete: torch.Tensor
+    """Whether each token has exactly K experts."""
+
+
+class RoutingTrace:
+    """Writes `router_trace_rank{rank}.jsonl`: one record per MoE layer and training microbatch.
+
+    As upstream, calls in which tokens were dropped are not recorded, because the format cannot represent them.
+
+    Args:
+        rank: rank of this process in the whole job.
+        step: returns the iteration in progress, from 0.
+        first_step: step where the run starts or resumes; earlier steps of an existing trace are kept.
+
+    Raises:
+        ValueError: the directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        directory: Path,
+        rank: int,
+        step: Callable[[], int],
+        *,
+        first_step: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.step = step
+        self._calls: list[_RouterCall] = []
+        flag = f"--moe-routing-trace-path {directory}"
+        path = directory / f"router_trace_rank{rank}.jsonl"
+
+        def belongs(line: bytes, is_first: bool) -> bool:
+            found = _STEP.match(line)
+            return found is not None and int(found[1]) < first_step
+
+        with writable(flag):
+            self._file = AppendedFile(path, flag, keep_lines(path, belongs))
+        _hook_routers(model, self._note)
+
+    def flush(self, last: bool = False) -> None:
+        """Write the calls since the last flush; called after every iteration, so that a resumed trace is complete."""
+        for call in self._calls:
+            if call.complete.item():
+                record = {
+                    "step": call.step,
+                    "stage": "pre_dispatch",
+                    "block": "decoder",
+                    "layer": call.layer,
+                    "rank": self.rank,
+                    "num_tokens": call.choices_TK.shape[0],
+                    "topk": call.choices_TK.shape[1],
+                    "top_indices": call.choices_TK.tolist(),
+                }
+                self._file.add(json.dumps(record).encode() + b"\n")
+        self._file.flush(last)
+        self._calls = []
+
+    def _note(self, router: TopKRouter, inputs: object, output: RouterOutput) -> None:
+        if not _counts(router):
+            return
+        map_TE = output[1]
+        # These tensors are small enough to keep until `flush`, and computing them does not wait for the device
+        choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
+        complete = (map_TE.sum(1) == router.topk).all()
+        self._calls.append(_RouterCall(self.step(), number_of(router) - 1, choices_TK, complete))
