@@ -87,11 +87,9 @@ def _number(name: str, default: int, least: int, *, end: int | None = None, end_
         number = int(text)
     except ValueError as error:
         raise ValueError(f"{name}={cleaned(text, 80)}: is not a whole number; {remedy}") from error
-    if end is not None and not least <= number < end:
-        here = end_name if end_name == str(end) else f"{end_name}, which is {end}"
-        raise ValueError(f"{name}={number}: has to be at least {least} and below {here}; {remedy}")
-    if number < least:
-        raise ValueError(f"{name}={number}: has to be at least {least}; {remedy}")
+    if number < least or (end is not None and number >= end):
+        below = "" if end is None else f" and below {end_name}{'' if end_name == str(end) else f', which is {end}'}"
+        raise ValueError(f"{name}={number}: has to be at least {least}{below}; {remedy}")
     return number
 
 
