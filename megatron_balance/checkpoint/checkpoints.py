@@ -153,7 +153,7 @@ class Checkpoints:
         if "balancer" in parts:
             state |= run_state.balancer_state(self.run)
         balancer = self.run.balancer
-        if balancer is not None and balancer.ownership is not None:
+        if balancer is not None and balancer.mover is not None:
             # A strategy keeps the distribution of its first save, and owners may have changed since
             self._strategy = None
         first = self._strategy is None

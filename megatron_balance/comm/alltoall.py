@@ -19,6 +19,13 @@ import torch.distributed as dist
 from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
 
+MESSAGES_AT_ONCE = 3
+"""Number of messages that a rank sends to other nodes, or of Trans and Agg, at the same time on gloo: one is on the
+link, one is ready when the link becomes free, and one fills the gap while a receiver is busy.
+
+If all were sent at once, they would share the links at random, and some links would be idle at the end.
+"""
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -103,10 +110,10 @@ class FlatAllToAll(AllToAll):
         rank = self.group.rank()
         splits = splits_DD.numpy()
         rows = rows.detach().contiguous()
-        coming = splits[:, rank].tolist()
-        going = splits[rank].tolist()
-        received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        work = getattr(self.group, ALL_TO_ALL)(received, rows, coming, going, self.options)
+        output_splits = splits[:, rank].tolist()
+        input_splits = splits[rank].tolist()
+        received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+        work = getattr(self.group, ALL_TO_ALL)(received, rows, output_splits, input_splits, self.options)
         return exchange_of([work], received, rows)
 
 
@@ -122,14 +129,9 @@ class P2PAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         rank = self.group.rank()
-        works = post_rows(
-            self.group,
-            rank,
-            received,
-            rows,
-            output_splits=splits_DD[:, rank].tolist(),
-            input_splits=splits_DD[rank].tolist(),
-        )
+        output_splits = splits_DD[:, rank].tolist()
+        input_splits = splits_DD[rank].tolist()
+        works = post_rows(self.group, rank, received, rows, output_splits=output_splits, input_splits=input_splits)
         return exchange_of(works, received, rows)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.auto import members_of
+from megatron_balance.comm.registry import members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.job.groups import on_first_rank
 from megatron_balance.measure.rounds import fit_batches, loads

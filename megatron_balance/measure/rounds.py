@@ -10,7 +10,7 @@ import scipy  # imports its parts at their first use, so that a process which do
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import Message, TransferPlan
 from megatron_balance.profile.cluster_profile import Fit
@@ -136,11 +136,11 @@ def trans_call(
     Args:
         slots: the tensors of as many experts as guests.
     """
-    return functools.partial(ExpertTransfer(group).trans, *plan(group.size(), step, load), _Experts(slots))
+    return functools.partial(TransAgg(group).trans, *plan(group.size(), step, load), _Experts(slots))
 
 
 def agg_call(
     group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
     """Return the Agg of such a plan; every piece is added up and set to zero."""
-    return functools.partial(ExpertTransfer(group).agg, *plan(group.size(), step, load), _Experts(slots))
+    return functools.partial(TransAgg(group).agg, *plan(group.size(), step, load), _Experts(slots))

@@ -1,6 +1,7 @@
 """Loads, balance and traces of a run, for people to look at.
 
 balance           LayerReport: measures of balance, for the log line and TensorBoard
+layer_report      one layer's finished iteration, and its LayerReport
 load              tokens per expert, counted at the routers
 calibration_log   file of the factors that plans contain (--balance-calibrate)
 load_log          files of load matrices and placements (--balance-log-dir)

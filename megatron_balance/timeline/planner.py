@@ -22,8 +22,7 @@ from megatron_balance.planning.manager import Decision, Question
 class Plan(NamedTuple):
     """The result of planning, and when it was made.
 
-    It is small, because ranks send it to each other. The messages of Trans and Agg, and the placement's tables, follow
-    from it.
+    It is small, because ranks send it to each other: the messages of Trans and Agg follow from it.
     """
 
     decision: Decision
@@ -41,8 +40,7 @@ class Plan(NamedTuple):
 def plan_for(question: Question) -> Plan:
     """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question.
 
-    Whatever fails is the decision's problem, which the agreement tells all ranks: an error on one rank would let the
-    others wait for its plan.
+    An error becomes the decision's problem, which the agreement tells all ranks: the others would wait for this plan.
     """
     with record_function("Plan"):
         start = time.perf_counter()
@@ -106,7 +104,8 @@ class Planner:
         self.patience = patience
         self.name = name
         self.given_up = False
-        self._stop, self._kept = stop, list[Asked]()
+        self._stop = stop
+        self._kept: list[Asked] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._tasks,), name="Plan", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
@@ -118,7 +117,7 @@ class Planner:
         return asked
 
     def begin(self) -> None:
-        """Begin to answer the questions that were asked; `deadline` does that, too."""
+        """Begin to answer the questions that were asked; `deadline` does so, too."""
         for asked in self._kept:
             self._tasks.put(functools.partial(_answer, asked))
         self._kept.clear()

@@ -90,7 +90,7 @@ def train(flags: str, iterations: int, mutate: Callable[[Run], None] = lambda ru
 
 
 def watch_transfers(run: Run, sent: list[int]) -> None:
-    ownership = run.balancer.ownership
+    ownership = run.balancer.mover
     if ownership is not None:
         transfer = ownership.transfer
 
@@ -207,7 +207,7 @@ FAILURES = 3
 def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
     """Train while rank 1 has no memory for its first Transfers."""
     captured = Captured()
-    logger = logging.getLogger("megatron_balance.timeline.layer_state")
+    logger = logging.getLogger("megatron_balance.timeline.runtime")
     logger.addHandler(captured)
     run = runs.build(flags)
     failures = [MemoryError("no room for it")] * FAILURES

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import ExpertTransfer, cut
+from megatron_balance.comm.trans_agg import TransAgg, cut
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.relays import ROUTES, hops, plan_hops
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
@@ -68,10 +68,10 @@ def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tenso
 
 
 def run_random_plans(seed: int) -> None:
-    """Run several plans over one ExpertTransfer without waiting for other ranks in between."""
+    """Run several plans over one TransAgg without waiting for other ranks in between."""
     group = dist.group.WORLD
     assert group is not None
-    transfer = ExpertTransfer(group)
+    transfer = TransAgg(group)
     rank = group.rank()
     num_ranks = group.size()
     generator = np.random.default_rng([seed, num_ranks])

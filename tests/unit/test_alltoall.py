@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cli.arguments import parse_args
-from megatron_balance.comm.auto import TURNS, Chooser
 from megatron_balance.comm.blocks import transposed
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
-from megatron_balance.comm.registry import ALL_TO_ALLS, find_all_to_all
+from megatron_balance.comm.registry import ALL_TO_ALLS, TURNS, Chooser, find_all_to_all
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.commands import CPU, GPU, argv, layout_on
 
