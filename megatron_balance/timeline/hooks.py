@@ -29,13 +29,13 @@ from megatron_balance.timeline.actions import Operation, chunk_start
 from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
 
-MOMENTS = {
+COMPUTATIONS = {
     "experts": (Operation.FEC,),
     "combine": (Operation.A2A, 2, 4),
     "experts_backward": (Operation.BEC,),
     "dispatch_backward": (Operation.A2A, 4, 4),
 }
-"""Moment of a layer's pass -> the computation that begins."""
+"""What a layer announces with `begin` -> the computation that begins."""
 
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
@@ -98,7 +98,7 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
         _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
 
     layer.host = functools.partial(balancer.host, number)
-    layer.begin = lambda moment: balancer.enter(number, *MOMENTS[moment])
+    layer.begin = lambda name: balancer.enter(number, *COMPUTATIONS[name])
     layer.register_forward_pre_hook(called)
     layer.register_forward_hook(returned)
 

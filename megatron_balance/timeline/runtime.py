@@ -23,7 +23,7 @@ import functools
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,71 +67,55 @@ class Started(NamedTuple):
     """None where there is nothing to send."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Balancer:
     """Keeps the experts of this rank's MoE layers where their placements put them, by executing a schedule.
 
     All ranks of the expert-parallel group call every method in the same order.
     """
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup,
-        trans_agg: TransAgg,
-        layers: Mapping[int, LayerState],
-        schedule: Callable[[int], Schedule],
-        microbatches: Callable[[], int],
-        guest_bytes: int,
-        mover: ExpertMover | None = None,
-        explain: bool = False,
-        shards: dist.ProcessGroup | None = None,
-        planner: Planner | None = None,
-        shares: bool = False,
-        calibrates: bool = False,
-        record: Record | None = None,
-    ) -> None:
-        """
-        Args:
-            group: the expert-parallel group.
-            trans_agg: executes Trans and Agg, over a separate group of the same ranks.
-            layers: by layer number, in the order of the model.
-            schedule: number of microbatches -> the schedule of an iteration.
-            microbatches: returns the number of microbatches of the current iteration.
-            guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
-            mover: executes Transfer; data-parallel replicas then have one placement, for their mean load. None: owners
-                stay.
-            explain: print the expected effect of each plan.
-            shards: the ranks of all shards of these experts, which have one placement; None: `group`.
-            planner: makes the plans; None: a thread without a time limit.
-            shares: whether ranks with the same placement split the layers among themselves and exchange plans.
-            calibrates: whether plans are made with calibrated cost models.
-            record: the factors to calibrate with; None: those that this run measures.
-        """
-        self.group = group
-        self.trans_agg = trans_agg
-        self.layers = dict(layers)
-        self.schedule = schedule
-        self.microbatches = microbatches
-        self.guest_bytes = guest_bytes
-        self.mover = mover
-        self.explain = explain
-        self.deciders = (shards or group) if mover is None else mover.group
+    group: dist.ProcessGroup
+    """The expert-parallel group."""
+    trans_agg: TransAgg
+    """Executes Trans and Agg, over a separate group of the same ranks."""
+    layers: Mapping[int, LayerState]
+    """By layer number, in the order of the model."""
+    schedule: Callable[[int], Schedule]
+    """Number of microbatches -> the schedule of an iteration."""
+    microbatches: Callable[[], int]
+    """Returns the number of microbatches of the current iteration."""
+    guest_bytes: int
+    """Memory of this rank's guest slots, weights and gradients, in all layers."""
+    mover: ExpertMover | None = None
+    """Executes Transfer; data-parallel replicas then have one placement, for their mean load. None: owners stay."""
+    explain: bool = False
+    """Print the expected effect of each plan."""
+    shards: dist.ProcessGroup | None = None
+    """The ranks of all shards of these experts, which have one placement; None: `group`."""
+    planner: Planner = field(default_factory=Planner)
+    shares: bool = False
+    """Whether ranks with the same placement split the layers among themselves and exchange plans."""
+    calibrates: bool = False
+    """Whether plans are made with calibrated cost models."""
+    record: Record | None = None
+    """The factors to calibrate with; None: those that this run measures."""
+
+    calibration: Calibration = field(default_factory=Calibration, init=False)
+    """What the finished iterations measured."""
+    factors: Factors = field(default=UNCALIBRATED, init=False)
+    """The factors of the iteration in progress."""
+    timeline: Timeline | None = field(default=None, init=False)
+    """Records spans of computation, communication, planning and waits."""
+    aside: bool = field(default=False, init=False)
+    """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
+    aggregated: Callable[[int], None] = field(default=lambda number: None, init=False)
+    """Called with a layer's number when its gradients are complete."""
+
+    def __post_init__(self) -> None:
+        self.deciders = (self.shards or self.group) if self.mover is None else self.mover.group
         """The ranks that have one placement."""
-        self.agreement = Shared(self.deciders, self.layers) if shares else Compared(self.deciders)
-        self.calibrates = calibrates
-        self.record = record
-        self.calibration = Calibration()
-        """What the finished iterations measured."""
-        self.factors = UNCALIBRATED
-        """The factors of the iteration in progress."""
-        self.timeline: Timeline | None = None
-        """Records spans of computation, communication, planning and waits."""
-        self.aside = False
-        """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
-        self.aggregated: Callable[[int], None] = lambda number: None
-        """Called with a layer's number when its gradients are complete."""
+        self.agreement = Shared(self.deciders, self.layers) if self.shares else Compared(self.deciders)
         self._side_stream = SideStream("Trans and Agg")
-        self._planner = planner or Planner()
         self._iteration = 0
         self._steps = deque[Step]()
         """The rest of this iteration's schedule; empty between iterations."""
@@ -268,7 +252,7 @@ class Balancer:
         for action in started:
             self._start(action)
         if not computation.is_forward:
-            self._planner.begin()
+            self.planner.begin()
         if computation.operation is Operation.BEC:
             self.layers[computation.block].keep_loads()
         if started:
@@ -311,10 +295,10 @@ class Balancer:
                 return None
             assert expected_BDE is not None
             manager.expected_BDE = expected_BDE
-            if self._planner.given_up:
+            if self.planner.given_up:
                 return None
             question = manager.question(expected_BDE, microbatches)
-            return self._planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
+            return self.planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
 
     def _observe(self, state: LayerState) -> None:
         """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
@@ -365,10 +349,10 @@ class Balancer:
         if not due:
             return start
         plans = {}
-        deadline = self._planner.deadline()
+        deadline = self.planner.deadline()
         for action, asked in due.items():
             if asked.plan is not None:
-                plan = self._planner.result(asked, deadline)
+                plan = self.planner.result(asked, deadline)
                 plans[action.block] = plan
                 end = clock.mark()
                 self._record_wait(action, start, end)
@@ -391,10 +375,10 @@ class Balancer:
                 self._adopt(number, state, plan)
             else:
                 self._new_owners[number] = plan
-        elif outcome.final and not self._planner.given_up:
-            self._planner.give_up()
+        elif outcome.final and not self.planner.given_up:
+            self.planner.give_up()
             if outcome.problem is not None:
-                problem = cleaned(f"--balance-policy {self._planner.name} {outcome.problem}", MOST_CHARACTERS)
+                problem = cleaned(f"--balance-policy {self.planner.name} {outcome.problem}", MOST_CHARACTERS)
                 message = "layer %d: %s; all placements stay, and the policy is not asked again in this run"
                 logger.warning(message, number, problem)
         elif not outcome.final and outcome.problem is not None:
@@ -413,7 +397,7 @@ class Balancer:
         if plan.sending is None:
             return
         state.follow(plan.sending, plan.beside)
-        self._planner.prepare(state.placement, state.manager.cost.transport)
+        self.planner.prepare(state.placement, state.manager.cost.transport)
         if self.explain and self.group.rank() == 0:
             cost = state.manager.cost_of(self.microbatches())
             print(explanation(number, cost, plan.decision.expected_BDE, before, state.placement), flush=True)

@@ -260,6 +260,9 @@ def test_the_order_of_pipeline_stages() -> None:
 
 
 def test_computations_have_names_of_their_own() -> None:
-    assert Action(2, *hooks.MOMENTS["combine"]).name == "L2 A2A.2/4"
-    assert Action(2, *hooks.MOMENTS["dispatch_backward"]).name == "L2 A2A.4/4"
-    assert [hooks.MOMENTS[moment] for moment in ("experts", "experts_backward")] == [(Operation.FEC,), (Operation.BEC,)]
+    assert Action(2, *hooks.COMPUTATIONS["combine"]).name == "L2 A2A.2/4"
+    assert Action(2, *hooks.COMPUTATIONS["dispatch_backward"]).name == "L2 A2A.4/4"
+    assert [hooks.COMPUTATIONS[name] for name in ("experts", "experts_backward")] == [
+        (Operation.FEC,),
+        (Operation.BEC,),
+    ]
