@@ -108,10 +108,10 @@ class Balancer:
     """Records spans of computation, communication, planning and waits."""
     aside: bool = field(default=False, init=False)
     """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
-    aggregated: Callable[[int], None] = field(default=lambda number: None, init=False)
-    """Called with a layer's number when its gradients are complete."""
 
     def __post_init__(self) -> None:
+        self.aggregated: Callable[[int], None] = lambda number: None
+        """Called with a layer's number when its gradients are complete."""
         self.deciders = (self.shards or self.group) if self.mover is None else self.mover.group
         """The ranks that have one placement."""
         self.agreement = Shared(self.deciders, self.layers) if self.shares else Compared(self.deciders)

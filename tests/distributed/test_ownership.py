@@ -90,16 +90,16 @@ def train(flags: str, iterations: int, mutate: Callable[[Run], None] = lambda ru
 
 
 def watch_transfers(run: Run, sent: list[int]) -> None:
-    ownership = run.balancer.mover
-    if ownership is not None:
-        transfer = ownership.transfer
+    mover = run.balancer.mover
+    if mover is not None:
+        transfer = mover.transfer
 
         def counting(*args: Any) -> Any:
             moved = transfer(*args)
             sent.append(moved.sent_bytes)
             return moved
 
-        ownership.transfer = counting
+        mover.transfer = counting
 
 
 def homes(run: Run) -> dict[int, tuple[int, ...]]:
