@@ -10,12 +10,12 @@ In the shapes, D counts the ranks of the group: hosts, or all shards of all host
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_balance.device.side_stream import SideStream
 from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
 
@@ -86,12 +86,9 @@ class NodeAllToAll(AllToAll):
             connect(group)
 
     @functools.cached_property
-    def thread(self) -> ThreadPoolExecutor:
-        """Thread that, on a CPU, posts messages that have to wait for earlier ones, overlapped with the computation.
-
-        It handles one exchange at a time. On CUDA the order of a stream does the same.
-        """
-        return ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
+    def side_stream(self) -> SideStream:
+        """Posts messages that have to wait for earlier ones, while computation goes on; one exchange at a time."""
+        return SideStream(type(self).__name__)
 
 
 class FlatAllToAll(AllToAll):

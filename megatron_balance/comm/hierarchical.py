@@ -29,33 +29,14 @@ class StagedAllToAll(NodeAllToAll):
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
         """Fill `received`: post a stage, yield its messages, and continue when they have completed."""
 
-    @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        """Stream for packing: a stage has to wait for the previous one, but the computation does not."""
-        return torch.cuda.Stream()
-
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         stages = self._stages(rows, received, splits_DD)
-        if rows.is_cuda:
-            return self._queue(stages, rows, received)
-        finished = self.thread.submit(_finish, stages)
+        # A stage has to wait for the previous one, but the computation does not
+        work = self.side_stream.start(functools.partial(_finish, stages, rows, received))
 
         def wait() -> torch.Tensor:
-            finished.result()
-            return received
-
-        return Exchange(wait)
-
-    def _queue(self, stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> Exchange:
-        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._stream):
-            keep_until_read(rows, received)
-            _finish(stages)
-            done = self._stream.record_event()
-
-        def wait() -> torch.Tensor:
-            torch.cuda.current_stream(rows.device).wait_event(done)
+            work.wait()
             keep_until_read(received)
             return received
 
@@ -141,7 +122,8 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
 
-def _finish(stages: Iterator[Posted]) -> None:
+def _finish(stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> None:
+    keep_until_read(rows, received)
     for posted in stages:
         for work in posted:
             work.wait()

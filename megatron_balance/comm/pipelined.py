@@ -43,7 +43,8 @@ class PipelinedAllToAll(NodeAllToAll):
         near_receives = {peer - first: receives[peer] for peer in near}
         # The slowest messages go first, in the same order on every rank: NCCL's communicators may wait for each other
         works = post(self.group, far_receives, far_sends if rows.is_cuda else {}, self.tag)
-        sent = None if rows.is_cuda else self.thread.submit(self._send_in_order, far_sends)
+        send = functools.partial(self._send_in_order, far_sends)
+        sent = None if rows.is_cuda else self.side_stream.start(send)
         works += post(self.nodes.intra, near_receives, near_sends, self.tag)
         receives[rank].copy_(sends[rank])
         exchange = exchange_of(works, received, rows)
@@ -51,7 +52,7 @@ class PipelinedAllToAll(NodeAllToAll):
             return exchange
 
         def wait() -> torch.Tensor:
-            sent.result()
+            sent.wait()
             return exchange.wait()
 
         return Exchange(wait)

@@ -48,7 +48,7 @@ class _Slice(NamedTuple):
     """A contiguous part of one of an expert's tensors, which is one message; `peer` is the other end."""
 
     expert: int
-    chunk: int
+    piece: int
     """Index of the piece of the expert."""
     tag: int
     """Index of the tensor within the piece. On gloo, messages with one tag match in order; NCCL uses only order."""
@@ -58,7 +58,7 @@ class _Slice(NamedTuple):
     @property
     def name(self) -> tuple[int, int, int]:
         """The same for all messages of these elements."""
-        return self.expert, self.chunk, self.tag
+        return self.expert, self.piece, self.tag
 
 
 class _OwnRound(NamedTuple):
@@ -256,15 +256,15 @@ def _waves(
     return waves
 
 
-def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.Tensor]:
-    """Return piece `chunk` of `chunks` of an expert: flat parts of its tensors, without empty ones.
+def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.Tensor]:
+    """Return piece `piece` of `pieces` of an expert: flat parts of its tensors, without empty ones.
 
     An expert's tensors follow one another, and a piece is a range of their elements. So most pieces are a single
     message, however many tensors an expert has.
     """
     total = sum(tensor.numel() for tensor in tensors)
     begin, end = (
-        total if index == chunks else total * index // chunks // ALIGNMENT * ALIGNMENT for index in (chunk, chunk + 1)
+        total if index == pieces else total * index // pieces // ALIGNMENT * ALIGNMENT for index in (piece, piece + 1)
     )
     parts = []
     first = 0
@@ -287,16 +287,16 @@ def _own_rounds(
         return tensors_of(placement.slot(rank, expert))
 
     @cache
-    def piece_of(expert: int, chunk: int, chunks: int) -> list[torch.Tensor]:
-        return cut(expert_of(expert), chunk, chunks)
+    def piece_of(expert: int, piece: int, pieces: int) -> list[torch.Tensor]:
+        return cut(expert_of(expert), piece, pieces)
 
     _, source_M, target_M, *_ = plan.messages_5M
     (own_M,) = ((source_M == rank) | (target_M == rank)).nonzero()
     rounds: defaultdict[int, _OwnRound] = defaultdict(lambda: _OwnRound([], []))
     for number, message in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
-        expert, source, target, chunk, chunks = message
+        expert, source, target, piece, pieces = message
         slices = rounds[number].sent if source == rank else rounds[number].received
         peer = target if source == rank else source
-        for tag, tensor in enumerate(piece_of(expert, chunk, chunks)):
-            slices.append(_Slice(expert, chunk, tag, peer, tensor))
+        for tag, tensor in enumerate(piece_of(expert, piece, pieces)):
+            slices.append(_Slice(expert, piece, tag, peer, tensor))
     return [*rounds.values()]
