@@ -186,10 +186,7 @@ def post_rows(
 
     Args:
         group: None for this rank alone.
-        received: [sum of output_splits, ...].
-        rows: [sum of input_splits, ...].
-        output_splits: number of rows from each rank of the group.
-        input_splits: number of rows to each rank of the group.
+        output_splits, input_splits: number of rows from and to each rank of the group.
     """
     targets = rows.split(list(input_splits))
     sources = received.split(list(output_splits))

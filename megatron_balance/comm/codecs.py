@@ -186,14 +186,12 @@ class Zfp(Codec):
 
     Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
 
-    Attributes:
-        rate: bits per element, from 4 to 24; even, so that a block is a whole number of bytes.
-
     Raises:
         ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
     """
 
     rate: int = 8
+    """Bits per element, from 4 to 24; even, so that a block is a whole number of bytes."""
 
     def __post_init__(self) -> None:
         if self.rate not in range(4, 25, 2):
@@ -256,14 +254,13 @@ def load_codec(name: str) -> Codec:
         ValueError: there is no such name, module or class, the class is not a Codec or needs arguments, or zfpy is
             missing.
     """
-    flag = f"{FLAG} {name}"
     factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
-        raise ValueError(f"{flag}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
+        raise ValueError(f"{FLAG} {name}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
     try:
         return factory()
     except TypeError as error:
-        raise ValueError(f"{flag}: cannot be constructed without arguments: {error}") from error
+        raise ValueError(f"{FLAG} {name}: cannot be constructed without arguments: {error}") from error
 
 
 _ABOVE_ONE = 1 + 2.0**-20

@@ -5,7 +5,6 @@ cost/exchange.py derives the predictions from the profile.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,13 +49,6 @@ def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
     return members
 
 
-class _Choice(NamedTuple):
-    name: str
-
-    left: int
-    """Number of exchanges that it still holds for."""
-
-
 class Chooser:
     """Chooses the all-to-all with the shortest predicted time; of several that differ by `NOISE` at most, the first.
 
@@ -68,8 +60,8 @@ class Chooser:
         """`log` is called with a line when a name is chosen for the first time."""
         self.models = [ExchangeModel.of(profile, name) for name in names]
         self.log = log
-        self._choices: dict[int, _Choice] = {}
-        """By the number of bits of the bytes in all."""
+        self._choices: dict[int, tuple[str, int]] = {}
+        """The choice, and for how many more exchanges it holds, by the number of bits of the bytes in all."""
         self._logged: set[str] = set()
 
     def choose(self, splits_DD: torch.Tensor, row_bytes: int) -> str:
@@ -77,11 +69,11 @@ class Chooser:
         if len(self.models) == 1:
             return self.models[0].name
         bucket = (int(splits_DD.sum()) * row_bytes).bit_length()
-        name, left = self._choices.get(bucket, _Choice("", 0))
+        name, left = self._choices.get(bucket, ("", 0))
         if left == 0:
             name = self.predict(splits_DD.numpy() * float(row_bytes))
             left = TURNS
-        self._choices[bucket] = _Choice(name, left - 1)
+        self._choices[bucket] = name, left - 1
         return name
 
     def predict(self, bytes_DD: np.ndarray) -> str:
@@ -141,10 +133,10 @@ def find_all_to_all(name: str) -> type[AllToAll]:
     Raises:
         ValueError: there is no such name, module or class, or it is not an AllToAll.
     """
-    flag = f"--moe-comm-alltoall {name}"
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
-        raise ValueError(f"{flag}: is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll")
+        problem = "is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll"
+        raise ValueError(f"--moe-comm-alltoall {name}: {problem}")
     return found
 
 

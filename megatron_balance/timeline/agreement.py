@@ -65,14 +65,13 @@ class Compared:
         }
 
     def _outcome(self, plan: Plan, digests: list[bytes]) -> Outcome:
-        rank = self.group.rank()
-        problem = plan.decision.problem
         if len(set(digests)) == 1 and plan.decision.placement is not None:
             return Outcome(plan, True)
-        if GIVEN_UP in digests:
-            return Outcome(plan, False, True, problem if rank == digests.index(GIVEN_UP) else None)
-        if INVALID in digests:
-            return Outcome(plan, False, False, problem if rank == digests.index(INVALID) else None)
+        rank = self.group.rank()
+        for failure in (GIVEN_UP, INVALID):
+            if failure in digests:
+                first = rank == digests.index(failure)
+                return Outcome(plan, False, failure == GIVEN_UP, plan.decision.problem if first else None)
         return Outcome(plan, False, False, "plans differently on different ranks" if rank == 0 else None)
 
 
