@@ -18,12 +18,12 @@ from megatron_balance.kernels import of_rows
 
 
 class BlockMove(NamedTuple):
-    """Blocks and their new order. In shapes, N counts blocks."""
+    """Blocks and their new order. In shapes, X counts blocks."""
 
-    sizes_N: np.ndarray
+    sizes_X: np.ndarray
     """Number of rows of each block, int64, in the present order."""
 
-    order_N: np.ndarray
+    order_X: np.ndarray
     """The block at each place of the new order."""
 
     @classmethod
@@ -35,9 +35,9 @@ class BlockMove(NamedTuple):
     @property
     def back(self) -> "BlockMove":
         """The move that undoes this one."""
-        place_N = np.empty_like(self.order_N)
-        place_N[self.order_N] = np.arange(len(place_N))
-        return BlockMove(self.sizes_N[self.order_N], place_N)
+        place_X = np.empty_like(self.order_X)
+        place_X[self.order_X] = np.arange(len(place_X))
+        return BlockMove(self.sizes_X[self.order_X], place_X)
 
 
 class Gather:
@@ -80,8 +80,8 @@ class Gather:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self._move is not None:
-            parts = rows.split(self._move.sizes_N.tolist())
-            return torch.cat([parts[block] for block in self._move.order_N.tolist()])
+            parts = rows.split(self._move.sizes_X.tolist())
+            return torch.cat([parts[block] for block in self._move.order_X.tolist()])
         return rows if self._index_R is None else rows.index_select(0, self._index_R)
 
 
@@ -107,7 +107,7 @@ def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
     """Return what moves rows on a device.
 
     Args:
-        room: from `gather_room`. [2, N] is about blocks in their new order, some of which may be empty: row 0 has how
+        room: from `gather_room`. [2, X] is about blocks in their new order, some of which may be empty: row 0 has how
             many rows a block comes from behind its place, row 1 the place where it ends. [1, R] begins with the row for
             each place.
     """
@@ -125,16 +125,16 @@ def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int
     return gather(rows)
 
 
-def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
+def _stays(sizes_X: np.ndarray, order_X: np.ndarray) -> bool:
     """Return whether every row is in its place."""
-    order_N = order_N[sizes_N[order_N] > 0]
-    return bool((order_N[1:] > order_N[:-1]).all())
+    order_X = order_X[sizes_X[order_X] > 0]
+    return bool((order_X[1:] > order_X[:-1]).all())
 
 
 def _indices(moves: Sequence[BlockMove], device: torch.device) -> list[torch.Tensor | None]:
     """Return the index of each move, int32; None for one after which every row is in its place."""
     by_block = of_rows(device) is not None
-    places = sum(len(move.order_N) if by_block else int(move.sizes_N.sum()) for move in moves)
+    places = sum(len(move.order_X) if by_block else int(move.sizes_X.sum()) for move in moves)
     room = np.empty((2 if by_block else 1, places), dtype=np.int32)
     used = 0
     total = 0
@@ -157,10 +157,10 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     """Return [rows] int32: for each place, the row that moves there, by a `gather_room` on the device."""
     if len(room) == 1:
         return room[0, :rows]
-    shift_N, end_N = room
+    shift_X, end_X = room
     kernels = of_rows(room.device)
     assert kernels is not None, "a room has no blocks without kernels"
-    return kernels.block_index(end_N, shift_N, rows)
+    return kernels.block_index(end_X, shift_X, rows)
 
 
 def prepare_gathers() -> None:
@@ -169,7 +169,7 @@ def prepare_gathers() -> None:
 
 
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
-def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
+def write_blocks(sizes_X: np.ndarray, order_X: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
     """Write a move's non-empty blocks, in their new order, into a `gather_room`.
 
     Args:
@@ -179,18 +179,18 @@ def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at:
     Returns:
         the number of blocks and of rows; 0 and 0 if every row is in its place.
     """
-    start_N = np.empty_like(sizes_N)
+    start_X = np.empty_like(sizes_X)
     rows = 0
-    for block in range(len(sizes_N)):
-        start_N[block] = rows
-        rows += sizes_N[block]
+    for block in range(len(sizes_X)):
+        start_X[block] = rows
+        rows += sizes_X[block]
     end = before
     last = -1
     place = at
     stays = True
-    for block in order_N:
-        size = sizes_N[block]
-        start = start_N[block]
+    for block in order_X:
+        size = sizes_X[block]
+        start = start_X[block]
         if size > 0:
             stays &= block > last
             if len(room) == 1:

@@ -53,7 +53,7 @@ class Compared:
 
         Args:
             plans: this rank's plans, by layer number.
-            questions: those of all layers that are planned now.
+            questions: the questions of all layers that are planned now.
         """
         own = copies.to_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
         gathered = own.new_empty(self.group.size() * own.numel())

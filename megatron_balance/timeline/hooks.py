@@ -11,7 +11,7 @@ Only this file attaches balancing to megatron-core's modules, to its schedules a
 | BNEC of a chunk's last block      | the gradient of the chunk's output is complete                            |
 | A2A.3, A2A.4: their gradients     | the gradient of the layer's output is complete; experts have all chunks'  |
 | BEC                               | the experts are about to compute the first chunk's gradients              |
-| BNEC of the block before          | the gradient of the layer's input is complete, hence those of its experts |
+| BNEC of the block before          | the gradients of the layer's input and of its experts are complete         |
 | REDUCE, STEP                      | megatron-core begins to finalize gradients; has finalized them            |
 """
 

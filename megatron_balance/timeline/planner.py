@@ -80,7 +80,7 @@ class Asked:
 
 
 class Planner:
-    """A thread that makes plans, and prepares those of other ranks.
+    """A thread that makes plans, and prepares the plans of other ranks.
 
     Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
     load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
@@ -123,7 +123,7 @@ class Planner:
         self._thread.submit(functools.partial(prepare, placement, transport))
 
     def deadline(self) -> float:
-        """Return the deadline for `result` of all plans that are needed at this moment."""
+        """Return the deadline for `result` of all plans that are needed now."""
         self.begin()
         return time.monotonic() + self.patience
 
