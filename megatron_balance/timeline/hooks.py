@@ -4,14 +4,14 @@ Only this file attaches balancing to megatron-core's modules, to its schedules a
 
 | computation begins                | when                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------|
-| FNEC of a chunk's start            | the chunk is called                                                       |
+| FNEC of a chunk's start           | the chunk is called                                                       |
 | A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts have computed all chunks    |
 | FEC                               | the experts are about to compute the first chunk                          |
 | FNEC                              | the layer returns                                                         |
 | BNEC of a chunk's last block      | the gradient of the chunk's output is complete                            |
 | A2A.3, A2A.4: their gradients     | the gradient of the layer's output is complete; experts have all chunks'  |
 | BEC                               | the experts are about to compute the first chunk's gradients              |
-| BNEC of the block before          | the gradients of the layer's input and of its experts are complete         |
+| BNEC of the block before          | the gradients of the layer's input and of its experts are complete        |
 | REDUCE, STEP                      | megatron-core begins to finalize gradients; has finalized them            |
 """
 
