@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_balance.build.profiles import microbatch_tokens
 from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
-from megatron_balance.comm.ownership_transfer import OwnershipTransfer, Place
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.ownership_transfer import ExpertMover, Place
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
@@ -90,12 +90,12 @@ def build_balancer(
         states[number] = LayerState(manager, layer.experts, overlap, fields)
     balancer = Balancer(
         group=groups.ep,
-        transfer=_transfer(config, groups),
+        trans_agg=_trans_agg(config, groups),
         layers=states,
         schedule=_schedule(config, groups, by_chunk),
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ownership=_ownership(config, groups) if settings.balance_ownership == "transfer" else None,
+        mover=_expert_mover(config, groups) if settings.balance_ownership == "transfer" else None,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
@@ -150,17 +150,17 @@ def _schedule(
     return schedule
 
 
-def _transfer(config: RunConfig, groups: ProcessGroupCollection) -> ExpertTransfer:
+def _trans_agg(config: RunConfig, groups: ProcessGroupCollection) -> TransAgg:
     twin = new_twin(groups.ep, world(), config.launch.distributed_timeout_minutes)
     connect(twin)
-    return ExpertTransfer(twin)
+    return TransAgg(twin)
 
 
-def _ownership(config: RunConfig, groups: ProcessGroupCollection) -> OwnershipTransfer:
+def _expert_mover(config: RunConfig, groups: ProcessGroupCollection) -> ExpertMover:
     minutes = config.launch.distributed_timeout_minutes
     stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
     connect(stage)
-    return OwnershipTransfer(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
+    return ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:

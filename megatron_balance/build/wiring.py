@@ -14,10 +14,9 @@ from megatron_balance.build.profiles import (
     new_saa_group,
     schedule_choices,
 )
-from megatron_balance.comm.auto import exchange_models
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
-from megatron_balance.comm.registry import load_all_to_all
+from megatron_balance.comm.registry import exchange_models, load_all_to_all
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.host_memory import HostReader

@@ -145,7 +145,7 @@ class Checkpoints:
         state = run_state.sharded_state(self.run, parts, is_loading=False)
         if balancer is not None:
             state |= run_state.balancer_state(self.run)
-            if balancer.ownership is not None:
+            if balancer.mover is not None:
                 # A strategy keeps the distribution of its first save, and owners may have changed since
                 self._strategy = None
         first = self._strategy is None

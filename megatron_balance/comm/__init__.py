@@ -5,8 +5,7 @@ All-to-alls, which carry tokens to their experts and back:
     alltoall             the interface AllToAll, and the all-to-alls that ignore nodes: flat and p2p
     hierarchical         1dh and 2dh: fewer, longer messages between nodes
     pipelined            pipe: messages within and between nodes overlap; SAA: results overlap their all-gather
-    auto                 the all-to-all with the shortest predicted time, for each exchange
-    registry             all-to-alls by name
+    registry             all-to-alls by name; auto: the one with the shortest predicted time, for each exchange
     sharded              exchanges with sharded experts: how rows reach every shard and sums return
     blocks               blocks of rows in another order: by source, by chunk, by slot
     codecs               compression of rows, with error bounds

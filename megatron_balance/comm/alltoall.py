@@ -10,14 +10,21 @@ In the shapes, D counts the ranks of the group: hosts, or all shards of all host
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_balance.device.side_stream import SideStream
 from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
+
+MESSAGES_AT_ONCE = 3
+"""Number of messages that a rank sends to other nodes, or of Trans and Agg, at the same time on gloo: one is on the
+link, one is ready when the link becomes free, and one fills the gap while a receiver is busy.
+
+If all were sent at once, they would share the links at random, and some links would be idle at the end.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,9 @@ class NodeAllToAll(AllToAll):
             connect(group)
 
     @functools.cached_property
-    def thread(self) -> ThreadPoolExecutor:
-        """Thread that, on a CPU, posts messages that have to wait for earlier ones, overlapped with the computation.
-
-        It handles one exchange at a time. On CUDA the order of a stream does the same.
-        """
-        return ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
+    def side_stream(self) -> SideStream:
+        """Posts messages that have to wait for earlier ones, while computation goes on; one exchange at a time."""
+        return SideStream(type(self).__name__)
 
 
 class FlatAllToAll(AllToAll):
@@ -103,10 +107,10 @@ class FlatAllToAll(AllToAll):
         rank = self.group.rank()
         splits = splits_DD.numpy()
         rows = rows.detach().contiguous()
-        coming = splits[:, rank].tolist()
-        going = splits[rank].tolist()
-        received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        work = getattr(self.group, ALL_TO_ALL)(received, rows, coming, going, self.options)
+        output_splits = splits[:, rank].tolist()
+        input_splits = splits[rank].tolist()
+        received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+        work = getattr(self.group, ALL_TO_ALL)(received, rows, output_splits, input_splits, self.options)
         return exchange_of([work], received, rows)
 
 
@@ -122,14 +126,9 @@ class P2PAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         rank = self.group.rank()
-        works = post_rows(
-            self.group,
-            rank,
-            received,
-            rows,
-            output_splits=splits_DD[:, rank].tolist(),
-            input_splits=splits_DD[rank].tolist(),
-        )
+        output_splits = splits_DD[:, rank].tolist()
+        input_splits = splits_DD[rank].tolist()
+        works = post_rows(self.group, rank, received, rows, output_splits=output_splits, input_splits=input_splits)
         return exchange_of(works, received, rows)
 
 
@@ -187,10 +186,7 @@ def post_rows(
 
     Args:
         group: None for this rank alone.
-        received: [sum of output_splits, ...].
-        rows: [sum of input_splits, ...].
-        output_splits: number of rows from each rank of the group.
-        input_splits: number of rows to each rank of the group.
+        output_splits, input_splits: number of rows from and to each rank of the group.
     """
     targets = rows.split(list(input_splits))
     sources = received.split(list(output_splits))

@@ -1,8 +1,8 @@
 """Blocks of rows in another order: one gather of rows by index on a device, and pieces that are joined on a CPU.
 
 A block is a run of consecutive rows that stay together, such as the rows of one source for one slot. The host knows all
-sizes, so it decides where every block goes. A device gets two numbers per block, and all moves of one layer in one
-copy; a kernel then finds the row for each place. Without Triton, it gets these rows. Nothing waits for the device.
+sizes, so it decides where every block goes. A device receives two numbers per block, all moves of one layer in one
+copy, and a kernel finds the row for each place. Without Triton, it receives these rows. Nothing waits for the device.
 """
 
 import functools
@@ -17,98 +17,82 @@ from megatron_balance.device.host_memory import staging, to_device
 from megatron_balance.kernels import of_rows
 
 
-class Move(NamedTuple):
-    """Blocks and their new order. In shapes, N counts blocks."""
+class BlockMove(NamedTuple):
+    """Blocks and their new order. In shapes, X counts blocks."""
 
-    sizes_N: np.ndarray
+    sizes_X: np.ndarray
     """Number of rows of each block, int64, in the present order."""
 
-    order_N: np.ndarray
+    order_X: np.ndarray
     """The block at each place of the new order."""
 
     @classmethod
-    def transposed(cls, sizes: np.ndarray, dimensions: Sequence[int]) -> "Move":
+    def transposed(cls, sizes: np.ndarray, dimensions: Sequence[int]) -> "BlockMove":
         """Return the move of blocks from the layout of `sizes` to that of `sizes.transpose(dimensions)`."""
         order = np.arange(sizes.size).reshape(sizes.shape).transpose(dimensions)
         return cls(sizes.reshape(-1), order.reshape(-1))
 
     @property
-    def back(self) -> "Move":
+    def back(self) -> "BlockMove":
         """The move that undoes this one."""
-        place_N = np.empty_like(self.order_N)
-        place_N[self.order_N] = np.arange(len(place_N))
-        return Move(self.sizes_N[self.order_N], place_N)
+        place_X = np.empty_like(self.order_X)
+        place_X[self.order_X] = np.arange(len(place_X))
+        return BlockMove(self.sizes_X[self.order_X], place_X)
 
 
 class Gather:
-    """Moves rows [R, ...] on one device; not differentiable. This one leaves every row in its place."""
+    """Moves rows [R, ...] on one device; not differentiable."""
 
-    stays = True
-    """Whether every row is in its place."""
+    def __init__(self, index_R: torch.Tensor | None = None, move: BlockMove | None = None) -> None:
+        """With neither argument, every row stays in its place.
 
-    @functools.cached_property
+        Args:
+            index_R: [R] int32, the row for each place, on the device of the rows.
+            move: the same in host memory, where whole blocks are copied faster than rows.
+        """
+        self._index_R = index_R
+        self._move = move
+
+    @property
+    def stays(self) -> bool:
+        """Whether every row is in its place."""
+        return self._index_R is None and self._move is None
+
+    @property
     def index_R(self) -> torch.Tensor:
         """[R] int32: the row for each place, if some row moves."""
-        raise AssertionError("no row moves")
+        if self._index_R is None:
+            assert self._move is not None, "no row moves"
+            (self._index_R,) = _indices([self._move], torch.device("cpu"))
+        assert self._index_R is not None
+        return self._index_R
 
     @functools.cached_property
     def back(self) -> "Gather":
         """The gather that undoes this one."""
-        return self
+        if self._move is not None:
+            return Gather(move=self._move.back)
+        if self.stays:
+            return self
+        place_R = torch.empty_like(self.index_R)
+        rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
+        return Gather(place_R.index_put_((self.index_R,), rows_R))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
+        if self._move is not None:
+            parts = rows.split(self._move.sizes_X.tolist())
+            return torch.cat([parts[block] for block in self._move.order_X.tolist()])
+        return rows if self._index_R is None else rows.index_select(0, self._index_R)
 
 
 STAYS = Gather()
 
 
-class _ByIndex(Gather):
-    """Moves rows on a device."""
-
-    stays = False
-
-    def __init__(self, index_R: torch.Tensor) -> None:
-        self.index_R = index_R
-
-    @functools.cached_property
-    def back(self) -> Gather:
-        place_R = torch.empty_like(self.index_R)
-        rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
-        return _ByIndex(place_R.index_put_((self.index_R,), rows_R))
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.index_select(0, self.index_R)
-
-
-class _InBlocks(Gather):
-    """Moves rows in host memory: a CPU copies whole blocks faster than rows."""
-
-    stays = False
-
-    def __init__(self, move: Move) -> None:
-        self.move = move
-
-    @functools.cached_property
-    def index_R(self) -> torch.Tensor:
-        (index_R,) = _indices([self.move], torch.device("cpu"))
-        assert index_R is not None
-        return index_R
-
-    @functools.cached_property
-    def back(self) -> Gather:
-        return _InBlocks(self.move.back)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = rows.split(self.move.sizes_N.tolist())
-        return torch.cat([parts[block] for block in self.move.order_N.tolist()])
-
-
-def gathers(moves: Sequence[Move], device: torch.device) -> list[Gather]:
+def gathers(moves: Sequence[BlockMove], device: torch.device) -> list[Gather]:
     """Return what executes each move on `device`."""
     if device.type == "cpu":
-        return [STAYS if _stays(*move) else _InBlocks(move) for move in moves]
-    return [STAYS if index_R is None else _ByIndex(index_R) for index_R in _indices(moves, device)]
+        return [STAYS if _stays(*move) else Gather(move=move) for move in moves]
+    return [STAYS if index_R is None else Gather(index_R) for index_R in _indices(moves, device)]
 
 
 def gather_room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
@@ -123,11 +107,11 @@ def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
     """Return what moves rows on a device.
 
     Args:
-        room: from `gather_room`. [2, N] is about blocks in their new order, some of which may be empty: row 0 has how
+        room: from `gather_room`. [2, X] is about blocks in their new order, some of which may be empty: row 0 has how
             many rows a block comes from behind its place, row 1 the place where it ends. [1, R] begins with the row for
             each place.
     """
-    return _ByIndex(_indexed(room.to(device, non_blocking=True), rows))
+    return Gather(_indexed(room.to(device, non_blocking=True), rows))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
@@ -137,28 +121,28 @@ def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int
         rows: [sum of sizes, ...].
         sizes: number of rows of each block, int64 in host memory.
     """
-    (gather,) = gathers([Move.transposed(sizes.numpy(), dimensions)], rows.device)
+    (gather,) = gathers([BlockMove.transposed(sizes.numpy(), dimensions)], rows.device)
     return gather(rows)
 
 
-def _stays(sizes_N: np.ndarray, order_N: np.ndarray) -> bool:
+def _stays(sizes_X: np.ndarray, order_X: np.ndarray) -> bool:
     """Return whether every row is in its place."""
-    order_N = order_N[sizes_N[order_N] > 0]
-    return bool((order_N[1:] > order_N[:-1]).all())
+    order_X = order_X[sizes_X[order_X] > 0]
+    return bool((order_X[1:] > order_X[:-1]).all())
 
 
-def _indices(moves: Sequence[Move], device: torch.device) -> list[torch.Tensor | None]:
+def _indices(moves: Sequence[BlockMove], device: torch.device) -> list[torch.Tensor | None]:
     """Return the index of each move, int32; None for one after which every row is in its place."""
     by_block = of_rows(device) is not None
-    places = sum(len(move.order_N) if by_block else int(move.sizes_N.sum()) for move in moves)
+    places = sum(len(move.order_X) if by_block else int(move.sizes_X.sum()) for move in moves)
     room = np.empty((2 if by_block else 1, places), dtype=np.int32)
     used = 0
     total = 0
     lengths = list[int]()
     for move in moves:
         blocks, rows = write_blocks(*move, room, used, total)
-        used = used + blocks
-        total = total + rows
+        used += blocks
+        total += rows
         lengths.append(rows)
     if not used:
         return [None] * len(moves)
@@ -173,18 +157,19 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     """Return [rows] int32: for each place, the row that moves there, by a `gather_room` on the device."""
     if len(room) == 1:
         return room[0, :rows]
-    (shift_N, end_N), kernels = room.unbind(), of_rows(room.device)
+    shift_X, end_X = room
+    kernels = of_rows(room.device)
     assert kernels is not None, "a room has no blocks without kernels"
-    return kernels.block_index(end_N, shift_N, rows)
+    return kernels.block_index(end_X, shift_X, rows)
 
 
 def prepare_gathers() -> None:
-    """Compile what `gathers` needs, so that no forward pass takes seconds for it."""
+    """Compile what `gathers` needs now, so that the first forward pass does not wait for numba."""
     write_blocks.prepare()
 
 
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
-def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
+def write_blocks(sizes_X: np.ndarray, order_X: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
     """Write a move's non-empty blocks, in their new order, into a `gather_room`.
 
     Args:
@@ -194,18 +179,18 @@ def write_blocks(sizes_N: np.ndarray, order_N: np.ndarray, room: np.ndarray, at:
     Returns:
         the number of blocks and of rows; 0 and 0 if every row is in its place.
     """
-    start_N = np.empty_like(sizes_N)
+    start_X = np.empty_like(sizes_X)
     rows = 0
-    for block in range(len(sizes_N)):
-        start_N[block] = rows
-        rows += sizes_N[block]
+    for block in range(len(sizes_X)):
+        start_X[block] = rows
+        rows += sizes_X[block]
     end = before
     last = -1
     place = at
     stays = True
-    for block in order_N:
-        size = sizes_N[block]
-        start = start_N[block]
+    for block in order_X:
+        size = sizes_X[block]
+        start = start_X[block]
         if size > 0:
             stays &= block > last
             if len(room) == 1:

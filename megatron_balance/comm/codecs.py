@@ -2,7 +2,7 @@
 
 A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and each row is
 encoded independently, so a payload has the same splits as its rows. Nothing here waits for a CUDA device. Nothing here
-is differentiable: the exchange sends gradients in the opposite direction, with or without a codec.
+is differentiable: an exchange sends gradients in the opposite direction, with or without a codec.
 
     codec  B, in bytes        ratio from 32 / 16 bits    error of an element x              NaN, Inf
     none   itemsize H         1 / 1                      0                                  arrive bit for bit
@@ -68,16 +68,16 @@ class NoCodec(Codec):
 class _Narrower(Codec):
     """Every element as a 16-bit float, rounded to nearest; rows of that type are sent losslessly and without a copy."""
 
-    wire: torch.dtype
+    narrow: torch.dtype
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
-        return hidden * self.wire.itemsize
+        return hidden * self.narrow.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        return _read_as(_saturated(rows, self.wire), torch.uint8)
+        return _read_as(_saturated(rows, self.narrow), torch.uint8)
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        return _saturated(_read_as(payload, self.wire), dtype)
+        return _saturated(_read_as(payload, self.narrow), dtype)
 
 
 class BFloat16(_Narrower):
@@ -86,7 +86,7 @@ class BFloat16(_Narrower):
     The error of an element x is <= max(|x| / 2^8, 2^-134). NaN and Inf arrive, and affect no other element.
     """
 
-    wire = torch.bfloat16
+    narrow = torch.bfloat16
 
 
 class Float16(_Narrower):
@@ -96,7 +96,7 @@ class Float16(_Narrower):
     Inf arrive, and affect no other element. For rows of bfloat16 it saves nothing and may saturate.
     """
 
-    wire = torch.float16
+    narrow = torch.float16
 
 
 class Float8(Codec):
@@ -186,14 +186,12 @@ class Zfp(Codec):
 
     Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
 
-    Attributes:
-        rate: bits per element, from 4 to 24; even, so that a block is a whole number of bytes.
-
     Raises:
         ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
     """
 
     rate: int = 8
+    """Bits per element, from 4 to 24; even, so that a block is a whole number of bytes."""
 
     def __post_init__(self) -> None:
         if self.rate not in range(4, 25, 2):
@@ -214,11 +212,10 @@ class Zfp(Codec):
         # zfp supports neither NaN nor Inf, and its integers do not survive smaller exponents
         values = torch.where(rows.isfinite() & (rows.abs() >= 2.0**-97), rows, 0)
         blocks = pad(values, (0, -hidden % 4)).flatten().numpy()
-        stream = _zfpy().compress_numpy(blocks, rate=self.rate, write_header=False)
+        stream = bytearray(_zfpy().compress_numpy(blocks, rate=self.rate, write_header=False))
         # Blocks follow each other in little-endian words, so whole bytes can be split off; the last word is padded
-        block_bytes = self._block_bytes(hidden)
-        stream = torch.frombuffer(bytearray(stream), dtype=torch.uint8, count=num_rows * block_bytes)
-        payload[:, :-1] = stream.view(num_rows, block_bytes)
+        size = num_rows * self._block_bytes(hidden)
+        payload[:, :-1] = torch.frombuffer(stream, dtype=torch.uint8, count=size).view(num_rows, -1)
         return payload
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -257,14 +254,13 @@ def load_codec(name: str) -> Codec:
         ValueError: there is no such name, module or class, the class is not a Codec or needs arguments, or zfpy is
             missing.
     """
-    flag = f"{FLAG} {name}"
     factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
-        raise ValueError(f"{flag}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
+        raise ValueError(f"{FLAG} {name}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
     try:
         return factory()
     except TypeError as error:
-        raise ValueError(f"{flag}: cannot be constructed without arguments: {error}") from error
+        raise ValueError(f"{FLAG} {name}: cannot be constructed without arguments: {error}") from error
 
 
 _ABOVE_ONE = 1 + 2.0**-20

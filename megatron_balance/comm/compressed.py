@@ -15,26 +15,26 @@ Directions = Literal["dispatch", "combine", "forward", "all"]
 class CompressedAllToAll(AllToAll):
     """Sends rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
 
-    def __init__(self, wire: AllToAll, codec: Codec, gradients: bool) -> None:
+    def __init__(self, all_to_all: AllToAll, codec: Codec, gradients: bool) -> None:
         """
         Args:
-            wire: all-to-all that carries the payload.
+            all_to_all: all-to-all that carries the payload.
             gradients: whether to compress gradients as well.
         """
-        super().__init__(wire.group)
-        self.wire = wire
+        super().__init__(all_to_all.group)
+        self.all_to_all = all_to_all
         self.codec = codec
         self.gradients = gradients
-        self.reads_all_splits = wire.reads_all_splits
+        self.reads_all_splits = all_to_all.reads_all_splits
 
     @property
     def reverse(self) -> AllToAll:
-        return self if self.gradients else self.wire
+        return self if self.gradients else self.all_to_all
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         hidden = rows.shape[1]
         dtype = rows.dtype
-        exchange = self.wire.start(self.codec.encode(rows.detach()), splits_DD)
+        exchange = self.all_to_all.start(self.codec.encode(rows.detach()), splits_DD)
         return Exchange(lambda: self.codec.decode(exchange.wait(), hidden, dtype))
 
 
@@ -67,20 +67,19 @@ class TokenExchange:
         return sum(isinstance(exchange, CompressedAllToAll) for exchange in self.four) / 4
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> float:
-        """Return the bytes of a row on the wire: the mean over the four exchanges."""
-        plain = hidden * dtype.itemsize
-        sizes = [
-            exchange.codec.bytes_per_row(hidden, dtype) if isinstance(exchange, CompressedAllToAll) else plain
-            for exchange in self.four
-        ]
-        return sum(sizes) / 4
+        """Return the bytes of a sent row: the mean over the four exchanges."""
+        coded = (exchange.codec for exchange in self.four if isinstance(exchange, CompressedAllToAll))
+        saved = sum(hidden * dtype.itemsize - codec.bytes_per_row(hidden, dtype) for codec in coded)
+        return hidden * dtype.itemsize - saved / 4
 
 
-def token_exchange(wire: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
-    """Return a layer's exchanges over `wire`, with `codec` on `directions`; a single rank compresses nothing."""
-    if isinstance(codec, NoCodec) or wire.group.size() == 1:
-        return TokenExchange(wire, wire, wire)
-    compressed = CompressedAllToAll(wire, codec, gradients=directions == "all")
+def token_exchange(all_to_all: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
+    """Return a layer's exchanges, with `codec` on `directions`; a single rank compresses nothing."""
+    if isinstance(codec, NoCodec) or all_to_all.group.size() == 1:
+        return TokenExchange(all_to_all, all_to_all, all_to_all)
+    compressed = CompressedAllToAll(all_to_all, codec, gradients=directions == "all")
     return TokenExchange(
-        wire if directions == "combine" else compressed, wire if directions == "dispatch" else compressed, wire
+        dispatch=all_to_all if directions == "combine" else compressed,
+        combine=all_to_all if directions == "dispatch" else compressed,
+        probs=all_to_all,
     )

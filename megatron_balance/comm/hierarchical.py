@@ -1,10 +1,10 @@
 """Hierarchical all-to-alls, whose stages send fewer and longer messages between nodes.
 
-In a flat all-to-all, every rank sends D - L messages to other nodes. In a 2D-hierarchical one, every rank sends N - 1.
+In a flat all-to-all, every rank sends D - Y messages to other nodes. In a 2D-hierarchical one, every rank sends N - 1.
 In a 1D-hierarchical one, the leader of each node sends N - 1 and the other ranks send none. In return, more bytes are
 exchanged within the nodes.
 
-In the shapes, N counts nodes and L the ranks of a node.
+In the shapes, N counts nodes and Y the ranks of a node.
 """
 
 import functools
@@ -29,33 +29,14 @@ class StagedAllToAll(NodeAllToAll):
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
         """Fill `received`: post a stage, yield its messages, and continue when they have completed."""
 
-    @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        """Stream for packing: a stage has to wait for the previous one, but the computation does not."""
-        return torch.cuda.Stream()
-
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         stages = self._stages(rows, received, splits_DD)
-        if rows.is_cuda:
-            return self._queue(stages, rows, received)
-        finished = self.thread.submit(_finish, stages)
+        # A stage has to wait for the previous one, but the computation does not
+        work = self.side_stream.start(functools.partial(_finish, stages, rows, received))
 
         def wait() -> torch.Tensor:
-            finished.result()
-            return received
-
-        return Exchange(wait)
-
-    def _queue(self, stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> Exchange:
-        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._stream):
-            keep_until_read(rows, received)
-            _finish(stages)
-            done = self._stream.record_event()
-
-        def wait() -> torch.Tensor:
-            torch.cuda.current_stream(rows.device).wait_event(done)
+            work.wait()
             keep_until_read(received)
             return received
 
@@ -69,40 +50,33 @@ class OneDimensionalAllToAll(StagedAllToAll):
 
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
         size = self.nodes.node_size
-        node = self.nodes.node
         local = self.nodes.local
-        here = slice(node * size, (node + 1) * size)
-        sent_LN = torch.stack([block.sum(1) for block in splits_DD[here].split(size, dim=1)], dim=1)
-        received_DL = splits_DD[:, here]
-        ranks = len(sent_LN)
+        here = slice(self.nodes.node * size, (self.nodes.node + 1) * size)
+        sent_YN = torch.stack([block.sum(1) for block in splits_DD[here].split(size, dim=1)], dim=1)
+        received_DY = splits_DD[:, here]
         leads = local == 0
-        nothing = [0] * ranks
+        nothing = [0] * len(sent_YN)
 
         # Step 1: to the leader
-        gathered = rows.new_empty((int(sent_LN.sum()) if leads else 0, *rows.shape[1:]))
-        from_ranks = sent_LN.sum(1).tolist() if leads else nothing
+        gathered = rows.new_empty((int(sent_YN.sum()) if leads else 0, *rows.shape[1:]))
+        from_ranks = sent_YN.sum(1).tolist() if leads else nothing
         to_leader = [len(rows), *nothing[1:]]
-        yield post_rows(
-            self.nodes.intra, local, gathered, rows, output_splits=from_ranks, input_splits=to_leader, tag=self.tag
-        )
+        splits = {"output_splits": from_ranks, "input_splits": to_leader}
+        yield post_rows(self.nodes.intra, local, gathered, rows, **splits, tag=self.tag)
 
         # Step 2: between leaders, one message for each pair of nodes
-        crossed = rows.new_empty((int(received_DL.sum()) if leads else 0, *rows.shape[1:]))
+        crossed = rows.new_empty((int(received_DY.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
-            packed = transposed(gathered, sent_LN, (1, 0))
-            from_nodes = [int(block.sum()) for block in received_DL.split(size)]
-            to_nodes = sent_LN.sum(0).tolist()
-            yield post_rows(
-                self.nodes.inter, node, crossed, packed, output_splits=from_nodes, input_splits=to_nodes, tag=self.tag
-            )
-            crossed = transposed(crossed, received_DL, (1, 0))
+            packed = transposed(gathered, sent_YN, (1, 0))
+            from_nodes = [int(block.sum()) for block in received_DY.split(size)]
+            splits = {"output_splits": from_nodes, "input_splits": sent_YN.sum(0).tolist()}
+            yield post_rows(self.nodes.inter, self.nodes.node, crossed, packed, **splits, tag=self.tag)
+            crossed = transposed(crossed, received_DY, (1, 0))
 
         # Step 3: from the leader
-        to_ranks = received_DL.sum(0).tolist() if leads else nothing
-        from_leader = [len(received), *nothing[1:]]
-        yield post_rows(
-            self.nodes.intra, local, received, crossed, output_splits=from_leader, input_splits=to_ranks, tag=self.tag
-        )
+        to_ranks = received_DY.sum(0).tolist() if leads else nothing
+        splits = {"output_splits": [len(received), *nothing[1:]], "input_splits": to_ranks}
+        yield post_rows(self.nodes.intra, local, received, crossed, **splits, tag=self.tag)
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
@@ -131,24 +105,25 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         size = self.nodes.node_size
         node = self.nodes.node
         local = self.nodes.local
-        splits_NLNL = splits_DD.reshape(-1, size, len(splits_DD) // size, size)
-        sent_NL = splits_NLNL[node, local]
-        aligned_LN = splits_NLNL[node, :, :, local]
-        received_NL = splits_NLNL[:, :, node, local]
+        splits_NYNY = splits_DD.reshape(-1, size, len(splits_DD) // size, size)
+        sent_NY = splits_NYNY[node, local]
+        aligned_YN = splits_NYNY[node, :, :, local]
+        received_NY = splits_NYNY[:, :, node, local]
 
         # Step 1: within the node, to the rank with the same local rank as the destination
-        aligned = rows.new_empty((int(aligned_LN.sum()), *rows.shape[1:]))
-        packed = transposed(rows, sent_NL, (1, 0))
-        splits = {"output_splits": aligned_LN.sum(1).tolist(), "input_splits": sent_NL.sum(0).tolist()}
+        aligned = rows.new_empty((int(aligned_YN.sum()), *rows.shape[1:]))
+        packed = transposed(rows, sent_NY, (1, 0))
+        splits = {"output_splits": aligned_YN.sum(1).tolist(), "input_splits": sent_NY.sum(0).tolist()}
         yield post_rows(self.nodes.intra, local, aligned, packed, **splits, tag=self.tag)
 
         # Step 2: between nodes, to the destination
-        packed = transposed(aligned, aligned_LN, (1, 0))
-        splits = {"output_splits": received_NL.sum(1).tolist(), "input_splits": aligned_LN.sum(0).tolist()}
+        packed = transposed(aligned, aligned_YN, (1, 0))
+        splits = {"output_splits": received_NY.sum(1).tolist(), "input_splits": aligned_YN.sum(0).tolist()}
         yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
 
-def _finish(stages: Iterator[Posted]) -> None:
+def _finish(stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> None:
+    keep_until_read(rows, received)
     for posted in stages:
         for work in posted:
             work.wait()

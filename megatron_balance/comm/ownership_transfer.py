@@ -1,6 +1,6 @@
 """Transfer: experts and their optimizer state move permanently to other home slots.
 
-    fields -> plan -> staging -> all ranks ready? -> rounds: pack -> exchange -> unpack in place
+    fields -> messages -> rounds -> staging -> all ranks ready? -> for each round: pack -> exchange -> unpack in place
 
 Moves permute home slots, so an element keeps its offset within a slot. Each round moves one window of offsets: a rank
 packs the elements that leave before it overwrites them, and its staging stays small regardless of the experts' size.
@@ -66,6 +66,11 @@ class Extent(NamedTuple):
         assert field.values.shape == (stop - start,) and field.values.is_contiguous(), "a field's values are those kept"
         return cls(field.slot_size, field.kept, field.values.element_size())
 
+    def in_slot(self, slot: int) -> Interval:
+        """Return the kept elements of a slot, as offsets within it; an empty interval may end before it begins."""
+        start = slot * self.slot_size
+        return max(0, self.kept[0] - start), min(self.slot_size, self.kept[1] - start)
+
 
 class Place(NamedTuple):
     """Coordinates of a rank among the ranks that keep a layer's experts."""
@@ -77,7 +82,7 @@ class Place(NamedTuple):
     """Expert-data-parallel rank."""
 
 
-class Message(NamedTuple):
+class FieldMessage(NamedTuple):
     """Elements of one field that are sent from one rank to another, or copied from a rank to itself."""
 
     source: int
@@ -97,7 +102,7 @@ class Message(NamedTuple):
     def num_bytes(self) -> int:
         return self.size * self.itemsize
 
-    def cut(self, start: int, stop: int) -> "Message":
+    def cut(self, start: int, stop: int) -> "FieldMessage":
         """Return the part of the message in a window of slot offsets."""
         skipped = start - self.offset
         return self._replace(offset=start, size=stop - start, taken=self.taken + skipped, put=self.put + skipped)
@@ -112,7 +117,9 @@ class Moved(NamedTuple):
     """Bytes sent by all ranks of the group."""
 
 
-def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Sequence[Sequence[Extent]]) -> list[Message]:
+def plan_messages(
+    moves: Sequence[Move], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
+) -> list[FieldMessage]:
     """Plan the messages by which every rank receives the elements that it has to keep.
 
     The plan is a pure function: every rank computes the same list. Elements come from the source's replica with the
@@ -129,43 +136,30 @@ def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Seque
                 continue
             sources = [rank for rank, other in enumerate(places) if other.rank == move.source]
             sources.sort(key=lambda rank: (places[rank].replica != place.replica, rank))
-            for field in range(len(extents[target])):
-                messages += _messages_to(target, field, move, sources=sources, extents=[own[field] for own in extents])
+            for field, wanted in enumerate(extents[target]):
+                kept = [(source, *extents[source][field].in_slot(move.source_slot)) for source in sources]
+                first, end = wanted.in_slot(move.target_slot)
+                while first < end:
+                    # The source's replicas together keep every element
+                    source, stop = next(
+                        (source, min(end, last)) for source, start, last in kept if start <= first < last
+                    )
+                    message = FieldMessage(
+                        source=source,
+                        target=target,
+                        field=field,
+                        offset=first,
+                        size=stop - first,
+                        taken=first + move.source_slot * wanted.slot_size,
+                        put=first + move.target_slot * wanted.slot_size,
+                        itemsize=wanted.itemsize,
+                    )
+                    messages.append(message)
+                    first = stop
     return messages
 
 
-def _messages_to(
-    target: int, field: int, move: Move, *, sources: Sequence[int], extents: Sequence[Extent]
-) -> Iterator[Message]:
-    """Yield the messages to one rank for one field of one expert, from the first source that keeps each element."""
-    wanted = extents[target]
-    slot_size, (first, end) = wanted.slot_size, _of_slot(wanted, move.target_slot)
-    kept = [(source, *_of_slot(extents[source], move.source_slot)) for source in sources]
-    while first < end:
-        # The source's replicas together keep every element
-        source, stop = next((source, min(end, last)) for source, start, last in kept if start <= first < last)
-        taken = first + move.source_slot * slot_size
-        put = first + move.target_slot * slot_size
-        yield Message(
-            source=source,
-            target=target,
-            field=field,
-            offset=first,
-            size=stop - first,
-            taken=taken,
-            put=put,
-            itemsize=wanted.itemsize,
-        )
-        first = stop
-
-
-def _of_slot(extent: Extent, slot: int) -> Interval:
-    """Return the kept elements of a slot, as offsets within it; an empty interval may end before it begins."""
-    start = slot * extent.slot_size
-    return max(0, extent.kept[0] - start), min(extent.slot_size, extent.kept[1] - start)
-
-
-def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Message]]:
+def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[list[FieldMessage]]:
     """Split the messages into rounds that can be executed in place, one after the other.
 
     The plan is a pure function: every rank computes the same list. A round consists of whole windows of slot offsets,
@@ -176,7 +170,7 @@ def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Me
         staging_bytes: limit on the bytes that a rank sends and receives in a round; a round with a single offset may
             exceed it.
     """
-    rounds: list[list[Message]] = [[]]
+    rounds: list[list[FieldMessage]] = [[]]
     used: Counter[int] = Counter()
     for field in sorted({message.field for message in messages}):
         part = [message for message in messages if message.field == field]
@@ -201,7 +195,7 @@ def plan_rounds(messages: Sequence[Message], staging_bytes: int) -> list[list[Me
     return rounds if rounds[-1] else []
 
 
-class OwnershipTransfer:
+class ExpertMover:
     """Executes moves between home slots of the ranks that keep a layer's experts: expert-parallel ranks and replicas.
 
     Every rank of the group calls `transfer` together, between an optimizer step and the next forward pass.
@@ -247,8 +241,11 @@ class OwnershipTransfer:
         ready = self._gathered(problem)
         if isinstance(ready, str):
             return ready
+        # Ranks need not wait for each other between rounds: each only overwrites what it packed
         for part in rounds:
-            self._execute(part, own, staging)
+            _pack(part.leaving, own, staging)
+            self._exchange(part, staging)
+            _unpack(part.arriving, own, staging)
         others = [message for message in messages if message.source != message.target]
         sent = sum(message.num_bytes for message in others if message.source == self.group.rank())
         return Moved(sent, sum(message.num_bytes for message in others))
@@ -259,14 +256,6 @@ class OwnershipTransfer:
         dist.all_gather_object(answers, answer, group=self.group)
         problems = (f"on rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
         return next(problems, answers)
-
-    def _execute(self, part: "_Round", own: Sequence[Field], staging: torch.Tensor) -> None:
-        """Execute a round. Ranks need not wait for each other between rounds: each only overwrites what it packed."""
-        for parcel in part.leaving:
-            _pack(parcel, own, staging)
-        self._exchange(part, staging)
-        for parcel in part.arriving:
-            _unpack(parcel, own, staging)
 
     def _exchange(self, part: "_Round", staging: torch.Tensor) -> None:
         """Send and receive, one message for each peer."""
@@ -282,7 +271,7 @@ class _Parcel(NamedTuple):
     """The messages to or from one rank in a round, one after the other."""
 
     peer: int
-    messages: list[Message]
+    messages: list[FieldMessage]
     start: int
     """First byte in the staging."""
 
@@ -293,7 +282,7 @@ class _Parcel(NamedTuple):
     def of(self, staging: torch.Tensor) -> torch.Tensor:
         return staging[self.start : self.stop]
 
-    def parts(self, staging: torch.Tensor) -> Iterator[tuple[Message, torch.Tensor]]:
+    def parts(self, staging: torch.Tensor) -> Iterator[tuple[FieldMessage, torch.Tensor]]:
         sizes = [message.num_bytes for message in self.messages]
         return zip(self.messages, self.of(staging).split(sizes), strict=True)
 
@@ -305,7 +294,7 @@ class _Round(NamedTuple):
     arriving: list[_Parcel]
 
     @classmethod
-    def of(cls, messages: Sequence[Message], rank: int) -> "_Round":
+    def of(cls, messages: Sequence[FieldMessage], rank: int) -> "_Round":
         leaving = _parcels([(message.target, message) for message in messages if message.source == rank], 0)
         coming = [(message.source, message) for message in messages if message.target == rank != message.source]
         arriving = _parcels(coming, max((parcel.stop for parcel in leaving), default=0))
@@ -316,7 +305,7 @@ class _Round(NamedTuple):
         return max((parcel.stop for parcel in (*self.leaving, *self.arriving)), default=0)
 
 
-def _parcels(messages: Sequence[tuple[int, Message]], start: int) -> list[_Parcel]:
+def _parcels(messages: Sequence[tuple[int, FieldMessage]], start: int) -> list[_Parcel]:
     """Return one parcel for each peer, in ascending order, staged from byte `start` on."""
     parcels = []
     for peer in sorted({peer for peer, _ in messages}):
@@ -332,13 +321,13 @@ def _staging(rounds: Sequence[_Round]) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
 
 
-def _pack(parcel: _Parcel, own: Sequence[Field], staging: torch.Tensor) -> None:
-    for message, part in parcel.parts(staging):
+def _pack(parcels: Sequence[_Parcel], own: Sequence[Field], staging: torch.Tensor) -> None:
+    for message, part in (pair for parcel in parcels for pair in parcel.parts(staging)):
         part.copy_(own[message.field].bytes_of(message.taken, message.size))
 
 
-def _unpack(parcel: _Parcel, own: Sequence[Field], staging: torch.Tensor) -> None:
-    for message, part in parcel.parts(staging):
+def _unpack(parcels: Sequence[_Parcel], own: Sequence[Field], staging: torch.Tensor) -> None:
+    for message, part in (pair for parcel in parcels for pair in parcel.parts(staging)):
         own[message.field].bytes_of(message.put, message.size).copy_(part)
 
 

@@ -1,6 +1,7 @@
 """Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
 
-In the shapes, M counts the members: the tensor-parallel ranks with the same tokens.
+In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts. Members are the tensor-parallel
+ranks with the same tokens.
 """
 
 import functools
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import (
+    MESSAGES_AT_ONCE,
     AllToAll,
     Exchange,
     NodeAllToAll,
@@ -21,13 +23,6 @@ from megatron_balance.comm.alltoall import (
 )
 from megatron_balance.comm.sharded import DirectAllToAll
 from megatron_balance.device.side_stream import SideStream
-
-MESSAGES_AT_ONCE = 3
-"""Number of messages that a rank sends to other nodes at the same time on gloo: one is on the link, one is ready when
-the link becomes free, and one fills the gap while a receiver is busy.
-
-If all were sent at once, they would share the links at random, and some links would be idle at the end.
-"""
 
 
 class PipelinedAllToAll(NodeAllToAll):
@@ -44,17 +39,20 @@ class PipelinedAllToAll(NodeAllToAll):
         near, far = peers_in_order(rank, self.group.size(), self.nodes.node_size)
         far_sends = {peer: sends[peer] for peer in far}
         far_receives = {peer: receives[peer] for peer in far}
-        near_sends, near_receives = ({peer - first: some[peer] for peer in near} for some in (sends, receives))
+        near_sends = {peer - first: sends[peer] for peer in near}
+        near_receives = {peer - first: receives[peer] for peer in near}
         # The slowest messages go first, in the same order on every rank: NCCL's communicators may wait for each other
         works = post(self.group, far_receives, far_sends if rows.is_cuda else {}, self.tag)
-        sent = None if rows.is_cuda else self.thread.submit(self._send_in_order, far_sends)
+        send = functools.partial(self._send_in_order, far_sends)
+        sent = None if rows.is_cuda else self.side_stream.start(send)
         works += post(self.nodes.intra, near_receives, near_sends, self.tag)
         receives[rank].copy_(sends[rank])
         exchange = exchange_of(works, received, rows)
+        if sent is None:
+            return exchange
 
         def wait() -> torch.Tensor:
-            if sent is not None:
-                sent.result()
+            sent.wait()
             return exchange.wait()
 
         return Exchange(wait)
@@ -101,18 +99,15 @@ class Simultaneous(DirectAllToAll):
             sources: index of each member among the sources.
         """
         super().__init__(shards)
-        self.members, self.sources = members, tuple(sources)
+        self.members = members
+        self.sources = tuple(sources)
         self.side_stream = SideStream("AlltoAll and AllGather")
         connect(members)
 
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         rows = rows.detach().contiguous()
-        splits_MH = splits_DH[[*self.sources]]
-        gathered = rows.new_empty(int(splits_MH.sum()), *rows.shape[1:])
-        run = functools.partial(
-            self._run, wire.group, rows=rows, gathered=gathered, splits_DH=splits_DH, splits_MH=splits_MH
-        )
-        work = self.side_stream.start(run)
+        gathered = rows.new_empty(int(splits_DW[[*self.sources]].sum()), *rows.shape[1:])
+        work = self.side_stream.start(functools.partial(self._run, all_to_all.group, rows, gathered, splits_DW))
 
         def wait() -> torch.Tensor:
             work.wait()
@@ -122,22 +117,16 @@ class Simultaneous(DirectAllToAll):
         return Exchange(wait)
 
     def _run(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        rows: torch.Tensor,
-        gathered: torch.Tensor,
-        splits_DH: torch.Tensor,
-        splits_MH: torch.Tensor,
+        self, group: dist.ProcessGroup, rows: torch.Tensor, gathered: torch.Tensor, splits_DW: torch.Tensor
     ) -> None:
-        hosts, (own_host, _) = splits_DH.shape[1], divmod(group.rank(), self.shards)
-        parts = gathered.split(splits_MH.flatten().tolist())
-        results = rows.split(splits_DH[:, own_host].tolist())
+        hosts = splits_DW.shape[1]
+        parts = gathered.split(splits_DW[[*self.sources]].flatten().tolist())
+        results = rows.split(splits_DW[:, group.rank() // self.shards].tolist())
         phases: deque[tuple[int, torch.Tensor, list[dist.Work]]] = deque()
         passing_on: list[dist.Work] = []
         for step in range(hosts + 1):
             if step < hosts:
-                phases.append(self._phase(group, step, results, splits_DH))
+                phases.append(self._phase(group, step, results, splits_DW))
             if step > 0:
                 host, partial, works = phases.popleft()
                 for work in works:
@@ -147,14 +136,14 @@ class Simultaneous(DirectAllToAll):
             work.wait()
 
     def _phase(
-        self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DH: torch.Tensor
+        self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DW: torch.Tensor
     ) -> tuple[int, torch.Tensor, list[dist.Work]]:
         """Start sending to the sources of one host and receiving from the shards of another, [shards, rows, ...]."""
         rank = group.rank()
-        hosts = splits_DH.shape[1]
+        hosts = splits_DW.shape[1]
         target = (rank // self.shards - step) % hosts
         host = (rank // self.shards + step) % hosts
-        partial = results[0].new_empty(self.shards, int(splits_DH[rank, host]), *results[0].shape[1:])
+        partial = results[0].new_empty(self.shards, int(splits_DW[rank, host]), *results[0].shape[1:])
         receives = {host * self.shards + shard: partial[shard] for shard in range(self.shards)}
         sends = {peer: results[peer] for peer in range(target * self.shards, (target + 1) * self.shards)}
         if step == 0:

@@ -1,16 +1,108 @@
-"""All-to-alls by name."""
+"""All-to-alls by name, and `auto`: the one with the shortest predicted time, for each exchange.
 
-from collections.abc import Callable
+cost/exchange.py derives the predictions from the profile.
+"""
 
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll, NodeAllToAll, P2PAllToAll, default_all_to_all
-from megatron_balance.comm.auto import AutoAllToAll
+from megatron_balance.comm.alltoall import (
+    AllToAll,
+    Exchange,
+    FlatAllToAll,
+    NodeAllToAll,
+    P2PAllToAll,
+    default_all_to_all,
+)
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.config.flags import named
+from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
 from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
+
+TURNS = 256
+"""Number of exchanges of similar size that follow one prediction, which takes milliseconds for hundreds of ranks."""
+
+NOISE = 0.05
+"""Measured lines do not tell times apart that differ by less."""
+
+
+def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
+    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes.
+
+    The preferred ones come first. On gloo, messages that are all posted at once share links at random, so that is pipe.
+    """
+    members: dict[str, AllToAll] = {DEFAULT: default_all_to_all(nodes.ep)}
+    if nodes.ep.size() <= nodes.node_size:
+        return members
+    pipe = {"pipe": PipelinedAllToAll(nodes)}
+    members = pipe | members if isinstance(members[DEFAULT], P2PAllToAll) else members | pipe
+    if nodes.node_size > 1:
+        if nodes.ep.size() % nodes.node_size == 0:
+            members["2dh"] = TwoDimensionalAllToAll(nodes)
+        members["1dh"] = OneDimensionalAllToAll(nodes)
+    return members
+
+
+class Chooser:
+    """Chooses the all-to-all with the shortest predicted time; of several that differ by `NOISE` at most, the first.
+
+    A prediction holds for the next `TURNS` exchanges with the same number of bytes in all, up to a factor of two. It
+    depends only on the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike.
+    """
+
+    def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
+        """`log` is called with a line when a name is chosen for the first time."""
+        self.models = [ExchangeModel.of(profile, name) for name in names]
+        self.log = log
+        self._choices: dict[int, tuple[str, int]] = {}
+        """The choice, and for how many more exchanges it holds, by the number of bits of the bytes in all."""
+        self._logged: set[str] = set()
+
+    def choose(self, splits_DD: torch.Tensor, row_bytes: int) -> str:
+        """Return the name of the all-to-all for an exchange."""
+        if len(self.models) == 1:
+            return self.models[0].name
+        bucket = (int(splits_DD.sum()) * row_bytes).bit_length()
+        name, left = self._choices.get(bucket, ("", 0))
+        if left == 0:
+            name = self.predict(splits_DD.numpy() * float(row_bytes))
+            left = TURNS
+        self._choices[bucket] = name, left - 1
+        return name
+
+    def predict(self, bytes_DD: np.ndarray) -> str:
+        """Return the choice for an exchange of these bytes."""
+        seconds = {model.name: model.seconds(bytes_DD) for model in self.models}
+        longest = (1 + NOISE) * min(seconds.values())
+        chosen = next(name for name, time in seconds.items() if time <= longest)
+        if self.log is not None and chosen not in self._logged:
+            times = ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())
+            self.log(
+                f"--moe-comm-alltoall auto: {chosen} for {bytes_DD.sum() / 1e6:.3g} MB in all (predicted: {times})"
+            )
+        self._logged.add(chosen)
+        return chosen
+
+
+class AutoAllToAll(NodeAllToAll):
+    """Delegates each exchange to the all-to-all with the shortest predicted time, by --balance-profile."""
+
+    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
+        """`log` is called with a line when a member is chosen for the first time."""
+        super().__init__(nodes)
+        self.members = members_of(nodes)
+        self.chooser = Chooser(profile, self.members, log)
+
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD)
+
 
 ALL_TO_ALLS: dict[str, type[AllToAll]] = {
     "flat": FlatAllToAll,
@@ -22,16 +114,29 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
 }
 
 
+def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[ExchangeModel, ...]:
+    """Return the models of an all-to-all: of each member that `auto` chooses from, and one for any other.
+
+    An unknown class is assumed to send all its messages in one stage.
+    """
+    if isinstance(all_to_all, AutoAllToAll):
+        return tuple(all_to_all.chooser.models)
+    if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
+        return (ExchangeModel.of(profile),)
+    name = next((name for name, kind in ALL_TO_ALLS.items() if isinstance(all_to_all, kind)), "p2p")
+    return (ExchangeModel.of(profile, name),)
+
+
 def find_all_to_all(name: str) -> type[AllToAll]:
     """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`.
 
     Raises:
         ValueError: there is no such name, module or class, or it is not an AllToAll.
     """
-    flag = f"--moe-comm-alltoall {name}"
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
-        raise ValueError(f"{flag}: is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll")
+        problem = "is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll"
+        raise ValueError(f"--moe-comm-alltoall {name}: {problem}")
     return found
 
 

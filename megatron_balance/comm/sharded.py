@@ -1,10 +1,10 @@
 """Exchanges with sharded experts: rows go to every shard of their expert, and the sum of the shards' outputs returns.
 
 An expert may be split into shards, one for each rank of a host (expert tensor parallelism, ESP). A source is a rank
-that has rows to send: rank d of the group of all shards of all hosts is shard d % N of host d // N. Every Sharding
+that has rows to send: rank d of the group of all shards of all hosts is shard d % V of host d // V. Every Sharding
 delivers the same rows in the same order, source by source; they differ in the messages that they send.
 
-In the shapes, D counts the sources, H the hosts, and N the shards of a host.
+In the shapes, D counts the sources, W the hosts, and V the shards of a host.
 """
 
 from abc import ABC, abstractmethod
@@ -28,40 +28,37 @@ class Sharding(ABC):
     """Collectives among the shards of a host over all of its rows: after the rows arrive, and before they return."""
 
     @abstractmethod
-    def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this source's rows, ordered by host, to all shards of their hosts.
 
         Args:
-            splits_DH: [D, H] int64 in host memory: number of rows from each source to each host.
+            splits_DW: [D, W] int64 in host memory: number of rows from each source to each host.
 
         Returns:
             The exchange of the rows that arrive on this shard: from source 0, then source 1, ...
         """
 
     @abstractmethod
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this shard's results, in the order in which their rows arrived.
 
         Returns:
             The exchange of the sums over shards of this source's rows, in the rows' original order.
         """
 
-    def messages(self, amounts_DH: np.ndarray) -> list[np.ndarray]:
-        """Return the amounts that `spread` sends in each of its simultaneous all-to-alls, [W, W] each.
-
-        W counts the ranks of such an all-to-all.
-        """
-        return [amounts_DH]
+    def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:
+        """Return the amounts that `spread` sends between the ranks of each of its simultaneous all-to-alls."""
+        return [amounts_DW]
 
 
 class Unsharded(Sharding):
     """Experts are not sharded: each host is one rank."""
 
-    def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        return wire.start(rows, splits_DH)
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        return all_to_all.start(rows, splits_DW)
 
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        return wire.start(rows, splits_DH.T)
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        return all_to_all.start(rows, splits_DW.T)
 
 
 class DirectAllToAll(Sharding):
@@ -70,21 +67,18 @@ class DirectAllToAll(Sharding):
     def __init__(self, shards: int) -> None:
         self.shards = shards
 
-    def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        sizes = splits_DH[wire.group.rank()].tolist()
-        dumped = torch.cat([part for part in rows.split(sizes) for _ in range(self.shards)])
-        return wire.start(dumped, self._splits_DD(splits_DH))
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        sizes = splits_DW[all_to_all.group.rank()].tolist()
+        copies = torch.cat([part for part in rows.split(sizes) for _ in range(self.shards)])
+        return all_to_all.start(copies, splits_DW.repeat_interleave(self.shards, dim=1))
 
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        exchange = wire.start(rows, self._splits_DD(splits_DH).T)
-        sizes = splits_DH[wire.group.rank()].tolist()
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        exchange = all_to_all.start(rows, splits_DW.repeat_interleave(self.shards, dim=1).T)
+        sizes = splits_DW[all_to_all.group.rank()].tolist()
         return Exchange(lambda: sums_of_copies(exchange.wait(), sizes, self.shards))
 
-    def messages(self, amounts_DH: np.ndarray) -> list[np.ndarray]:
-        return [amounts_DH.repeat(self.shards, axis=1)]
-
-    def _splits_DD(self, splits_DH: torch.Tensor) -> torch.Tensor:
-        return splits_DH.repeat_interleave(self.shards, dim=1)
+    def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:
+        return [amounts_DW.repeat(self.shards, axis=1)]
 
 
 class AllGather(Sharding):
@@ -100,39 +94,34 @@ class AllGather(Sharding):
         """`shards` are the ranks of this rank's host."""
         self.shards = shards
 
-    def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        splits_HNH = self._by_shard(splits_DH)
-        host = wire.group.rank()
-        shard = self.shards.rank()
-        exchange = wire.start(rows, splits_HNH[:, shard])
-        sizes_HN = splits_HNH[:, :, host]
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        own_WW, sizes_WV = self._splits(splits_DW, all_to_all.group.rank())
+        exchange = all_to_all.start(rows, own_WW)
 
         def wait() -> torch.Tensor:
-            gathered = all_gather_rows(self.shards, exchange.wait(), sizes_HN.sum(0).tolist())
-            return transposed(gathered, sizes_HN.T, (1, 0))
+            gathered = all_gather_rows(self.shards, exchange.wait(), sizes_WV.sum(0).tolist())
+            return transposed(gathered, sizes_WV.T, (1, 0))
 
         return Exchange(wait)
 
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        splits_HNH = self._by_shard(splits_DH)
-        host = wire.group.rank()
-        shard = self.shards.rank()
-        sizes_HN = splits_HNH[:, :, host]
-        parts = list(transposed(rows, sizes_HN, (1, 0)).split(sizes_HN.sum(0).tolist()))
-        own = torch.empty_like(parts[shard])
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+        own_WW, sizes_WV = self._splits(splits_DW, all_to_all.group.rank())
+        parts = list(transposed(rows, sizes_WV, (1, 0)).split(sizes_WV.sum(0).tolist()))
+        own = torch.empty_like(parts[self.shards.rank()])
         dist.reduce_scatter(own, parts, group=self.shards)
-        return wire.start(own, splits_HNH[:, shard].T)
+        return all_to_all.start(own, own_WW.T)
 
-    def messages(self, amounts_DH: np.ndarray) -> list[np.ndarray]:
-        by_shard_HNH = amounts_DH.reshape(-1, self.shards.size(), amounts_DH.shape[1])
-        return [*by_shard_HNH.swapaxes(0, 1)]
+    def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:
+        by_shard_WVW = amounts_DW.reshape(-1, self.shards.size(), amounts_DW.shape[1])
+        return [*by_shard_WVW.swapaxes(0, 1)]
 
-    def _by_shard(self, splits_DH: torch.Tensor) -> torch.Tensor:
-        """Reshape [D, H] to [H, N, H]."""
-        return splits_DH.view(-1, self.shards.size(), splits_DH.shape[1])
+    def _splits(self, splits_DW: torch.Tensor, host: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the splits among the shards with this rank's number, and [W, V] the rows of each source for `host`."""
+        splits_WVW = splits_DW.view(-1, self.shards.size(), splits_DW.shape[1])
+        return splits_WVW[:, self.shards.rank()], splits_WVW[:, :, host]
 
 
-class AllReduce(Sharding):
+class AllReduce(Unsharded):
     """All shards of a host have the same rows; their results are all-reduced, and every shard sends all of them back.
 
     This is what DeepSpeed-MoE does (Parm, section III-A). Here a source is a whole host.
@@ -144,25 +133,18 @@ class AllReduce(Sharding):
         """`shards` are the ranks of this rank's host."""
         self.shards = shards
 
-    def spread(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        return wire.start(rows, splits_DH)
-
-    def collect(self, wire: AllToAll, rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
+    def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         total = rows.clone()
         dist.all_reduce(total, group=self.shards)
-        return wire.start(total, splits_DH.T)
+        return super().collect(all_to_all, total, splits_DW)
 
 
 def sums_of_copies(rows: torch.Tensor, sizes: Sequence[int], copies: int) -> torch.Tensor:
-    """Sum the copies of each block of rows.
+    """Sum the copies of each block of rows, [sum of sizes, ...].
 
     Args:
         rows: all copies of the first block, then all copies of the second, ...
         sizes: number of rows of each block.
-        copies: number of copies of each block.
-
-    Returns:
-        The sums, [sum of sizes, ...].
     """
     if copies == 1:
         return rows

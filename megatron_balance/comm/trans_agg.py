@@ -2,28 +2,26 @@
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import Message, TransferPlan
+from megatron_balance.placement.transfers import TransferPlan
 
 AHEAD = 2
 """Number of rounds whose receives are posted early on gloo, where a sender waits until the receiver is ready."""
-
-SENDS_AT_ONCE = 3
-"""Number of simultaneous sends on gloo: one is on the link, one is ready when the link becomes free, and one fills the
-gap while a receiver is busy."""
 
 PARTS = 2
 """Maximum number of parts of a plan that are executed one after another, for each of Trans and Agg."""
 
 ALIGNMENT = 16
-"""Pieces begin at multiples of this number of elements, so that kernels can read and write 16 bytes at once."""
+"""Pieces begin at multiples of this number of elements, and staged tensors at multiples of this number of bytes.
+Kernels can then read and write 16 bytes at once."""
 
 
 class Slots(Protocol):
@@ -46,13 +44,37 @@ class Slots(Protocol):
         ...
 
 
-class _Step(NamedTuple):
+class _Slice(NamedTuple):
+    """A contiguous part of one of an expert's tensors, which is one message; `peer` is the other end."""
+
+    expert: int
+    piece: int
+    """Index of the piece of the expert."""
+    tag: int
+    """Index of the tensor within the piece. On gloo, messages with one tag match in order; NCCL uses only order."""
+    peer: int
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """The same for all messages of these elements."""
+        return self.expert, self.piece, self.tag
+
+
+class _OwnRound(NamedTuple):
+    """This rank's part of one round."""
+
+    sent: list[_Slice]
+    received: list[_Slice]
+
+
+class _PostedRound(NamedTuple):
     """This rank's part of one round, ready to post."""
 
     receives: list[dist.P2POp]
     sends: list[dist.P2POp]
     needs: int
-    """Number of this rank's steps whose receives must be complete before it sends."""
+    """Number of this rank's rounds whose receives must be complete before it sends."""
     adds: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """Tensors to add others to. The tensors of one entry do not overlap; entries are added one after another."""
 
@@ -62,19 +84,19 @@ class _Prepared(NamedTuple):
 
     plan: TransferPlan
     placement: Placement
-    steps: list[_Step]
+    rounds: list[_PostedRound]
     sent: list[torch.Tensor]
     """Gradients that are zero in the end; empty for Trans."""
 
 
-class ExpertTransfer:
-    """Executes TransferPlans, or parts of them, over an expert-parallel group.
+class TransAgg:
+    """Executes the rounds of Trans and Agg over an expert-parallel group.
 
     Every rank of the group calls every method, with the same plans in the same order. Both methods return when this
     rank's part is complete, or, with NCCL, queued on the current stream: one batch of messages per round, over a
     communicator that the caller has connected. They call no modules, so any single thread and stream may run them.
 
-    What to post is prepared at the first call with a plan and a placement, and kept for later calls with the same
+    The messages are prepared at the first call with a plan and a placement, and kept for later calls with the same
     objects.
 
     On gloo consecutive rounds overlap. This cannot deadlock: a rank waits only for messages of rounds before the one
@@ -86,122 +108,111 @@ class ExpertTransfer:
         self.group = group
         self._is_queued = dist.get_backend(group) == "nccl"
         """Whether messages wait for each other on a stream, and not on the host."""
-        self._staging = _Staging(1 if self._is_queued else AHEAD + 1)
+        self._staging = [torch.empty(0, dtype=torch.uint8)] * (1 if self._is_queued else AHEAD + 1)
+        """Memory for gradients that consecutive rounds receive; pieces of all layers' experts have similar sizes."""
         self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def trans(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
         """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
-        self._run(self._ready(plan, placement, slots, adds=False))
+        self._run(self._ready(plan, placement, slots, adds=False).rounds)
 
     @torch.no_grad()
     def agg(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
         """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
 
-        The plan runs backward: a rank that relayed weights adds up the gradients it receives before it sends them on.
+        The plan runs backward: a rank that passed on weights adds up the gradients it receives before it sends them on.
         Within a round, a rank adds what it receives in the order of the plan, so the order of summation is the same in
         every run.
         """
         prepared = self._ready(plan, placement, slots, adds=True)
-        self._run(prepared)
+        self._run(prepared.rounds)
         if prepared.sent:
             torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
     def _ready(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
-        kept = self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS))
-        for prepared in kept:
+        for prepared in self._prepared.get(slots, {}).get(adds, ()):
             if prepared.plan is plan and prepared.placement is placement:
                 return prepared
         prepared = self._prepare(plan, placement, slots, adds)
-        # New staging leaves earlier operations without memory of their own
         self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS)).append(prepared)
         return prepared
 
     def _prepare(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
-        steps = _steps(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
-        if not adds:
-            arriving = [[piece.tensors for piece in step.received] for step in steps]
-            return _Prepared(plan, placement, [*self._posted(steps, arriving)], [])
-        steps = [_RoundPart(sent=step.received, received=step.sent) for step in reversed(steps)]
-        if self._staging.grows([[piece.tensors for piece in step.received] for step in steps]):
-            self._prepared.clear()
-        rooms = [
-            self._staging.rooms(index, [piece.tensors for piece in step.received]) for index, step in enumerate(steps)
-        ]
-        posted = [
-            step._replace(adds=_waves(part.received, room))
-            for step, part, room in zip(self._posted(steps, rooms), steps, rooms, strict=True)
-        ]
-        sent = [tensor for step in steps for piece in step.sent for tensor in piece.tensors]
+        rounds = _own_rounds(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
+        if adds:
+            rounds = [_OwnRound(sent=part.received, received=part.sent) for part in reversed(rounds)]
+            arriving = self._staged([[piece.tensor for piece in part.received] for part in rounds])
+        else:
+            arriving = [[piece.tensor for piece in part.received] for part in rounds]
+        posted = []
+        complete: dict[tuple[int, int, int], int] = {}
+        """Number of rounds after which a slice is complete."""
+        for number, ((sent, received), rooms) in enumerate(zip(rounds, arriving, strict=True), 1):
+            needs = max((complete.get(piece.name, 0) for piece in sent), default=0)
+            complete |= {piece.name: number for piece in received}
+            receives = [self._message(dist.irecv, *pair) for pair in zip(received, rooms, strict=True)]
+            sends = [self._message(dist.isend, piece, piece.tensor) for piece in sent]
+            posted.append(_PostedRound(receives, sends, needs, _waves(received, rooms) if adds else []))
+        sent = [piece.tensor for part in rounds for piece in part.sent] if adds else []
         return _Prepared(plan, placement, posted, sent)
 
-    def _posted(
-        self, steps: "Sequence[_RoundPart]", rooms: Sequence[Sequence[Sequence[torch.Tensor]]]
-    ) -> Iterator[_Step]:
-        """Yield steps, with the tensors in `rooms` to receive each round's pieces in."""
-        complete: dict[tuple[int, int], int] = {}
-        """Number of steps after which a piece is complete."""
-        for number, (step, room) in enumerate(zip(steps, rooms, strict=True)):
-            needs = max((complete.get(piece.name, 0) for piece in step.sent), default=0)
-            complete |= {piece.name: number + 1 for piece in step.received}
-            receives = [
-                operation
-                for piece, tensors in zip(step.received, room, strict=True)
-                for operation in self._operations(dist.irecv, piece.peer, tensors)
-            ]
-            sends = [
-                operation
-                for piece in step.sent
-                for operation in self._operations(dist.isend, piece.peer, piece.tensors)
-            ]
-            yield _Step(receives, sends, needs, [])
+    def _message(self, verb: Callable, piece: _Slice, tensor: torch.Tensor) -> dist.P2POp:
+        return dist.P2POp(verb, tensor, group=self.group, group_peer=piece.peer, tag=piece.tag)
 
-    def _operations(self, verb: Callable, peer: int, tensors: Sequence[torch.Tensor]) -> Iterator[dist.P2POp]:
-        # Tags distinguish a piece's tensors on gloo, where messages with one tag match in order; NCCL uses only order
-        for tag, tensor in enumerate(tensors):
-            yield dist.P2POp(verb, tensor, group=self.group, group_peer=peer, tag=tag)
+    def _staged(self, rounds: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Return memory for tensors like these; rounds that may be in progress at the same time have their own."""
+        for index, tensors in enumerate(rounds):
+            size = sum(_aligned(tensor.nbytes) for tensor in tensors)
+            old = self._staging[index % len(self._staging)]
+            if size > len(old):
+                if len(old):
+                    # Earlier operations would keep the memory that is replaced
+                    self._prepared.clear()
+                self._staging[index % len(self._staging)] = tensors[0].new_empty(size, dtype=torch.uint8)
+        return [_split(self._staging[index % len(self._staging)], tensors) for index, tensors in enumerate(rounds)]
 
-    def _run(self, prepared: _Prepared) -> None:
+    def _run(self, rounds: Sequence[_PostedRound]) -> None:
         if not self._is_queued:
-            _run_overlapped(prepared.steps)
+            _run_overlapped(rounds)
             return
-        for step in prepared.steps:
-            for work in _post(step.receives + step.sends):
+        for part in rounds:
+            for work in _post(part.receives + part.sends):
                 work.wait()
-            _add(step)
+            _add(part)
 
 
-def _run_overlapped(steps: Sequence[_Step]) -> None:
-    """Send and receive with waits on the host: receives are posted AHEAD of the steps that wait for them."""
-    arriving: deque[tuple[_Step, list[dist.Work]]] = deque()
+def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
+    """Send and receive with waits on the host: receives are posted AHEAD of the rounds that wait for them."""
+    arriving: deque[tuple[_PostedRound, list[dist.Work]]] = deque()
     leaving: deque[dist.Work] = deque()
     complete = 0
 
     def finish(number: int) -> None:
         nonlocal complete
         while complete < number:
-            step, works = arriving.popleft()
+            part, works = arriving.popleft()
             for work in works:
                 work.wait()
-            _add(step)
+            _add(part)
             complete += 1
 
     def receive(number: int) -> None:
-        # Staging is used again after AHEAD more steps
+        # Staging is used again after AHEAD more rounds
         finish(number - AHEAD)
-        if number < len(steps):
-            arriving.append((steps[number], _post(steps[number].receives)))
+        if number < len(rounds):
+            arriving.append((rounds[number], _post(rounds[number].receives)))
 
     for number in range(AHEAD):
         receive(number)
-    for number, step in enumerate(steps):
+    for number, part in enumerate(rounds):
         receive(number + AHEAD)
-        finish(step.needs)
-        for operation in step.sends:
-            if len(leaving) == SENDS_AT_ONCE:
+        finish(part.needs)
+        for operation in part.sends:
+            if len(leaving) == MESSAGES_AT_ONCE:
                 leaving.popleft().wait()
             leaving += _post([operation])
-    finish(len(steps))
+    finish(len(rounds))
     for work in leaving:
         work.wait()
 
@@ -210,103 +221,50 @@ def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _add(step: _Step) -> None:
-    for tensors, received in step.adds:
+def _add(part: _PostedRound) -> None:
+    for tensors, received in part.adds:
         torch._foreach_add_(tensors, received)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class _Staging:
-    """Memory for gradients that are received, reused because pieces of all layers' experts have similar sizes."""
-
-    def __init__(self, steps: int) -> None:
-        """
-        Args:
-            steps: number of consecutive steps that have memory of their own.
-        """
-        self._buffers: list[dict[torch.dtype, torch.Tensor]] = [{} for _ in range(steps)]
-
-    def grows(self, pieces: Sequence[Sequence[Sequence[torch.Tensor]]]) -> bool:
-        """Provide room for all pieces of each step; return whether this replaced memory in use."""
-        replaced = False
-        for index, step in enumerate(pieces):
-            buffers = self._buffers[index % len(self._buffers)]
-            sizes = Counter[torch.dtype]()
-            tensors = [tensor for piece in step for tensor in piece]
-            for tensor in tensors:
-                sizes[tensor.dtype] += _aligned(len(tensor))
-            for tensor in tensors:
-                dtype = tensor.dtype
-                if dtype not in buffers or len(buffers[dtype]) < sizes[dtype]:
-                    replaced |= dtype in buffers
-                    buffers[dtype] = tensor.new_empty(sizes[dtype])
-        return replaced
-
-    def rooms(self, index: int, pieces: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Return memory for the pieces of the step with this index."""
-        buffers = self._buffers[index % len(self._buffers)]
-        used = Counter[torch.dtype]()
-
-        def room(tensor: torch.Tensor) -> torch.Tensor:
-            first = used[tensor.dtype]
-            used[tensor.dtype] += _aligned(len(tensor))
-            return buffers[tensor.dtype][first : first + len(tensor)]
-
-        return [[room(tensor) for tensor in piece] for piece in pieces]
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class _Piece(NamedTuple):
-    """A message, as seen by its source or by its target."""
-
-    expert: int
-    chunk: int
-    peer: int
-    tensors: Sequence[torch.Tensor]
-    """The same at both ends."""
-
-    @property
-    def name(self) -> tuple[int, int]:
-        return self.expert, self.chunk
-
-
-class _RoundPart(NamedTuple):
-    """This rank's part of one round."""
-
-    sent: list[_Piece]
-    received: list[_Piece]
+def _split(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parts of a buffer of bytes for flat tensors like these."""
+    parts = []
+    first = 0
+    for tensor in tensors:
+        parts.append(buffer[first : first + tensor.nbytes].view(tensor.dtype))
+        first += _aligned(tensor.nbytes)
+    return parts
 
 
 def _waves(
-    received: Sequence[_Piece], rooms: Sequence[Sequence[torch.Tensor]]
+    received: Sequence[_Slice], rooms: Sequence[torch.Tensor]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Return what to add to a rank's gradients: the first message of every piece, then every second one, and so on."""
+    """Return what to add to a rank's gradients: the first message of every slice, then every second one, and so on."""
     waves: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-    seen: Counter[tuple[int, int]] = Counter()
+    seen: Counter[tuple[int, int, int]] = Counter()
     for piece, room in zip(received, rooms, strict=True):
-        # A small expert may have fewer elements than pieces
-        if not room:
-            continue
         wave = seen[piece.name]
         seen[piece.name] += 1
         if wave == len(waves):
             waves.append(([], []))
-        waves[wave][0].extend(piece.tensors)
-        waves[wave][1].extend(room)
+        waves[wave][0].append(piece.tensor)
+        waves[wave][1].append(room)
     return waves
 
 
-def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.Tensor]:
-    """Return piece `chunk` of `chunks` of an expert: flat parts of its tensors, without empty ones.
+def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.Tensor]:
+    """Return piece `piece` of `pieces` of an expert: flat parts of its tensors, without empty ones.
 
     An expert's tensors follow one another, and a piece is a range of their elements. So most pieces are a single
     message, however many tensors an expert has.
     """
     total = sum(tensor.numel() for tensor in tensors)
     begin, end = (
-        total if index == chunks else total * index // chunks // ALIGNMENT * ALIGNMENT for index in (chunk, chunk + 1)
+        total if index == pieces else total * index // pieces // ALIGNMENT * ALIGNMENT for index in (piece, piece + 1)
     )
     parts = []
     first = 0
@@ -319,9 +277,9 @@ def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.
     return parts
 
 
-def _steps(
+def _own_rounds(
     plan: TransferPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
-) -> list[_RoundPart]:
+) -> list[_OwnRound]:
     """Return this rank's part of every round that it takes part in, in the order of Trans."""
 
     @cache
@@ -329,20 +287,16 @@ def _steps(
         return tensors_of(placement.slot(rank, expert))
 
     @cache
-    def tensors_in(expert: int, chunk: int, chunks: int) -> list[torch.Tensor]:
-        return cut(expert_of(expert), chunk, chunks)
-
-    def piece(message: Message, peer: int) -> _Piece:
-        tensors = tensors_in(message.expert, message.chunk, message.chunks)
-        return _Piece(message.expert, message.chunk, peer, tensors)
+    def piece_of(expert: int, piece: int, pieces: int) -> list[torch.Tensor]:
+        return cut(expert_of(expert), piece, pieces)
 
     _, source_M, target_M, *_ = plan.messages_5M
     (own_M,) = ((source_M == rank) | (target_M == rank)).nonzero()
-    steps: defaultdict[int, _RoundPart] = defaultdict(lambda: _RoundPart([], []))
-    for number, fields in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
-        message = Message(*fields)
-        if message.source == rank:
-            steps[number].sent.append(piece(message, message.target))
-        else:
-            steps[number].received.append(piece(message, message.source))
-    return [*steps.values()]
+    rounds: defaultdict[int, _OwnRound] = defaultdict(lambda: _OwnRound([], []))
+    for number, message in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
+        expert, source, target, piece, pieces = message
+        slices = rounds[number].sent if source == rank else rounds[number].received
+        peer = target if source == rank else source
+        for tag, tensor in enumerate(piece_of(expert, piece, pieces)):
+            slices.append(_Slice(expert, piece, tag, peer, tensor))
+    return [*rounds.values()]

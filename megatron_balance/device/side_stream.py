@@ -6,13 +6,44 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_balance.device import clock
 
-Task = tuple[Callable[[], None], Future]
-"""Work, and the future of the marks of its start and end."""
+Task = tuple[Callable[[], Any], Future]
+"""Work, and the future of its result."""
+
+
+class DaemonThread:
+    """A thread that does one task after another, and ends with this object.
+
+    It is a daemon, so that a task that never returns does not keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def submit(self, work: Callable[[], Any], future: Future | None = None) -> Future:
+        """Return the future of the work's result, which is `future` if it is given."""
+        future = future or Future()
+        self._tasks.put((work, future))
+        return future
+
+
+def _serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    """Do one task after another until None comes."""
+    while (task := tasks.get()) is not None:
+        work, future = task
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is waited for
+            future.set_exception(error)
+        # The objects that the work refers to would otherwise live until the next task
+        del task, work, future
 
 
 @dataclass(eq=False)
@@ -25,19 +56,12 @@ class AsyncWork:
 
 
 class SideStream:
-    """A CUDA stream or, where there is no CUDA, a thread.
-
-    Its thread is a daemon: a process that fails need not wait for messages that never come. The thread ends with the
-    side stream.
-    """
+    """A CUDA stream or, where there is no CUDA, a thread: a process that fails need not wait for missing messages."""
 
     def __init__(self, name: str) -> None:
         # On the current stream, NCCL's kernels would wait for the computation that was queued before them
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        if self._stream is None:
-            threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True).start()
-            weakref.finalize(self, self._tasks.put, None)
+        self._thread = DaemonThread(name) if self._stream is None else None
 
     def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
         """Start `work` after everything that this thread has computed or queued; return at once.
@@ -47,17 +71,14 @@ class SideStream:
         """
         issued = clock.mark()
         if self._stream is None:
+            assert self._thread is not None
             prepare()
-            future: Future = Future()
-            self._tasks.put((work, future))
-            return AsyncWork(issued, future.result)
+            return AsyncWork(issued, self._thread.submit(lambda: _timed(work)).result)
         # The current stream computed the data that `work` sends, and read the data that it overwrites
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             prepare()
-            start = clock.mark()
-            work()
-            end = clock.mark()
+            start, end = _timed(work)
 
         def wait() -> tuple[clock.Mark, clock.Mark]:
             assert isinstance(end, torch.cuda.Event)
@@ -68,16 +89,7 @@ class SideStream:
         return AsyncWork(issued, wait)
 
 
-def _serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
-    """Do one task after another until None comes."""
-    while (task := tasks.get()) is not None:
-        work, future = task
-        start = clock.mark()
-        try:
-            work()
-        except BaseException as error:  # raised where the work is waited for
-            future.set_exception(error)
-        else:
-            future.set_result((start, clock.mark()))
-        # The objects that the work refers to would otherwise live until the next task
-        del task, work, future
+def _timed(work: Callable[[], None]) -> tuple[clock.Mark, clock.Mark]:
+    start = clock.mark()
+    work()
+    return start, clock.mark()

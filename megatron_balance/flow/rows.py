@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_balance.comm.blocks import Gather, Move
+from megatron_balance.comm.blocks import BlockMove, Gather
 from megatron_balance.kernels import of_rows
 from megatron_balance.placement.placement import Placement
 
@@ -109,7 +109,7 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     return RowOrder(found_R2.select(1, 1), rest)
 
 
-def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:
+def sending(placement: Placement, tokens_CMP: np.ndarray) -> BlockMove:
     """Return the move of rows from the order by expert to the one in which they are sent.
 
     Of an expert's tokens, the first go to the first member; of these, the first go to the host of lowest rank; and of
@@ -126,14 +126,14 @@ def sending(placement: Placement, tokens_CMP: np.ndarray) -> Move:
     order_MCN = np.arange(members * len(physical_N) * chunks)
     if members == 1:
         order_MCN = order_MCN.reshape(sizes_MNC.shape)[:, by_physical_N].transpose(0, 2, 1)
-        return Move(sizes_MNC.reshape(-1), order_MCN.reshape(-1))
+        return BlockMove(sizes_MNC.reshape(-1), order_MCN.reshape(-1))
     # By expert, then by member
     pairs = np.argsort(np.tile(tables.expert_N, members), kind="stable")
     place_MN = np.empty_like(pairs)
     place_MN[pairs] = np.arange(len(pairs))
     place_MN = place_MN.reshape(members, -1)[:, by_physical_N]
     order_MCN = place_MN[:, None] * chunks + np.arange(chunks)[:, None]
-    return Move(sizes_MNC.reshape(-1, chunks)[pairs].reshape(-1), order_MCN.reshape(-1))
+    return BlockMove(sizes_MNC.reshape(-1, chunks)[pairs].reshape(-1), order_MCN.reshape(-1))
 
 
 def gather_rows(tokens_TH: torch.Tensor, order: RowOrder) -> torch.Tensor:

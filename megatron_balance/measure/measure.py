@@ -10,7 +10,7 @@ import scipy  # imports its parts at their first use, so that a process which do
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.auto import members_of
+from megatron_balance.comm.registry import members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.job.groups import Members, on_first_rank
 from megatron_balance.measure.operations import Call, Load, Passes

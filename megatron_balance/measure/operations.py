@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
 from megatron_balance.comm.codecs import Codec
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.rows import combine, gather_rows, row_order
@@ -140,7 +140,7 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement
 def _transfer(
     kind: str, group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
 ) -> Call:
-    run = getattr(ExpertTransfer(group), kind)
+    run = getattr(TransAgg(group), kind)
     return functools.partial(run, *plan(group.size(), step, load), SyntheticSlots(slots))
 
 

@@ -1,6 +1,7 @@
 """Loads, balance and traces of a run, for people to look at.
 
 balance           LayerReport: measures of balance, for the log line and TensorBoard
+layer_report      one layer's finished iteration, and its LayerReport
 routing           tokens per expert, and files of every token's experts (--moe-routing-trace-path)
 calibration_log   file of the factors that plans contain (--balance-calibrate)
 load_log          files of load matrices and placements (--balance-log-dir)

@@ -19,8 +19,8 @@ from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
 from megatron_balance.simulate.programs import LayerWork, Stage, program
 from megatron_balance.simulate.result import Recorder
-from megatron_balance.timeline.actions import Action, Operation
-from megatron_balance.timeline.layer_state import both_parts
+from megatron_balance.timeline.actions import Action
+from megatron_balance.timeline.layer_state import rounds_of
 from megatron_balance.timeline.planner import plan_for
 
 Key = tuple[int, int, int]
@@ -47,7 +47,7 @@ class SimulatedStage:
     managers: Mapping[int, Manager] = field(default_factory=dict)
     """A manager for each MoE layer, before the first iteration; its policy does nothing in a run without one."""
     overlaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Seconds of the computation that hides a layer's Trans and Agg, as in `both_parts`."""
+    """Seconds of the computation that hides a layer's Trans and Agg, as in `rounds_of`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -223,10 +223,6 @@ class _Decided(NamedTuple):
 
 
 def _part(manager: Manager, others: tuple[float, float], plan: TransferPlan, action: Action) -> TransferPlan:
-    """Return what a Trans, an Agg or a part of one sends, as `LayerState.part` does."""
-    if action.parts == 1:
-        return plan
-    trans, agg = both_parts(plan, manager.cost.transport.rounds_beside(plan, others))
-    forward = action.operation is Operation.TRANS
-    under_experts, under_others = trans if forward else agg
-    return under_experts if (action.part == 1) == forward else under_others
+    """Return the rounds of a Trans, an Agg or a part of one, as `PlacementRounds.of` does."""
+    beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
+    return rounds_of(action, plan, beside)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 class Operation(StrEnum):
     """What an action does, in the words of Pro-Prophet (section V, Fig. 7)."""
 
-    # That of enumerations is a function of Python, and every hook looks up an action
+    # An enumeration's own hash is a Python function, and every hook looks up an action
     __hash__ = str.__hash__
 
     A2A = "A2A"
@@ -45,13 +45,13 @@ class Operation(StrEnum):
     """The policy decides the next placement of a layer."""
 
     TRANS = "TRANS"
-    """Weights travel from owners to guests."""
+    """Owners send weights to guests."""
 
     AGG = "AGG"
-    """Gradients travel from guests to owners."""
+    """Guests send gradients to owners."""
 
     TRANSFER = "TRANSFER"
-    """Experts and their optimizer state travel to new owners after the optimizer's step; no schedule contains this."""
+    """Experts and their optimizer state move to new owners after the optimizer's step; no schedule contains this."""
 
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
@@ -144,25 +144,26 @@ class Step(NamedTuple):
 Schedule = tuple[Step, ...]
 """One iteration of one rank, in the order in which the rank computes; each column of its grid is one stream."""
 
-STREAMS = ("computation", "communication", "planning")
-
 Places = dict[tuple[int, Operation, int], int]
 """The step at which a part of a block's operation is computed, for one of its microbatches."""
 
 
 def places(schedule: Sequence[Step]) -> tuple[Places, Places]:
     """Return the first and the last step of every block, operation and part that a schedule computes."""
-    last = {step[0][:3]: number for number, step in enumerate(schedule)}
-    backward = zip(range(len(schedule) - 1, -1, -1), reversed(schedule), strict=True)
-    return {step[0][:3]: number for number, step in backward}, last
+    first: Places = {}
+    last: Places = {}
+    for number, step in enumerate(schedule):
+        computation = step[0][:3]
+        first.setdefault(computation, number)
+        last[computation] = number
+    return first, last
 
 
 def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:
     """Return the schedule as a table with a line for every step; `errors` are (step, problem there)."""
-    cells: list[tuple[str, ...]] = [("step", *STREAMS, "waits for")]
-    for number, step in enumerate(schedule):
-        parts = (step.communication, step.planning, step.waits)
-        cells.append((str(number), str(step.computation), *(", ".join(map(str, part)) for part in parts)))
+    cells: list[tuple[str, ...]] = [("step", "computation", "communication", "planning", "waits for")]
+    for number, (computation, *actions) in enumerate(schedule):
+        cells.append((str(number), str(computation), *(", ".join(map(str, column)) for column in actions)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     for number, problem in errors:
@@ -182,10 +183,6 @@ def parse(text: str) -> Schedule:
         cells += [""] * (5 - len(cells))
         if len(cells) != 5 or cells[0] != str(len(steps)):
             raise ValueError(f"step {len(steps)} of a schedule: {line!r}")
-        parts = [_actions(cell) for cell in cells[2:]]
-        steps.append(Step(Action.parse(cells[1]), *parts))
+        actions = [tuple(Action.parse(text) for text in cell.split(",") if text) for cell in cells[2:]]
+        steps.append(Step(Action.parse(cells[1]), *actions))
     return tuple(steps)
-
-
-def _actions(cell: str) -> tuple[Action, ...]:
-    return tuple(Action.parse(text) for text in cell.split(",")) if cell else ()

@@ -1,15 +1,14 @@
-"""How the ranks that have one placement agree on their plans: with one collective for all plans of a moment.
+"""Ranks that share a placement agree on their plans: one collective covers all layers planned at the same step.
 
-A policy of this package is pure. So the ranks divide the layers among themselves, and each sends the plans of its own
-ones. A layer is always planned by the same rank. The bytes of the collective are those of the plans, and do not grow
-with the ranks that plan nothing. A user's policy may remember something, or plan differently on different ranks. So
-every rank plans all layers, and a plan is used if all ranks have made it.
+A policy of this package is pure. So the ranks divide the layers among themselves, and each rank sends its plans
+(`Shared`). A user's policy may have state, or plan differently on different ranks. So every rank plans all layers, and
+a plan is used if all ranks have made it (`Compared`).
 """
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,23 +38,6 @@ class Outcome(NamedTuple):
     """What the policy did, if this rank has to say it."""
 
 
-class Agreement(Protocol):
-    """Decides which rank plans, and makes all ranks of a group use the same plans."""
-
-    def plans(self, number: int) -> bool:
-        """Return whether this rank plans a layer."""
-        ...
-
-    def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        """Return what the ranks agree on; all ranks call this for the same layers.
-
-        Args:
-            plans: this rank's plans, by layer number.
-            questions: those of all layers that are planned now.
-        """
-        ...
-
-
 class Compared:
     """Every rank plans all layers; the ranks compare digests."""
 
@@ -63,9 +45,16 @@ class Compared:
         self.group = group
 
     def plans(self, number: int) -> bool:
+        """Return whether this rank plans a layer."""
         return True
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
+        """Return what the ranks agree on; all ranks call this for the same layers.
+
+        Args:
+            plans: this rank's plans, by layer number.
+            questions: the questions of all layers that are planned now.
+        """
         own = copies.to_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
         gathered = own.new_empty(self.group.size() * own.numel())
         dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
@@ -76,19 +65,21 @@ class Compared:
         }
 
     def _outcome(self, plan: Plan, digests: list[bytes]) -> Outcome:
-        rank = self.group.rank()
-        problem = plan.decision.problem
         if len(set(digests)) == 1 and plan.decision.placement is not None:
             return Outcome(plan, True)
-        if GIVEN_UP in digests:
-            return Outcome(plan, False, True, problem if rank == digests.index(GIVEN_UP) else None)
-        if INVALID in digests:
-            return Outcome(plan, False, False, problem if rank == digests.index(INVALID) else None)
+        rank = self.group.rank()
+        for failure in (GIVEN_UP, INVALID):
+            if failure in digests:
+                first = rank == digests.index(failure)
+                return Outcome(plan, False, failure == GIVEN_UP, plan.decision.problem if first else None)
         return Outcome(plan, False, False, "plans differently on different ranks" if rank == 0 else None)
 
 
 class Shared:
-    """Every rank plans its share of the layers, and the ranks exchange plans."""
+    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans.
+
+    The bytes of the collective do not grow with the ranks that plan nothing.
+    """
 
     def __init__(self, group: dist.ProcessGroup, numbers: Iterable[int]) -> None:
         """
@@ -107,7 +98,7 @@ class Shared:
         planners = sorted({self._planner_of[number] for number in questions})
         for content in self._gathered(packed(plans), planners):
             received |= pickle.loads(content)
-        # These are prepared already
+        # This rank's own plans are prepared already
         received |= plans
         return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
 
@@ -139,7 +130,7 @@ _HEADER = 8
 
 
 def packed(plans: Mapping[int, Plan]) -> bytes:
-    """Return what a rank sends of its plans: all but the loads, which all ranks know."""
+    """Return a rank's plans as bytes, without the loads, which all ranks know."""
     nothing_BDE = np.zeros((0, 0, 0), dtype=np.int64)
     return pickle.dumps(
         {n: plan._replace(decision=replace(plan.decision, expected_BDE=nothing_BDE)) for n, plan in plans.items()}

@@ -4,14 +4,14 @@ Only this file attaches balancing to megatron-core's modules, to its schedules a
 
 | computation begins                | when                                                                      |
 |-----------------------------------|---------------------------------------------------------------------------|
-| FNEC of a chunk's start            | the chunk is called                                                       |
+| FNEC of a chunk's start           | the chunk is called                                                       |
 | A2A.1, A2A.2: dispatch, combine   | the layer asks for its placement; its experts have computed all chunks    |
 | FEC                               | the experts are about to compute the first chunk                          |
 | FNEC                              | the layer returns                                                         |
 | BNEC of a chunk's last block      | the gradient of the chunk's output is complete                            |
 | A2A.3, A2A.4: their gradients     | the gradient of the layer's output is complete; experts have all chunks'  |
 | BEC                               | the experts are about to compute the first chunk's gradients              |
-| BNEC of the block before          | the gradient of the layer's input is complete, hence those of its experts |
+| BNEC of the block before          | the gradients of the layer's input and of its experts are complete        |
 | REDUCE, STEP                      | megatron-core begins to finalize gradients; has finalized them            |
 """
 
@@ -29,13 +29,13 @@ from megatron_balance.timeline.actions import Operation, chunk_start
 from megatron_balance.timeline.lower import Pass, one_forward_one_backward
 from megatron_balance.timeline.runtime import Balancer
 
-MOMENTS = {
+COMPUTATIONS = {
     "experts": (Operation.FEC,),
     "combine": (Operation.A2A, 2, 4),
     "experts_backward": (Operation.BEC,),
     "dispatch_backward": (Operation.A2A, 4, 4),
 }
-"""Moment of a layer's pass -> the computation that begins."""
+"""What a layer announces with `begin` -> the computation that begins."""
 
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
@@ -98,7 +98,7 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
         _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
 
     layer.host = functools.partial(balancer.host, number)
-    layer.begin = lambda moment: balancer.enter(number, *MOMENTS[moment])
+    layer.begin = lambda name: balancer.enter(number, *COMPUTATIONS[name])
     layer.register_forward_pre_hook(called)
     layer.register_forward_hook(returned)
 

@@ -1,14 +1,11 @@
-"""From the order in which a pipeline stage computes to the schedule of an iteration, one pass per concern.
+"""From the order in which a pipeline stage computes to the schedule of an iteration.
 
-    one_forward_one_backward -> compute_order -> with_plan -> with_trans -> with_agg
-
-Every pass takes a schedule and returns one with more actions in the same steps. `blockwise` is Pro-Prophet's Algorithm
-2; `blocking` starts every action where its result is needed and waits for it there.
+`compute_order` makes a schedule that only computes. One pass per concern then adds Plan, Trans and Agg to its steps:
+`blockwise` ones are Pro-Prophet's Algorithm 2; `blocking` ones start each action where its result is needed, and wait
+for it there.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
@@ -16,8 +13,7 @@ from megatron_balance.timeline.validate import validate
 
 Overlapping = Literal["none", "blockwise"]
 
-REDUCE = (0, Operation.REDUCE, 1)
-"""A key of Places."""
+BACKWARD = {Operation.FNEC: Operation.BNEC, Operation.FEC: Operation.BEC}
 
 
 class Pass(NamedTuple):
@@ -53,50 +49,35 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Sc
     Args:
         blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
     """
-    computations = {
-        (chunk, forward): _computations(chunk_start(chunk), numbers, forward)
-        for chunk, numbers in enumerate(blocks)
-        for forward in (True, False)
-    }
-    rows = (
-        (*computation, microbatch, 0)
-        for chunk, microbatch, forward in passes
-        for computation in computations[chunk, forward]
-    )
-    # A schedule may have 100,000 steps, and a named tuple's own constructor takes longer than all the rest
-    order = [*map(partial(tuple.__new__, Action), rows), Action(0, Operation.REDUCE), Action(0, Operation.STEP)]
-    return tuple(map(partial(tuple.__new__, Step), zip(order, repeat(()), repeat(()), repeat(()), strict=False)))
+    forward = [_forward(chunk_start(chunk), layers) for chunk, layers in enumerate(blocks)]
+    backward = [[_backward(*computation) for computation in reversed(chunk)] for chunk in forward]
+    order = [
+        Action(block, operation, part, parts, microbatch)
+        for chunk, microbatch, is_forward in passes
+        for block, operation, part, parts in (forward if is_forward else backward)[chunk]
+    ]
+    return tuple(map(Step, (*order, Action(0, Operation.REDUCE), Action(0, Operation.STEP))))
 
 
 Computation = tuple[int, Operation, int, int]
 """The first fields of an Action."""
 
 
-def _computations(start: int, numbers: Sequence[int], forward: bool) -> list[Computation]:
-    """Return what a pass of one microbatch through a chunk with these MoE layers computes.
-
-    Args:
-        start: number of the chunk's part before the first of them.
-    """
-    if not numbers:
+def _forward(start: int, layers: Sequence[int]) -> list[Computation]:
+    """Return the forward pass through a chunk with these MoE layers; `start` is the chunk's part before them."""
+    if not layers:
         return []
-    others = Operation.FNEC if forward else Operation.BNEC
-    alone = [(number, others, 1, 1) for number in (start, *numbers)]
-    if forward:
-        layers = [_layer(number, Operation.FEC, 1) for number in numbers]
-    else:
-        alone = alone[::-1]
-        layers = [_layer(number, Operation.BEC, 3) for number in reversed(numbers)]
-    pairs = zip(layers, alone[1:], strict=True)
-    return [alone[0], *(one for layer, after in pairs for one in (*layer, after))]
+    order = [(start, Operation.FNEC, 1, 1)]
+    for number in layers:
+        order.append((number, Operation.A2A, 1, 4))
+        order.append((number, Operation.FEC, 1, 1))
+        order.append((number, Operation.A2A, 2, 4))
+        order.append((number, Operation.FNEC, 1, 1))
+    return order
 
 
-def _layer(number: int, experts: Operation, exchange: int) -> list[Computation]:
-    return [
-        (number, Operation.A2A, exchange, 4),
-        (number, experts, 1, 1),
-        (number, Operation.A2A, exchange + 1, 4),
-    ]
+def _backward(block: int, operation: Operation, part: int, parts: int) -> Computation:
+    return block, BACKWARD.get(operation, operation), parts + 1 - part, parts
 
 
 def lower(
@@ -123,28 +104,46 @@ def lower(
     first, last = places(schedule)
     if overlap == "blockwise":
         assert not exact, "weights can only travel ahead if the placement is known ahead"
-        schedule = plan_ahead(schedule, layers, last, late)
-        schedule = trans_blockwise(schedule, layers, first)
-        schedule = agg_blockwise(schedule, layers, last, reduce_early)
+        schedule = _with(schedule, plan_ahead(schedule, layers, last, late))
+        schedule = _with(schedule, trans_blockwise(schedule, layers, first))
+        schedule = _with(schedule, agg_blockwise(schedule, layers, last, reduce_early))
     else:
-        schedule = plan_blocking(schedule, layers, first, exact)
-        schedule = trans_blocking(schedule, layers, first)
-        schedule = agg_blocking(schedule, layers, last)
+        schedule = _with(schedule, plan_blocking(schedule, layers, first, exact))
+        schedule = _with(schedule, trans_blocking(layers, first))
+        schedule = _with(schedule, agg_blocking(schedule, layers))
     validate([schedule])
     return schedule
 
 
-def plan_blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Schedule:
-    """Plan between iterations or, if `exact`, on the load just routed, before its tokens are sent."""
+class Placed(NamedTuple):
+    """An action, the step at which it starts, and the step that waits for it."""
+
+    action: Action
+    start: int
+    wait: int
+
+
+def _with(schedule: Schedule, added: Iterable[Placed]) -> Schedule:
+    """Return the schedule with more actions in the same steps."""
     steps = list(schedule)
-    for number in layers:
-        where = first[number, Operation.A2A, 1] if exact else len(steps) - 1
-        plan = Action(number, Operation.PLAN, iteration=0 if exact else 1)
-        _start_and_wait(steps, where, planning=(plan,))
+    for action, start, wait in added:
+        step = steps[start]
+        if action.operation is Operation.PLAN:
+            steps[start] = step._replace(planning=(*step.planning, action))
+        else:
+            steps[start] = step._replace(communication=(*step.communication, action))
+        steps[wait] = steps[wait]._replace(waits=(*steps[wait].waits, action))
     return tuple(steps)
 
 
-def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Schedule:
+def plan_blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Iterator[Placed]:
+    """Plan between iterations or, if `exact`, on the load just routed, before its tokens are sent."""
+    for number in layers:
+        place = first[number, Operation.A2A, 1] if exact else len(schedule) - 1
+        yield Placed(Action(number, Operation.PLAN, iteration=0 if exact else 1), place, place)
+
+
+def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Iterator[Placed]:
     """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
 
     The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
@@ -153,66 +152,51 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bo
 
     If the load is `late`, start it at the backward pass of A2A(i, j), whose forward pass is then done, or nearly so.
     """
-    steps = list(schedule)
     for number in layers:
-        plan = Action(number, Operation.PLAN, iteration=1)
-        where = last[number, Operation.A2A, 3] if late else last[number, Operation.FEC, 1]
-        _start(steps, where, planning=(plan,))
-        _wait(steps, len(steps) - 1, (plan,))
-    return tuple(steps)
+        start = last[number, Operation.A2A, 3] if late else last[number, Operation.FEC, 1]
+        yield Placed(Action(number, Operation.PLAN, iteration=1), start, len(schedule) - 1)
 
 
-def trans_blocking(schedule: Schedule, layers: Iterable[int], first: Places) -> Schedule:
+def trans_blocking(layers: Iterable[int], first: Places) -> Iterator[Placed]:
     """Run TRANS(i) right before the first FEC(i)."""
-    steps = list(schedule)
     for number in layers:
-        trans = Action(number, Operation.TRANS)
-        _start_and_wait(steps, first[number, Operation.FEC, 1], communication=(trans,))
-    return tuple(steps)
+        place = first[number, Operation.FEC, 1]
+        yield Placed(Action(number, Operation.TRANS), place, place)
 
 
-def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) -> Schedule:
+def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) -> Iterator[Placed]:
     """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1).
 
     Block i is the block that computes just before block i+1 does for the first time. Before the first block there is
     only FNEC, with which its whole TRANS overlaps.
     """
-    steps = list(schedule)
     for number in sorted(layers, key=lambda number: first[number, Operation.A2A, 1]):
         before = range(first[number, Operation.A2A, 1] - 1, -1, -1)
-        hiding = [_nearest(steps, before, operation) for operation in (Operation.FEC, Operation.FNEC)]
-        parts = _parts(number, Operation.TRANS, steps, hiding)
-        _wait(steps, first[number, Operation.FEC, 1], parts)
-    return tuple(steps)
+        starts = _nearest(schedule, before, (Operation.FEC, Operation.FNEC))
+        yield from _parts(number, Operation.TRANS, starts, first[number, Operation.FEC, 1])
 
 
-def agg_blocking(schedule: Schedule, layers: Iterable[int], last: Places) -> Schedule:
+def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Iterator[Placed]:
     """Run AGG(i) after the backward pass."""
-    steps = list(schedule)
     for number in layers:
-        _start_and_wait(steps, last[REDUCE], communication=(Action(number, Operation.AGG),))
-    return tuple(steps)
+        yield Placed(Action(number, Operation.AGG), len(schedule) - 2, len(schedule) - 2)
 
 
-def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduce_early: bool) -> Schedule:
+def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduce_early: bool) -> Iterator[Placed]:
     """Overlap the two parts of AGG(i+1) with BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
 
     Block i is the block that computes next. After the first block only BNEC is left.
     """
-    steps = list(schedule)
-    last_parts = ()
+    starts_of = {}
     for number in sorted(layers, key=lambda number: last[number, Operation.BEC, 1]):
-        after = range(last[number, Operation.BEC, 1] + 1, len(steps))
-        hiding = [_nearest(steps, after, operation) for operation in (Operation.BNEC, Operation.BEC)]
-        if reduce_early and last_parts:
-            assert hiding[0] is not None
-            _wait(steps, hiding[0], last_parts)
-        last_parts = _parts(number, Operation.AGG, steps, hiding)
-        if not reduce_early:
-            _wait(steps, last[REDUCE], last_parts)
+        after = range(last[number, Operation.BEC, 1] + 1, len(schedule))
+        starts_of[number] = _nearest(schedule, after, (Operation.BNEC, Operation.BEC))
+    # At REDUCE, or where the next Agg starts
+    waits = [len(schedule) - 2] * len(starts_of)
     if reduce_early:
-        _wait(steps, last[REDUCE], last_parts)
-    return tuple(steps)
+        waits[:-1] = [starts[0] for starts in starts_of.values()][1:]
+    for (number, starts), wait in zip(starts_of.items(), waits, strict=True):
+        yield from _parts(number, Operation.AGG, starts, wait)
 
 
 def wait_at_once(schedule: Schedule) -> Schedule:
@@ -220,32 +204,21 @@ def wait_at_once(schedule: Schedule) -> Schedule:
     return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
 
 
-def _parts(block: int, operation: Operation, steps: list[Step], hiding: list[int | None]) -> tuple[Action, ...]:
-    """Start one part of a block's operation at each of the steps `hiding` that exist, and overlap it with them."""
-    found = sorted(number for number in hiding if number is not None)
-    parts = tuple(Action(block, operation, part + 1, len(found)) for part in range(len(found)))
-    for number, part in zip(found, parts, strict=True):
-        _start(steps, number, communication=(part,))
-    return parts
+def _parts(block: int, operation: Operation, starts: Sequence[int], wait: int) -> Iterator[Placed]:
+    """Yield the parts of a block's operation, one for each step with which it overlaps."""
+    for part, start in enumerate(starts, 1):
+        yield Placed(Action(block, operation, part, len(starts)), start, wait)
 
 
-def _nearest(steps: Sequence[Step], numbers: Iterable[int], operation: Operation) -> int | None:
-    return next((number for number in numbers if steps[number].computation.operation is operation), None)
-
-
-def _start(
-    steps: list[Step], number: int, communication: tuple[Action, ...] = (), planning: tuple[Action, ...] = ()
-) -> None:
-    step = steps[number]
-    steps[number] = step._replace(communication=step.communication + communication, planning=step.planning + planning)
-
-
-def _wait(steps: list[Step], number: int, actions: tuple[Action, ...]) -> None:
-    steps[number] = steps[number]._replace(waits=steps[number].waits + actions)
-
-
-def _start_and_wait(
-    steps: list[Step], number: int, communication: tuple[Action, ...] = (), planning: tuple[Action, ...] = ()
-) -> None:
-    _start(steps, number, communication, planning)
-    _wait(steps, number, planning + communication)
+def _nearest(schedule: Schedule, numbers: Iterable[int], operations: Iterable[Operation]) -> list[int]:
+    """Return the first of these steps with each operation that they have, in the schedule's order."""
+    found = {}
+    wanted = set(operations)
+    for number in numbers:
+        operation = schedule[number].computation.operation
+        if operation in wanted:
+            wanted.remove(operation)
+            found[operation] = number
+            if not wanted:
+                break
+    return sorted(found.values())

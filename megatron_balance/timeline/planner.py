@@ -1,18 +1,15 @@
 """A thread that makes plans while training continues, and a limit to how long a rank waits for its policy."""
 
-import contextlib
 import functools
 import math
-import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_balance.cost.sending import Sending, SendingModel
+from megatron_balance.device.side_stream import DaemonThread
 from megatron_balance.messages import described
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
@@ -22,8 +19,7 @@ from megatron_balance.planning.manager import Decision, Question
 class Plan(NamedTuple):
     """The result of planning, and when it was made.
 
-    It is small, because ranks send it to each other. The messages of Trans and Agg, and the placement's tables, follow
-    from it.
+    It is small, because ranks send it to each other: the messages of Trans and Agg follow from it.
     """
 
     decision: Decision
@@ -41,8 +37,7 @@ class Plan(NamedTuple):
 def plan_for(question: Question) -> Plan:
     """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question.
 
-    Whatever fails is the decision's problem, which the agreement tells all ranks: an error on one rank would let the
-    others wait for its plan.
+    An error becomes the decision's problem, which the agreement tells all ranks: the others would wait for this plan.
     """
     with record_function("Plan"):
         start = time.perf_counter()
@@ -85,9 +80,7 @@ class Asked:
 
 
 class Planner:
-    """A thread that makes plans, and prepares those of other ranks.
-
-    It is a daemon, so that a policy that never returns does not keep the process alive.
+    """A thread that makes plans, and prepares the plans of other ranks.
 
     Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
     load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
@@ -106,10 +99,9 @@ class Planner:
         self.patience = patience
         self.name = name
         self.given_up = False
-        self._stop, self._kept = stop, list[Asked]()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._tasks,), name="Plan", daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        self._stop = stop
+        self._kept: list[Asked] = []
+        self._thread = DaemonThread("Plan")
 
     def ask(self, question: Question) -> Asked:
         """Keep a question for `begin`; it is answered after all earlier ones."""
@@ -118,17 +110,20 @@ class Planner:
         return asked
 
     def begin(self) -> None:
-        """Begin to answer the questions that were asked; `deadline` does that, too."""
+        """Begin to answer the questions that were asked; `deadline` does so, too."""
         for asked in self._kept:
-            self._tasks.put(functools.partial(_answer, asked))
+            self._thread.submit(functools.partial(plan_for, asked.question), asked.plan)
         self._kept.clear()
 
     def prepare(self, placement: Placement, transport: SendingModel) -> None:
-        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this."""
-        self._tasks.put(functools.partial(prepare, placement, transport))
+        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this.
+
+        A preparation that fails does so again where its result is needed.
+        """
+        self._thread.submit(functools.partial(prepare, placement, transport))
 
     def deadline(self) -> float:
-        """Return the deadline for `result` of all plans that are needed at this moment."""
+        """Return the deadline for `result` of all plans that are needed now."""
         self.begin()
         return time.monotonic() + self.patience
 
@@ -148,20 +143,3 @@ class Planner:
         """Stop planning; all ranks of the group call it after the same plans."""
         self.given_up = True
         self._stop()
-
-
-def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (task := tasks.get()) is not None:
-        # A preparation that fails does so again where its result is needed, and must not end the thread
-        with contextlib.suppress(Exception):
-            task()
-        # Without this reference, the thread ends with its planner
-        del task
-
-
-def _answer(asked: Asked) -> None:
-    assert asked.plan is not None
-    try:
-        asked.plan.set_result(plan_for(asked.question))
-    except BaseException as error:  # raised where the plan is waited for
-        asked.plan.set_exception(error)

@@ -1,14 +1,13 @@
-"""When the experts' weights and gradients move.
-
-An expert's weights move at two moments of an iteration, its gradients at one:
+"""Moves the experts' weights and gradients when the schedule says so.
 
     Trans      weights from the owner to the guests, before the layer's experts compute for the first time
     Agg        gradients from the guests to the owner, after the layer's last backward pass and before any reduction
     Transfer   weights and optimizer state to a new owner, after the optimizer's step
 
-The placements determine which experts move; Plan decides each next one from observed load. The schedule determines when
-Plan, Trans and Agg start and where they are waited for (timeline/lower.py): blocking, where their result is needed;
-blockwise, overlapped with the computation of the neighboring block. The Balancer executes the schedule:
+A placement determines which experts move; Plan decides each next placement from observed load. The schedule
+(timeline/lower.py) determines when Plan, Trans and Agg start, and which computations wait for them: blocking, where
+their result is needed; blockwise, overlapped with the computation of the neighboring block. The Balancer executes the
+schedule:
 
     begin_iteration     take the schedule for this number of microbatches
     enter, host         before each computation: wait for what it needs, start what overlaps with it
@@ -21,22 +20,26 @@ layer's first forward pass on. Recomputation finds it unchanged.
 """
 
 import functools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.ownership_transfer import OwnershipTransfer
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.ownership_transfer import ExpertMover
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.cost.calibration import UNCALIBRATED, Calibration, Factors
 from megatron_balance.device import clock
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.device.side_stream import AsyncWork, SideStream
+from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import LayerReport, component_seconds
 from megatron_balance.observe.calibration_log import CalibrationRecord
+from megatron_balance.observe.layer_report import explanation
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.observe.trace import Stream, Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
@@ -44,85 +47,99 @@ from megatron_balance.placement.transfers import TransferPlan
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
-from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.layer_state import LayerState, sent_bytes
 from megatron_balance.timeline.planner import Asked, Plan, Planner
 
+logger = logging.getLogger(__name__)
 
+MOST_KINDS = 10
+"""Number of kinds of problems of the policy that are logged for each layer."""
+
+MOST_CHARACTERS = 300
+"""Length of a problem in the log."""
+
+
+class Started(NamedTuple):
+    """A Trans, an Agg or a part of one that has started."""
+
+    rounds: TransferPlan
+    work: AsyncWork | None
+    """None where there is nothing to send."""
+
+
+@dataclass(eq=False, kw_only=True)
 class Balancer:
-    """Keeps the experts of this rank's MoE layers where their placements put them, at the moments of its schedule.
+    """Keeps the experts of this rank's MoE layers where their placements put them, by executing a schedule.
 
     All ranks of the expert-parallel group call every method in the same order.
     """
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup,
-        transfer: ExpertTransfer,
-        layers: Mapping[int, LayerState],
-        schedule: Callable[[int], Schedule],
-        microbatches: Callable[[], int],
-        guest_bytes: int,
-        ownership: OwnershipTransfer | None = None,
-        explain: bool = False,
-        shards: dist.ProcessGroup | None = None,
-        planner: Planner | None = None,
-        shares: bool = False,
-        calibrates: bool = False,
-        record: CalibrationRecord | None = None,
-    ) -> None:
-        """
-        Args:
-            group: the expert-parallel group.
-            transfer: executes Trans and Agg, over a separate group of the same ranks.
-            layers: by layer number, in the order of the model.
-            schedule: number of microbatches -> the schedule of an iteration.
-            microbatches: returns the number of microbatches of the current iteration.
-            guest_bytes: memory of this rank's guest slots, weights and gradients, in all layers.
-            ownership: executes Transfer; replicas then have one placement, for their mean load. None: owners stay.
-            explain: print the expected effect of each plan.
-            shards: the ranks of all shards of these experts, which have one placement; None: `group`.
-            planner: makes the plans; None: a thread without a time limit.
-            shares: whether ranks that have one placement plan for each other.
-            calibrates: whether plans are made with calibrated cost models.
-            record: the factors to calibrate with; None: those that this run measures.
-        """
-        self.group, self.transfer, self.layers = group, transfer, dict(layers)
-        self.schedule = schedule
-        self.microbatches = microbatches
-        self.guest_bytes = guest_bytes
-        self.ownership = ownership
-        self.explain = explain
-        self.deciders = (shards or group) if ownership is None else ownership.group
-        """The ranks that have one placement."""
-        self.agreement = Shared(self.deciders, self.layers) if shares else Compared(self.deciders)
-        self.calibrates = calibrates
-        self.record = record
-        self.calibration, self.factors = Calibration(), UNCALIBRATED
-        """What the finished iterations measured, and the factors of the iteration in progress."""
-        self.timeline: Timeline | None = None
-        """Records spans of computation, communication, planning and waits."""
-        self.aside = False
-        """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
+    group: dist.ProcessGroup
+    """The expert-parallel group."""
+    trans_agg: TransAgg
+    """Executes Trans and Agg, over a separate group of the same ranks."""
+    layers: Mapping[int, LayerState]
+    """By layer number, in the order of the model."""
+    schedule: Callable[[int], Schedule]
+    """Number of microbatches -> the schedule of an iteration."""
+    microbatches: Callable[[], int]
+    """Returns the number of microbatches of the current iteration."""
+    guest_bytes: int
+    """Memory of this rank's guest slots, weights and gradients, in all layers."""
+    mover: ExpertMover | None = None
+    """Executes Transfer; data-parallel replicas then have one placement, for their mean load. None: owners stay."""
+    explain: bool = False
+    """Print the expected effect of each plan."""
+    shards: dist.ProcessGroup | None = None
+    """The ranks of all shards of these experts, which have one placement; None: `group`."""
+    planner: Planner = field(default_factory=Planner)
+    shares: bool = False
+    """Whether ranks with the same placement split the layers among themselves and exchange plans."""
+    calibrates: bool = False
+    """Whether plans are made with calibrated cost models."""
+    record: CalibrationRecord | None = None
+    """The factors to calibrate with; None: those that this run measures."""
+
+    calibration: Calibration = field(default_factory=Calibration, init=False)
+    """What the finished iterations measured."""
+    factors: Factors = field(default=UNCALIBRATED, init=False)
+    """The factors of the iteration in progress."""
+    timeline: Timeline | None = field(default=None, init=False)
+    """Records spans of computation, communication, planning and waits."""
+    aside: bool = field(default=False, init=False)
+    """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
+
+    def __post_init__(self) -> None:
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
-        self._side_stream, self._planner = SideStream("Trans and Agg"), planner or Planner()
-        self._iteration, self._steps = 0, deque[Step]()
+        self.deciders = (self.shards or self.group) if self.mover is None else self.mover.group
+        """The ranks that have one placement."""
+        self.agreement = Shared(self.deciders, self.layers) if self.shares else Compared(self.deciders)
+        self._side_stream = SideStream("Trans and Agg")
+        self._iteration = 0
+        self._steps = deque[Step]()
         """The rest of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The current computation, and when it began."""
-        self._started: dict[Action, AsyncWork | None] = {}
-        """Trans and Agg that have started and are not waited for yet; None where there is nothing to send."""
+        self._started: dict[Action, Started] = {}
+        """Trans and Agg that have started and are not waited for yet."""
         self._plans: dict[Action, Asked | None] = {}
         """Plans that have started and are not waited for yet; None where no plan is due."""
         self._new_owners: dict[int, Plan] = {}
         """Plans that wait for the optimizer's step, by layer number."""
-        self._entered, self._to_repeat = Counter[Action](), Counter[Action]()
+        self._entered = Counter[Action]()
+        """Number of microbatches that have begun each computation."""
+        self._to_repeat = Counter[Action]()
+        """Number of forward passes without gradients that recomputation has yet to repeat."""
+        self._logged: defaultdict[int, set[str]] = defaultdict(set)
+        """Kinds of the policy's problems that have been logged, by layer number."""
 
     def begin_iteration(self, number: int) -> None:
         """Begin the first computation of an iteration; forget everything since the last one."""
         schedule = self.schedule(self.microbatches())
-        self._iteration, self._steps, self._now = number, deque(schedule), None
+        self._iteration = number
+        self._steps = deque(schedule)
+        self._now = None
         self._entered.clear()
         self._to_repeat.clear()
         self.factors = self.calibration.factors if self.record is None else self.record.at(number)
@@ -140,7 +157,7 @@ class Balancer:
     def host(self, number: int, load: Reading, training: bool) -> Placement:
         """Return the placement of a layer for a forward pass with this load [D, E].
 
-        Its hosts have the weights when experts compute. Nothing waits for the load before it is needed.
+        Every host has received an expert's weights before it computes. Nothing waits for the load before it is needed.
         """
         state = self.layers[number]
         if self.aside and self._steps:
@@ -151,7 +168,7 @@ class Balancer:
             self._begin(computation)
         elif not self._steps and not state.fresh:
             # An evaluation, or the search for a fault
-            self._start_trans(state, state.transfers).wait()
+            self._start_trans(state, state.rounds.plan).wait()
             state.fresh = True
         return state.placement.trimmed
 
@@ -161,13 +178,13 @@ class Balancer:
 
     def finish_iteration(self) -> None:
         """Put the next placements in force and record what happened in this iteration."""
-        finished = {number: (state.placement, state.transfers) for number, state in self.layers.items()}
+        executed = {number: state.rounds for number, state in self.layers.items()}
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
             if not state.observed:
                 self._observe(state)
-            state.close(*finished[number])
+            state.close(executed[number])
 
     def transfer_owners(self) -> None:
         """Transfer experts to their owners in the next placement, after the optimizer's step, and put it in force.
@@ -175,23 +192,31 @@ class Balancer:
         If a Transfer fails on one rank, all ranks keep their placement, and the layer's plans change no owners for some
         iterations.
         """
+        logs = self.deciders.rank() == 0
         for number, plan in self._new_owners.items():
             state = self.layers[number]
             placement = plan.decision.placement
-            assert self.ownership is not None and placement is not None
+            assert self.mover is not None and placement is not None and state.last is not None
             start = clock.mark()
             changes = moves(state.placement, placement)
             with record_function("Transfer"):
-                moved = self.ownership.transfer(changes, state.fields)
+                moved = self.mover.transfer(changes, state.fields)
             if isinstance(moved, str):
-                state.postpone_transfer(number, moved, log=self.deciders.rank() == 0)
+                pause = state.manager.postpone_transfer()
+                if logs:
+                    # Each failure, since the pauses grow
+                    message = (
+                        "layer %d: experts could not change owners: %s; its last placement stays, next attempt in %s"
+                    )
+                    logger.warning(message, number, moved, "1 iteration" if pause == 1 else f"{pause} iterations")
                 continue
             action = Action(number, Operation.TRANSFER)
             self._record("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)
             state.slots.own(placement.experts_of(self.group.rank()))
             self._adopt(number, state, plan)
-            state.moved(len(changes), moved.total_bytes * self.group.size() / self.deciders.size())
-            if self.deciders.rank() == 0:
+            sent = moved.total_bytes * self.group.size() / self.deciders.size()
+            state.last = replace(state.last, experts_moved=len(changes), transfer_bytes=sent)
+            if logs:
                 print(f"layer {number}: {plan.decision.settlement}", flush=True)
         self._new_owners.clear()
 
@@ -199,7 +224,8 @@ class Balancer:
         """Return the computation with its microbatch; None if no schedule has it, or if it is a repetition."""
         if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
-        self._entered[place] = 1 + (microbatch := self._entered.get(place, 0))
+        microbatch = self._entered[place]
+        self._entered[place] = microbatch + 1
         return Action(place.block, place.operation, place.part, place.parts, microbatch)
 
     def _repeats(self, place: Action) -> bool:
@@ -226,7 +252,7 @@ class Balancer:
         for action in started:
             self._start(action)
         if not computation.is_forward:
-            self._planner.begin()
+            self.planner.begin()
         if computation.operation is Operation.BEC:
             self.layers[computation.block].keep_loads()
         if started:
@@ -237,22 +263,22 @@ class Balancer:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
             self._plans[action] = self._start_plan(action.block, ahead=action.iteration)
-        elif action.operation is Operation.TRANS:
-            self._started[action] = self._start_trans(state, state.part(action))
-        else:
-            self._started[action] = self._start_agg(state, state.part(action))
+            return
+        rounds = state.rounds.of(action)
+        start = self._start_trans if action.operation is Operation.TRANS else self._start_agg
+        self._started[action] = Started(rounds, start(state, rounds))
 
-    def _start_trans(self, state: LayerState, plan: TransferPlan) -> AsyncWork:
+    def _start_trans(self, state: LayerState, rounds: TransferPlan) -> AsyncWork:
         # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
         with record_function("Trans"):
-            work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
+            work = functools.partial(self.trans_agg.trans, rounds, state.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
 
-    def _start_agg(self, state: LayerState, plan: TransferPlan) -> AsyncWork | None:
-        if not len(plan):
+    def _start_agg(self, state: LayerState, rounds: TransferPlan) -> AsyncWork | None:
+        if not len(rounds):
             return None
         with record_function("Agg"):
-            return self._side_stream.start(functools.partial(self.transfer.agg, plan, state.placement, state.slots))
+            return self._side_stream.start(functools.partial(self.trans_agg.agg, rounds, state.placement, state.slots))
 
     def _start_plan(self, number: int, ahead: int) -> Asked | None:
         """Ask the policy for a plan for this iteration or the next one, if a plan is due."""
@@ -269,44 +295,47 @@ class Balancer:
                 return None
             assert expected_BDE is not None
             manager.expected_BDE = expected_BDE
-            if self._planner.given_up:
+            if self.planner.given_up:
                 return None
             question = manager.question(expected_BDE, microbatches)
-            return self._planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
+            return self.planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
 
     def _observe(self, state: LayerState) -> None:
         """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
         counts_BDE = state.counts_BDE()
-        if self.ownership is not None:
+        if self.mover is not None:
             total_BDE = torch.from_numpy(counts_BDE).to(torch.cuda.current_device(), copy=True)
             dist.all_reduce(total_BDE, group=self.deciders)
             ranks = self.deciders.size()
             counts_BDE = (total_BDE.cpu().numpy() + ranks // 2) // ranks
         state.observe(counts_BDE)
 
-    def _wait(self, actions: Sequence[Action], start: clock.Mark) -> clock.Mark:
+    def _wait(self, actions: Iterable[Action], start: clock.Mark) -> clock.Mark:
         """Wait from `start` on; return the mark of the end, because each mark costs the host time."""
+        plans = []
         for action in actions:
-            if action.operation is not Operation.PLAN:
-                start = self._wait_for_transfer(action, start)
-        if plans := [action for action in actions if action.operation is Operation.PLAN]:
+            if action.operation is Operation.PLAN:
+                plans.append(action)
+            else:
+                start = self._wait_for_trans_or_agg(action, start)
+        if plans:
             with record_function("Plan"):
                 start = self._wait_for_plans(plans, start)
         return start
 
-    def _wait_for_transfer(self, action: Action, start: clock.Mark) -> clock.Mark:
-        """Wait for a Trans or an Agg, or for a part of one, from `start` on; return the mark of the end."""
+    def _wait_for_trans_or_agg(self, action: Action, start: clock.Mark) -> clock.Mark:
         state = self.layers[action.block]
-        work = self._started.pop(action)
+        rounds, work = self._started.pop(action)
         end = start
         if work is not None:
             began, ended = work.wait()
             end = clock.mark()
-            if len(state.part(action)):
+            if len(rounds):
                 self._record_wait(action, start, end)
                 state.spans.append((action.operation, (began, ended)))
-                sent = state.sent_bytes(action, self.group.rank()) if self.timeline is not None else 0
-                self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
+                if self.timeline is not None:
+                    sent = sent_bytes(action.operation, rounds, state.manager.cost, self.group.rank())
+                    self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
         if action.part == action.parts:
             # The optimizer steps after every Agg, and makes the guests' weights stale
             state.fresh = action.operation is Operation.TRANS
@@ -320,34 +349,46 @@ class Balancer:
         if not due:
             return start
         plans = {}
-        deadline = self._planner.deadline()
+        deadline = self.planner.deadline()
         for action, asked in due.items():
             if asked.plan is not None:
-                plans[action.block] = plan = self._planner.result(asked, deadline)
-                start, before = clock.mark(), start
-                self._record_wait(action, before, start)
+                plan = self.planner.result(asked, deadline)
+                plans[action.block] = plan
+                end = clock.mark()
+                self._record_wait(action, start, end)
                 self._record("planning", action, plan.start, plan.end)
+                start = end
         outcomes = self.agreement.reach(plans, {action.block: asked.question for action, asked in due.items()})
-        self._record_wait(next(iter(due)), start, end := clock.mark())
+        end = clock.mark()
+        self._record_wait(next(iter(due)), start, end)
         for number, outcome in outcomes.items():
             self._conclude(number, self.layers[number], outcome)
         return end
 
     def _conclude(self, number: int, state: LayerState, outcome: Outcome) -> None:
+        """Adopt a plan on which the ranks agree; otherwise log why its layer's placement stays."""
         plan = outcome.plan
-        placement = outcome.plan.decision.placement
+        placement = plan.decision.placement
         state.plan_seconds = plan.end - plan.start
         if outcome.agreed and placement is not None:
             if placement.home == state.placement.home:
                 self._adopt(number, state, plan)
             else:
                 self._new_owners[number] = plan
-        elif outcome.final and not self._planner.given_up:
-            self._planner.give_up()
+        elif outcome.final and not self.planner.given_up:
+            self.planner.give_up()
             if outcome.problem is not None:
-                state.give_up(number, f"--balance-policy {self._planner.name} {outcome.problem}")
+                problem = cleaned(f"--balance-policy {self.planner.name} {outcome.problem}", MOST_CHARACTERS)
+                message = "layer %d: %s; all placements stay, and the policy is not asked again in this run"
+                logger.warning(message, number, problem)
         elif not outcome.final and outcome.problem is not None:
-            state.warn(number, f"the policy {outcome.problem}")
+            # Once for each kind: a policy that fails is likely to fail in every iteration
+            kind = outcome.problem.partition(":")[0]
+            logged = self._logged[number]
+            if kind not in logged and len(logged) < MOST_KINDS:
+                logged.add(kind)
+                problem = cleaned(f"the policy {outcome.problem}", MOST_CHARACTERS)
+                logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         """Put a plan's placement in force."""
@@ -356,9 +397,10 @@ class Balancer:
         if plan.sending is None:
             return
         state.follow(plan.sending, plan.beside)
-        self._planner.prepare(state.placement, state.manager.cost.transport)
+        self.planner.prepare(state.placement, state.manager.cost.transport)
         if self.explain and self.group.rank() == 0:
-            print(state.explanation(number, before, plan.decision.expected_BDE, self.microbatches()), flush=True)
+            cost = state.manager.cost_of(self.microbatches())
+            print(explanation(number, cost, plan.decision.expected_BDE, before, state.placement), flush=True)
 
     def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
         if computation.operation in EXPERTS:

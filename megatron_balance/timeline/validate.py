@@ -1,8 +1,10 @@
 """Refuses schedules that would train on wrong weights, lose gradients or hang, before they run."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, grid, places
+from megatron_balance.timeline.actions import Action, Operation, Schedule, grid, places
 
 
 class InvalidSchedule(ValueError):
@@ -11,9 +13,6 @@ class InvalidSchedule(ValueError):
 
 Problem = tuple[int, str]
 """A step, and what is wrong there."""
-
-Numbers = dict[Action, int]
-"""The step at which each action starts, or is waited for."""
 
 
 def validate(schedules: Sequence[Schedule]) -> None:
@@ -33,84 +32,68 @@ def validate(schedules: Sequence[Schedule]) -> None:
 
 
 def _problems(schedule: Schedule) -> Iterator[Problem]:
-    # Few steps of a long schedule start an action or wait for one
-    acting = [(number, step) for number, step in enumerate(schedule) if step[1] or step[2] or step[3]]
-    starts = {action: number for number, step in acting for action in step.planning + step.communication}
-    ends = {action: number for number, step in acting for action in step.waits}
-    first, last = places(schedule)
-    yield from _waits(acting, starts)
-    yield from _trans(ends, first)
-    yield from _agg(starts, ends, last)
-    yield from _plan(starts, ends, last)
-
-
-def _waits(acting: Sequence[tuple[int, Step]], starts: Numbers) -> Iterator[Problem]:
-    started: set[Action] = set()
-    waited: set[Action] = set()
-    for number, step in acting:
-        for action in step.planning + step.communication:
-            if action in started:
+    starts: dict[Action, int] = {}
+    ends: dict[Action, int] = {}
+    """The step at which each action starts, and the step that waits for it."""
+    for number, (_, communication, planning, waits) in enumerate(schedule):
+        for action in communication + planning:
+            if action in starts:
                 yield number, f"{action} is started again"
-            started.add(action)
-        for action in step.waits:
-            if action not in started:
+            starts[action] = number
+        for action in waits:
+            if action not in starts:
                 yield number, f"{action} is waited for before it is started"
-            if action in waited:
+            if action in ends:
                 yield number, f"{action} is waited for again"
-            waited.add(action)
+            ends[action] = number
+    actions: defaultdict[tuple[int, Operation], list[Action]] = defaultdict(list)
     for action, number in starts.items():
-        if action not in waited:
+        actions[action.block, action.operation].append(action)
+        if action not in ends:
             yield number, f"{action} is never waited for"
 
+    def arrive(block: int, operation: Operation, step: int) -> bool:
+        """Return whether all parts of an action have been waited for at a step."""
+        parts = [action for action in actions[block, operation] if ends.get(action, math.inf) <= step]
+        return bool(parts) and sorted(action.part for action in parts) == [*range(1, parts[0].parts + 1)]
 
-def _trans(ends: Numbers, first: Places) -> Iterator[Problem]:
-    """Check that every layer's experts have their weights when they compute for the first time."""
-    for (block, operation, _), number in first.items():
-        if operation is not Operation.FEC:
-            continue
-        waited = [action for action, end in ends.items() if _is(action, block, Operation.TRANS) and end <= number]
-        if not _complete(waited):
-            yield number, f"L{block} computes before its TRANS has arrived"
-
-
-def _agg(starts: Numbers, ends: Numbers, last: Places) -> Iterator[Problem]:
-    """Check that every layer's gradients leave when they are complete, and arrive before they are reduced."""
+    first, last = places(schedule)
     reduce = last[0, Operation.REDUCE, 1]
-    for (block, operation, _), complete in sorted(last.items()):
-        if operation is not Operation.BEC:
-            continue
-        for action, number in starts.items():
-            if _is(action, block, Operation.AGG) and number <= complete:
-                yield number, f"{action} starts before its gradients are complete, at step {complete}"
-        waited = [action for action, end in ends.items() if _is(action, block, Operation.AGG) and end <= reduce]
-        if not _complete(waited):
-            yield reduce, f"gradients of L{block} are reduced before its AGG has arrived"
-
-
-def _plan(starts: Numbers, ends: Numbers, last: Places) -> Iterator[Problem]:
-    """Check that plans for the next iteration use the load of this one, and plans for this one precede its TRANS."""
+    for (block, operation, _), number in first.items():
+        if operation is Operation.FEC and not arrive(block, Operation.TRANS, number):
+            yield number, f"L{block} computes before its TRANS has arrived"
+    for (block, operation, _), complete in last.items():
+        if operation is Operation.BEC:
+            for action in actions[block, Operation.AGG]:
+                if starts[action] <= complete:
+                    yield (
+                        starts[action],
+                        f"{action} starts before its gradients are complete, at step {complete}",
+                    )
+            if not arrive(block, Operation.AGG, reduce):
+                yield reduce, f"gradients of L{block} are reduced before its AGG has arrived"
     for action, number in starts.items():
-        if action.operation is not Operation.PLAN:
-            continue
-        routed = last.get((action.block, Operation.A2A, 1), number)
-        if action.iteration and number < routed:
-            yield number, f"{action} starts before the load is known, at step {routed}"
-        trans = [start for other, start in starts.items() if _is(other, action.block, Operation.TRANS)]
-        if not action.iteration and trans and ends.get(action, number) > min(trans):
-            yield min(trans), f"weights travel before {action} is made"
+        if action.operation is Operation.PLAN:
+            routed = last.get((action.block, Operation.A2A, 1), number)
+            if action.iteration and number < routed:
+                yield number, f"{action} starts before the load is known, at step {routed}"
+            trans = min((starts[other] for other in actions[action.block, Operation.TRANS]), default=math.inf)
+            if not action.iteration and ends.get(action, number) > trans:
+                yield int(trans), f"weights travel before {action} is made"
 
 
 def _order(reference: Schedule, schedule: Schedule) -> Iterator[Problem]:
-    """Check that all ranks exchange and transfer in one order."""
+    """Check that all ranks exchange rows, weights and gradients in one order."""
     if schedule is reference:
         return
-    both = [_collectives(one) for one in (reference, schedule)]
-    for (_, expected), (number, found) in zip(*both, strict=False):
-        if expected != found:
-            yield number, f"rank 0 comes to {expected} first"
+    expected = _collectives(reference)
+    found = _collectives(schedule)
+    for (_, before), (number, action) in zip(expected, found, strict=False):
+        if before != action:
+            yield number, f"rank 0 comes to {before} first"
             return
-    if len(both[0]) != len(both[1]):
-        yield len(schedule) - 1, f"{len(both[1])} exchanges, Trans and Agg; rank 0 has {len(both[0])}"
+    if len(expected) != len(found):
+        yield len(schedule) - 1, f"{len(found)} exchanges, Trans and Agg; rank 0 has {len(expected)}"
 
 
 def _collectives(schedule: Schedule) -> list[tuple[int, Action]]:
@@ -120,12 +103,3 @@ def _collectives(schedule: Schedule) -> list[tuple[int, Action]]:
         for action in (*step.communication, step.computation)
         if action in step.communication or action.operation is Operation.A2A
     ]
-
-
-def _is(action: Action, block: int, operation: Operation) -> bool:
-    return action.block == block and action.operation is operation
-
-
-def _complete(parts: Sequence[Action]) -> bool:
-    """Return whether these are all parts of one action."""
-    return bool(parts) and sorted(part.part for part in parts) == list(range(1, parts[0].parts + 1))

@@ -176,7 +176,7 @@ class Death:
     def __call__(self, rank: int) -> None:
         """Prepare a rank for this death."""
         if self.staging_bytes is not None:
-            transfer = importlib.import_module("megatron_balance.comm.ownership_transfer").OwnershipTransfer
+            transfer = importlib.import_module("megatron_balance.comm.ownership_transfer").ExpertMover
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
@@ -233,7 +233,7 @@ def _points() -> dict[str, Function]:
         "rounds": of(transfer, "plan_rounds"),
         "staging": of(transfer, "_staging"),
         "pack": of(transfer, "_pack"),
-        "exchange": lambda: (importlib.import_module(transfer).OwnershipTransfer, "_exchange"),
+        "exchange": lambda: (importlib.import_module(transfer).ExpertMover, "_exchange"),
         "unpack": of(transfer, "_unpack"),
         "own": lambda: (importlib.import_module("megatron_balance.flow.experts").GroupedExperts, "own"),
     }
@@ -245,7 +245,7 @@ POINTS = _points()
 WHOLE: dict[str, Function] = {
     "save": lambda: (importlib.import_module("megatron_balance.checkpoint.checkpoints").Checkpoints, "_start"),
     "transfer": lambda: (
-        importlib.import_module("megatron_balance.comm.ownership_transfer").OwnershipTransfer,
+        importlib.import_module("megatron_balance.comm.ownership_transfer").ExpertMover,
         "transfer",
     ),
 }

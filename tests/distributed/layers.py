@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.chunking import Chunking
@@ -189,7 +189,7 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
     generator = np.random.default_rng(list(placement_text.encode()))
     node_size, chunks, fanout = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
     transfers = plan_transfers(placement, node_size, chunks, fanout)
-    transfer = ExpertTransfer(layer.ep_group)
+    transfer = TransAgg(layer.ep_group)
     experts = layer.experts
     for parameter in experts.parameters():
         # As DDP does

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from megatron_balance.comm import hierarchical
 from megatron_balance.comm.alltoall import AllToAll
-from megatron_balance.comm.auto import Chooser
 from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
-from megatron_balance.comm.registry import ALL_TO_ALLS, load_all_to_all
+from megatron_balance.comm.registry import ALL_TO_ALLS, Chooser, load_all_to_all
 from megatron_balance.cost.exchange import stages
 from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import Fit, builtin
@@ -140,7 +139,7 @@ def wait_in_any_order(node_size: int) -> None:
     turns = itertools.cycle(["1dh", "2dh", "pipe", "default"])
     with (
         mock.patch.object(Chooser, "predict", lambda *_: next(turns)),
-        mock.patch("megatron_balance.comm.auto.TURNS", 1),
+        mock.patch("megatron_balance.comm.registry.TURNS", 1),
     ):
         _wait_in_any_order(node_size)
 

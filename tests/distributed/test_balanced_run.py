@@ -134,7 +134,7 @@ def guests_of(run: Run) -> list[torch.Tensor]:
 
 def forget_to_empty(run: Run) -> None:
     """A mistake: guests keep the gradients that they sent to their owners, into the next iteration."""
-    agg = run.balancer.transfer.agg
+    agg = run.balancer.trans_agg.agg
 
     def keep(plan: Any, placement: Any, slots: Any) -> None:
         guests = range(placement.home_slots, placement.slots_per_rank)
@@ -144,7 +144,7 @@ def forget_to_empty(run: Run) -> None:
         for gradient, again in zip(gradients, sent, strict=True):
             gradient.copy_(again)
 
-    run.balancer.transfer.agg = keep
+    run.balancer.trans_agg.agg = keep
 
 
 @pytest.mark.parametrize("load", LOADS)

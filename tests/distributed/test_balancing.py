@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.device.compiled import Compiled
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
@@ -207,11 +207,11 @@ def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None
 
 
 def skip_agg(run: Run) -> None:
-    run.balancer.transfer.agg = lambda *_: None
+    run.balancer.trans_agg.agg = lambda *_: None
 
 
 def agg_twice(run: Run) -> None:
-    agg = run.balancer.transfer.agg
+    agg = run.balancer.trans_agg.agg
 
     def twice(plan, placement, slots) -> None:
         guests = range(placement.home_slots, placement.slots_per_rank)
@@ -221,7 +221,7 @@ def agg_twice(run: Run) -> None:
             gradient.copy_(again)
         agg(plan, placement, slots)
 
-    run.balancer.transfer.agg = twice
+    run.balancer.trans_agg.agg = twice
 
 
 def trans_only_when_placements_change(run: Run) -> None:
@@ -229,10 +229,10 @@ def trans_only_when_placements_change(run: Run) -> None:
 
     def stale(plan, placement, slots) -> None:
         if seen.get(id(slots)) != placement:
-            ExpertTransfer.trans(run.balancer.transfer, plan, placement, slots)
+            TransAgg.trans(run.balancer.trans_agg, plan, placement, slots)
         seen[id(slots)] = placement
 
-    run.balancer.transfer.trans = stale
+    run.balancer.trans_agg.trans = stale
 
 
 @pytest.mark.parametrize("mutation", [skip_agg, agg_twice, trans_only_when_placements_change])

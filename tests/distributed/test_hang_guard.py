@@ -55,19 +55,19 @@ def leave_in_rank_1(rank: int) -> None:
 
 
 def fail_during_the_computation_of_rank_1(rank: int) -> None:
-    from megatron_balance.comm.trans_agg import ExpertTransfer
+    from megatron_balance.comm.trans_agg import TransAgg
 
-    original = ExpertTransfer.agg
+    original = TransAgg.agg
     count = 0
 
-    def agg(transfer: ExpertTransfer, *args) -> None:
+    def agg(transfer: TransAgg, *args) -> None:
         nonlocal count
         count += 1
         if count == 5 and rank == 1:
             raise ValueError("a bad link")
         original(transfer, *args)
 
-    ExpertTransfer.agg = agg
+    TransAgg.agg = agg
 
 
 def add_up_in_rank_1(rank: int) -> None:

@@ -30,8 +30,8 @@ def with_delays(seed: int, run: Run) -> None:
     balancer = run.balancer
     assert balancer is not None
     enter = balancer.enter
-    trans = balancer.transfer.trans
-    agg = balancer.transfer.agg
+    trans = balancer.trans_agg.trans
+    agg = balancer.trans_agg.agg
 
     def late(function: Callable, often: float) -> Callable:
         def delayed(*args):
@@ -42,7 +42,7 @@ def with_delays(seed: int, run: Run) -> None:
         return delayed
 
     balancer.enter = late(enter, 0.1)
-    balancer.transfer.trans, balancer.transfer.agg = late(trans, 0.5), late(agg, 0.5)
+    balancer.trans_agg.trans, balancer.trans_agg.agg = late(trans, 0.5), late(agg, 0.5)
 
 
 @pytest.mark.slow

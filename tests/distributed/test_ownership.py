@@ -90,16 +90,16 @@ def train(flags: str, iterations: int, mutate: Callable[[Run], None] = lambda ru
 
 
 def watch_transfers(run: Run, sent: list[int]) -> None:
-    ownership = run.balancer.ownership
-    if ownership is not None:
-        transfer = ownership.transfer
+    mover = run.balancer.mover
+    if mover is not None:
+        transfer = mover.transfer
 
         def counting(*args: Any) -> Any:
             moved = transfer(*args)
             sent.append(moved.sent_bytes)
             return moved
 
-        ownership.transfer = counting
+        mover.transfer = counting
 
 
 def homes(run: Run) -> dict[int, tuple[int, ...]]:
@@ -207,7 +207,7 @@ FAILURES = 3
 def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
     """Train while rank 1 has no memory for its first Transfers."""
     captured = Captured()
-    logger = logging.getLogger("megatron_balance.timeline.layer_state")
+    logger = logging.getLogger("megatron_balance.timeline.runtime")
     logger.addHandler(captured)
     run = runs.build(flags)
     failures = [MemoryError("no room for it")] * FAILURES

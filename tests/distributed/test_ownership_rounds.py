@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm import ownership_transfer
-from megatron_balance.comm.ownership_transfer import Extent, Field, Moved, OwnershipTransfer, Place, plan_messages
+from megatron_balance.comm.ownership_transfer import ExpertMover, Extent, Field, Moved, Place, plan_messages
 from megatron_balance.planning.ownership import Move
 from tests.unit.ownership_cases import Case, Tensors, draw_case, equal
 
@@ -17,9 +17,9 @@ SECONDS = 120.0
 """Time limit of a task; a rank that waits for another one in vain would exceed it by far."""
 
 
-def start(case: Case, group: dist.ProcessGroup) -> tuple[OwnershipTransfer, list[Field]]:
+def start(case: Case, group: dist.ProcessGroup) -> tuple[ExpertMover, list[Field]]:
     rank = group.rank()
-    return OwnershipTransfer(group, case.places[rank], case.staging_bytes), case.kept_by(rank)
+    return ExpertMover(group, case.places[rank], case.staging_bytes), case.kept_by(rank)
 
 
 def move_random_cases(replicas: int, count: int) -> list[Moved | str]:

@@ -81,8 +81,8 @@ class Collectives:
 
 
 @dataclass
-class Transfers:
-    """Stand-in for ExpertTransfer."""
+class JournaledTransAgg:
+    """Stand-in for TransAgg."""
 
     journal: Journal
 
@@ -262,7 +262,7 @@ def build(
         group = Group()
         balancer = Balancer(
             group=group,
-            transfer=Transfers(journal),
+            trans_agg=JournaledTransAgg(journal),
             layers=states,
             schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact, late=late),
             microbatches=lambda: world.microbatches,

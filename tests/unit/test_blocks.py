@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.comm.blocks import STAYS, Move, _ByIndex, _indices, gathers, transposed
+from megatron_balance.comm.blocks import STAYS, BlockMove, Gather, _indices, gathers, transposed
 
 CPU = torch.device("cpu")
 
@@ -29,14 +29,14 @@ def by_definition(sizes: np.ndarray, dimensions: list[int]) -> torch.Tensor:
 
 @given(st.lists(layouts(), max_size=4))
 def test_moves_are_those_of_the_definition(cases: list[tuple[np.ndarray, list[int]]]) -> None:
-    found = gathers([Move.transposed(*case) for case in cases], CPU)
+    found = gathers([BlockMove.transposed(*case) for case in cases], CPU)
     for case, gather in zip(cases, found, strict=True):
         expected = by_definition(*case)
         rows = torch.arange(len(expected))
         assert torch.equal(gather(rows), expected) and torch.equal(
             transposed(rows, torch.from_numpy(case[0]), case[1]), expected
         )
-        (back,) = gathers([Move.transposed(*case).back], CPU)
+        (back,) = gathers([BlockMove.transposed(*case).back], CPU)
         assert torch.equal(back(gather(rows)), rows) and back.stays == gather.stays
         assert torch.equal(gather.back(gather(rows)), rows)
         assert gather.stays == torch.equal(rows, expected)
@@ -48,10 +48,10 @@ def test_moves_are_those_of_the_definition(cases: list[tuple[np.ndarray, list[in
 @given(st.lists(layouts(), min_size=1, max_size=4))
 def test_indices_of_a_device_move_as_blocks_do(cases: list[tuple[np.ndarray, list[int]]]) -> None:
     """The device is this host, whose indices are found as on any other one."""
-    for case, index_R in zip(cases, _indices([Move.transposed(*case) for case in cases], CPU), strict=True):
+    for case, index_R in zip(cases, _indices([BlockMove.transposed(*case) for case in cases], CPU), strict=True):
         expected = by_definition(*case)
         rows = torch.arange(len(expected))
-        gather = STAYS if index_R is None else _ByIndex(index_R)
+        gather = STAYS if index_R is None else Gather(index_R)
         assert torch.equal(gather(rows), expected) and torch.equal(gather.back(expected), rows)
         assert gather.back.stays or gather.back.index_R.dtype == torch.int32
 
@@ -67,7 +67,11 @@ def test_a_device_gets_all_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     sizes = np.array([[2, 0, 1], [1, 3, 0]])
-    moves = [Move.transposed(sizes, (1, 0)), Move.transposed(sizes, (0, 1)), Move.transposed(sizes.T, (1, 0))]
+    moves = [
+        BlockMove.transposed(sizes, (1, 0)),
+        BlockMove.transposed(sizes, (0, 1)),
+        BlockMove.transposed(sizes.T, (1, 0)),
+    ]
     one, same, other = gathers(moves, torch.device("meta"))
     assert len(copied) == 1 and same.stays
     rows = torch.empty(7, 4, device="meta")

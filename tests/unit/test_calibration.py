@@ -138,7 +138,7 @@ def test_spans_of_all_components_are_recorded(monkeypatch) -> None:
     world = timed(monkeypatch)
     for state in world.balancer.layers.values():
         expected = {Operation.A2A: 20, Operation.FEC: 5, Operation.BEC: 5}
-        trans = {Operation.TRANS: 1, Operation.AGG: 1} if state.last.transfers.rounds else {}
+        trans = {Operation.TRANS: 1, Operation.AGG: 1} if state.last.plan.rounds else {}
         assert spans_of(state) == expected | trans
 
 
@@ -231,7 +231,7 @@ def test_calibration_changes_no_routes(monkeypatch, tmp_path: Path) -> None:
     world = timed(monkeypatch, calibrates=True, record=read_record(str(recorded(tmp_path, [factors])), JOB))
     for state in world.balancer.layers.values():
         assert state.placement.added_hosts
-        assert state.transfers == state.manager.cost.transfers(state.placement)
+        assert state.rounds.plan == state.manager.cost.transfers(state.placement)
         question = state.manager.question(np.ones((5, 3, 12)), 5)
         assert question.transport is state.manager.cost.transport is not question.cost.transport
 

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.timeline import hooks
-from megatron_balance.timeline.actions import Action, Operation
 from tests.unit.balancers import BLOCKS, EXPERTS, LAYERS, MICROBATCHES, RANKS, World, build, passes
 
 HIDDEN = 3
@@ -257,9 +256,3 @@ def test_the_order_of_pipeline_stages() -> None:
     assert described(2, 6, **interleaved) == (
         "F00 F01 F02 F10 B10 F11 B11 F12 B12 F03 B00 F04 B01 F05 B02 F13 B13 F14 B14 F15 B15 B03 B04 B05"
     )
-
-
-def test_computations_have_names_of_their_own() -> None:
-    assert Action(2, *hooks.MOMENTS["combine"]).name == "L2 A2A.2/4"
-    assert Action(2, *hooks.MOMENTS["dispatch_backward"]).name == "L2 A2A.4/4"
-    assert [hooks.MOMENTS[moment] for moment in ("experts", "experts_backward")] == [(Operation.FEC,), (Operation.BEC,)]

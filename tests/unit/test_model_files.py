@@ -8,7 +8,19 @@ from megatron_balance.cli.arguments import build_parser, parse_args
 from megatron_balance.cli.checks import Machine
 
 MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.args"))
-RUN = [*"--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer".split()]
+RUN = [
+    *[
+        "--micro-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-4",
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
+]
 ALONE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_balance.comm.ownership_transfer import (
     ALIGNMENT,
     Extent,
-    Message,
+    FieldMessage,
     Place,
     _Round,
     plan_messages,
@@ -46,7 +46,7 @@ def test_rounds_move_everything_once(case: Case) -> None:
     assert sum(each.num_bytes for each in messages) == sum(wanted), "nothing is sent twice"
 
 
-def staged(messages: list[Message]) -> Counter[int]:
+def staged(messages: list[FieldMessage]) -> Counter[int]:
     """Return the bytes that each rank stages for these messages."""
     return sum((Counter(dict.fromkeys((each.source, each.target), each.num_bytes)) for each in messages), Counter())
 

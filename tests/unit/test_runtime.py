@@ -61,7 +61,7 @@ def expected_journal(world: World) -> list[tuple]:
         assert state.last is not None
         state.manager = copy.copy(state.manager)
         state.manager.placement = state.last.placement
-        rounds = state.part(action).rounds
+        rounds = state.rounds.of(action).rounds
         return [(*kind, str(action.operation), action.block, rounds)] if rounds else []
 
     for step in world.balancer.schedule(MICROBATCHES):
@@ -227,7 +227,7 @@ def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str)
             return torch.from_numpy(np.stack((own if same else other)[iteration][layer]))
 
         stage = Group(2 * RANKS, replica * RANKS + RANK, contribute)
-        world = build(monkeypatch, **AHEAD[mode], ownership=SimpleNamespace(group=stage))
+        world = build(monkeypatch, **AHEAD[mode], mover=SimpleNamespace(group=stage))
         for iteration in (1, 2):
             world.iterate(iteration, own[iteration])
         assert set(calls) == set(LAYERS)

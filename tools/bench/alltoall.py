@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll, Exchange, FlatAllToAll, NodeAllToAll, post
-from megatron_balance.comm.auto import AutoAllToAll, members_of
 from megatron_balance.comm.pipelined import peers_in_order
-from megatron_balance.comm.registry import ALL_TO_ALLS
+from megatron_balance.comm.registry import ALL_TO_ALLS, AutoAllToAll, members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups

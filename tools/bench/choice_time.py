@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_balance.comm.auto import TURNS, Chooser
+from megatron_balance.comm.registry import TURNS, Chooser
 from megatron_balance.profile.cluster_profile import builtin
 
 NAMES = ("default", "pipe", "2dh", "1dh")

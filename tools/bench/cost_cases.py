@@ -16,7 +16,7 @@ from megatron_balance.build.profiles import measure_cluster
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import default_all_to_all
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.experts import GroupedExperts
@@ -164,7 +164,7 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection, seed: i
 
     Each is executed along the routes that a run would choose by the profile, and along chains.
     """
-    transfer = ExpertTransfer(groups.ep)
+    transfer = TransAgg(groups.ep)
     for width, guests in itertools.product(_drawn(EXPERT_WIDTHS, seed), GUESTS):
         shape = copy.copy(config)
         shape.moe_ffn_hidden_size = width

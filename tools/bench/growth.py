@@ -123,10 +123,10 @@ class Received:
     def divide(self) -> None:
         for operation in (Operation.TRANS, Operation.AGG):
             for part in (1, 2):
-                self.state.part(Action(1, operation, part, 2))
+                self.state.rounds.of(Action(1, operation, part, 2))
 
     def close(self) -> None:
-        self.state.close(self.state.placement, self.state.transfers)
+        self.state.close(self.state.rounds)
 
     def columns(self, repeats: int) -> list[float]:
         """Return the milliseconds of receiving, adopting, observing, closing, and preparing."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan, plan_transfers
@@ -92,7 +92,7 @@ def column(plan: TransferPlan, placement: Placement, cost: CostModel) -> str:
     dist.init_process_group("fake", rank=rank, world_size=placement.num_ranks, store=FakeStore())
     group = dist.group.WORLD
     assert group is not None
-    transfer = ExpertTransfer(group)
+    transfer = TransAgg(group)
     slots = Slots(placement.home_slots + placement.guest_slots)
     transfer._is_queued = True  # as with NCCL
     hosts = [milliseconds(lambda run=run: run(plan, placement, slots)) for run in (transfer.trans, transfer.agg)]

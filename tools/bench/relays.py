@@ -6,7 +6,7 @@
 Rank 0 owns the expert, the last k ranks are its guests. `chain-c` and `tree-c` are `plan_transfers` with c pieces and
 one or two sends per rank; with `direct` the owner sends the whole expert to every guest; with `doubling` every rank
 that has it passes on the whole expert until all have it. `exchanged-c` and `by-node-c` are the routes of few batches
-of `placement/relays.py`. All plans take turns in one job, with the same ExpertTransfer,
+of `placement/relays.py`. All plans take turns in one job, with the same TransAgg,
 and an untimed Trans and Agg of each must produce the right weights and sums. Times are from the first rank's start to
 the last rank's end. `links` is the time that the busiest node's link needs for the plan's messages, and the limit is
 that of the best plan. For CPU time, see alltoall.py.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from alltoall import Row, Sample, layout, meet, timed
-from megatron_balance.comm.trans_agg import ExpertTransfer
+from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.relays import ROUTES, hops, plan_hops
@@ -114,7 +114,7 @@ def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
     assert group is not None
     rank = group.rank()
     placement = case.placement
-    transfer = ExpertTransfer(group)
+    transfer = TransAgg(group)
     kept = Kept(round(case.mib * 2**18), rank)
     runs: dict[tuple[str, str], Callable[[], None]] = {}
     for name, plan in case.plans.items():
@@ -131,9 +131,7 @@ def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
     return samples
 
 
-def _check(
-    transfer: ExpertTransfer, plan: TransferPlan, placement: Placement, kept: Kept, rank: int, guests: int
-) -> None:
+def _check(transfer: TransAgg, plan: TransferPlan, placement: Placement, kept: Kept, rank: int, guests: int) -> None:
     kept.weights[1].zero_()
     for gradient in kept.gradients:
         gradient.fill_(1.0)

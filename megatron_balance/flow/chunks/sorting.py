@@ -8,16 +8,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_balance.comm.blocks import Gather, Move, gathers
+from megatron_balance.comm.blocks import BlockMove, Gather, gathers
 
 
-def weights_to_hosts(tokens_CHS: np.ndarray) -> Move:
+def weights_to_hosts(tokens_CHS: np.ndarray) -> BlockMove:
     """Return the move of the weights that a rank sends: by chunk, host, slot -> by host, chunk, slot.
 
     Args:
         tokens_CHS: rows of each chunk for each slot of each host.
     """
-    return Move.transposed(tokens_CHS, (1, 0, 2))
+    return BlockMove.transposed(tokens_CHS, (1, 0, 2))
 
 
 class Sorting(NamedTuple):
@@ -40,9 +40,9 @@ class Sorting(NamedTuple):
             tokens_CDS: rows of each chunk from each source for each of this rank's slots.
         """
         chunks = len(tokens_CDS)
-        there = [Move.transposed(tokens_DS, (1, 0)) for tokens_DS in tokens_CDS]
+        there = [BlockMove.transposed(tokens_DS, (1, 0)) for tokens_DS in tokens_CDS]
         if chunks > 1:
-            there.append(Move.transposed(tokens_CDS.transpose(1, 0, 2), (1, 2, 0)))
+            there.append(BlockMove.transposed(tokens_CDS.transpose(1, 0, 2), (1, 2, 0)))
         # One copy to the device for all of them
         both = gathers([*there, *(move.back for move in there)], device)
         # The weights of a single chunk move as its rows

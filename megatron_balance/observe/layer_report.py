@@ -1,0 +1,126 @@
+"""One MoE layer's finished iteration, and what the log says about it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.cost.calibration import Factors
+from megatron_balance.cost.loads import COMPUTED, condensed
+from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.device import clock
+from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.transfers import TransferPlan
+
+Interval = tuple[clock.Mark, clock.Mark]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FinishedIteration:
+    """One layer's finished iteration on one rank; the device may not have reached its marks yet."""
+
+    placement: Placement
+    plan: TransferPlan
+    """The rounds of Trans, and of Agg in reverse."""
+    rank_seconds: Callable[[], tuple[np.ndarray, np.ndarray]]
+    """Returns [D] the seconds after which each rank completes its part of Trans, and of Agg; not calibrated."""
+    loads: Sequence[np.ndarray]
+    """[D, E] int32 of each microbatch."""
+    spans: Sequence[tuple[str, Interval]]
+    """Intervals in which the layer exchanged tokens (A2A), its experts computed (FEC, BEC), or TRANS or AGG ran."""
+    waits: Sequence[tuple[str, Interval]]
+    """Intervals in which computation waited for the layer's PLAN, TRANS or AGG."""
+    plan_seconds: float
+    prediction_error: float
+    unreported: Mapping[str, float]
+    """Sums of the `sporadic` values of earlier iterations without a report."""
+    experts_moved: int = 0
+    """Experts that changed their owner after the iteration."""
+    transfer_bytes: float = 0.0
+    """Bytes that one replica's ranks sent for them."""
+
+    @property
+    def counts_BDE(self) -> np.ndarray:
+        """[B, D, E] load of each microbatch, in new memory."""
+        return np.stack(self.loads, dtype=np.int64)
+
+    def sporadic(self, cost: CostModel) -> dict[str, float]:
+        """Return the SPORADIC fields of the iterations without a report, and the number of these iterations."""
+        values = {
+            "iterations": 1,
+            "hosts_added": self.placement.added_hosts,
+            "trans_bytes": self.plan.experts_sent * cost.param_bytes,
+            "agg_bytes": self.plan.experts_sent * cost.grad_bytes,
+            "experts_moved": self.experts_moved,
+            "transfer_bytes": self.transfer_bytes,
+            "plan_seconds": self.plan_seconds,
+            "plan_wait_seconds": _seconds(self.waits, "PLAN"),
+            "trans_wait_seconds": _seconds(self.waits, "TRANS"),
+            "agg_wait_seconds": _seconds(self.waits, "AGG"),
+        }
+        return {name: self.unreported.get(name, 0.0) + value for name, value in values.items()}
+
+
+def layer_report(
+    last: FinishedIteration, plain: CostModel, calibrated: CostModel, initial: Placement, *, rank: int, factors: Factors
+) -> LayerReport:
+    """Return the report of an iteration that the device has finished.
+
+    Args:
+        plain: the cost model that has chosen the routes of Trans, without calibration.
+        calibrated: the cost model with `factors`, for the iteration's number of microbatches.
+        initial: every expert on its first owner alone, with which the report compares.
+        rank: this rank in the expert-parallel group.
+    """
+    sums = last.sporadic(plain)
+    all_BDE = last.counts_BDE
+    counts_BDE = condensed(all_BDE, owners(initial))
+    before_FBD = calibrated.loads(counts_BDE, initial)
+    after_FBD = calibrated.loads(counts_BDE, last.placement)
+    after_BD = after_FBD[COMPUTED]
+    before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
+    least, most, deviation = spread(all_BDE.sum((0, 1)))
+    sending = plain.sending(last.placement)
+    time = calibrated.time_of(*calibrated.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
+    computing = _seconds(last.spans, "FEC", "BEC")
+    exchanging = _seconds(last.spans, "A2A")
+    own = float((after_BD[:, rank] / calibrated.rate_D[rank]).sum())
+    predicted = calibrated.forward_seconds(own) + calibrated.backward_seconds(own)
+    # The slowest rank of each microbatch does not wait in its exchanges; the others do
+    waiting = time.forward + time.backward - predicted
+    trans_D, agg_D = last.rank_seconds()
+    return LayerReport(
+        ratio_before=before,
+        ratio_after=after,
+        rb=gain,
+        expert_load_min=least,
+        expert_load_max=most,
+        expert_load_std=deviation,
+        predicted_seconds=float(time.total),
+        measured_seconds=exchanging + computing + _seconds(last.waits, "TRANS") + _seconds(last.waits, "AGG"),
+        predicted_exchange_seconds=float(time.all_to_all),
+        measured_exchange_seconds=exchanging - waiting,
+        predicted_experts_seconds=predicted,
+        measured_experts_seconds=computing,
+        predicted_trans_seconds=factors.trans * float(trans_D[rank]),
+        measured_trans_seconds=_seconds(last.spans, "TRANS"),
+        predicted_agg_seconds=factors.agg * float(agg_D[rank]),
+        measured_agg_seconds=_seconds(last.spans, "AGG"),
+        prediction_error=last.prediction_error,
+        **{name: sums[name] / sums["iterations"] for name in SPORADIC},
+    )
+
+
+def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: Placement, after: Placement) -> str:
+    """Return the expected effect of a layer's new placement, as a line for the log."""
+    times = [cost.layer_time(expected_BDE, placement) for placement in (before, after)]
+    parts = zip(times[0]._fields, *times, strict=True)
+    changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
+    totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
+    return f"layer {number}: {totals} ms expected ({changes}): {after}"
+
+
+def _seconds(spans: Sequence[tuple[str, Interval]], *operations: str) -> float:
+    """Return the seconds of some operations; the device must have reached the marks."""
+    return sum((clock.seconds(*interval) for operation, interval in spans if operation in operations), 0.0)
