@@ -21,9 +21,8 @@ from megatron_balance.comm.registry import load_all_to_all
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.host_memory import HostReader
-from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, find_degrees
+from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, TaskModel, find_degrees
 from megatron_balance.flow.chunks.order import find_order
-from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.schedule_choice import ScheduleModel
 from megatron_balance.job.groups import Topology, new_node_groups, world

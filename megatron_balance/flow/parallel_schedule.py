@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
-from megatron_balance.flow.chunks.chunking import split_evenly
+from megatron_balance.flow.chunks.order import split_evenly
 from megatron_balance.flow.plan import Choices
 
 

@@ -18,8 +18,7 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
-from megatron_balance.flow.chunks.chunking import Chunking
-from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, Order, check
+from megatron_balance.flow.chunks.order import COMPUTING, Chunking, ChunkStep, Order, check
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_balance.comm import alltoall, pipelined, sharded
 from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
-from megatron_balance.flow.chunks.chunking import Chunking
+from megatron_balance.flow.chunks.order import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts

@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron_balance.comm.blocks import Gather, gather_of, gathers
 from megatron_balance.flow import cut as cutting
 from megatron_balance.flow import rows
-from megatron_balance.flow.chunks.chunking import split_evenly
-from megatron_balance.flow.chunks.pipeline import sums_by_host
+from megatron_balance.flow.chunks.order import split_evenly
 from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
@@ -281,14 +280,13 @@ def test_one_loop_finds_the_same(
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
-    assert found.rows == len(rows) == int(found.splits_DH[rank].sum())
-    assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
-    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
-    assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
-    own_DH = np.full_like(found.splits_DH, -1)
-    own_DH[rank], own_DH[:, rank] = found.splits_DH[rank], found.splits_DH[:, rank]
-    assert np.array_equal(part.splits_DH, own_DH) and np.array_equal(part.received_DS, found.received_DS)
-    assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
+    assert found.rows == len(rows) == int(found.splits_DW[rank].sum())
+    assert np.array_equal(found.splits_DW, plan.splits_DW.numpy())
+    assert np.array_equal(found.received_DS, tokens_CDP[0].reshape(ranks, ranks, -1)[:, rank])
+    own_DW = np.full_like(found.splits_DW, -1)
+    own_DW[rank], own_DW[:, rank] = found.splits_DW[rank], found.splits_DW[:, rank]
+    assert np.array_equal(part.splits_DW, own_DW) and np.array_equal(part.received_DS, found.received_DS)
+    assert found.move.stays == expected.stays and torch.equal(found.move(rows), expected(rows))
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
