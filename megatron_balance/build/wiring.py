@@ -119,7 +119,7 @@ def _faster_schedule(profiles: Profiles) -> str:
 
 def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
     comm = profiles.config.comm
-    wire = dispatch.wire
+    wire = dispatch.exchange_group
     minutes = profiles.config.launch.distributed_timeout_minutes
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
@@ -149,7 +149,7 @@ def _chunk_choice(
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
         decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:
-        profile = profiles.of(dispatch.wire)
+        profile = profiles.of(dispatch.exchange_group)
         model = TaskModel(
             profile=profile,
             exchange=exchange,

@@ -189,24 +189,24 @@ class AllToAllDispatcher(Dispatcher):
         device = prepared.map_TE.device
         hosts = plan.placement.num_ranks
         tokens_CDP = chunking.split(plan).numpy()
-        tokens_CMP = tokens_CDP[:, parallel.members]
+        members_CDP = tokens_CDP[:, parallel.members]
         to_sending = STAYS
         back = None
         more = dict[str, Any]()
         if chunking.chunks > 1:
             own_CWS = tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)
-            moves = [sending(plan.placement, tokens_CMP), Move.transposed(own_CWS, (1, 0, 2))]
+            moves = [sending(plan.placement, members_CDP), Move.transposed(own_CWS, (1, 0, 2))]
             to_sending, back, to_hosts, to_chunks = gathers(
                 [one for move in moves for one in (move, move.back)], device
             )
             more |= {"weights_to_hosts": to_hosts, "weights_to_chunks": to_chunks}
         elif not self._in_place(plan.placement):
-            (to_sending,) = gathers([sending(plan.placement, tokens_CMP)], device)
+            (to_sending,) = gathers([sending(plan.placement, members_CDP)], device)
         if parallel.splits_rows:
-            sizes_CM = torch.from_numpy(tokens_CMP.sum(2))
-            more["share"] = RowShare(parallel.groups.tp, sizes_CM, parallel.simultaneous)
+            sizes_CD = torch.from_numpy(members_CDP.sum(2))
+            more["share"] = RowShare(parallel.groups.tp, sizes_CD, parallel.simultaneous)
         received_CDS = tokens_CDP.reshape(*tokens_CDP.shape[:2], hosts, -1)[:, :, parallel.groups.ep.rank()]
-        order = prepared.ordered(int(tokens_CMP.sum())).moved(to_sending, back)
+        order = prepared.ordered(int(members_CDP.sum())).moved(to_sending, back)
         return self._route(prepared, order, chunking, received_CDS, sums_by_host(tokens_CDP, hosts), **more)
 
     def _route(

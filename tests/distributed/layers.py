@@ -23,10 +23,10 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.plan import Split
-from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from megatron_balance.job.layout import build_groups
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
+from tests.reference import ExpertWeights, mixture_of_experts
 
 HIDDEN = 12
 INNER = 20

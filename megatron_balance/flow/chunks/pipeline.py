@@ -5,8 +5,8 @@ executes the tasks of all chunks. Exchanges overlap with the computation: each s
 order determines where it is waited for. A backward pass executes the same seven tasks with gradients, so that `execute`
 serves both.
 
-In the shapes, C counts chunks, D sources of rows, W hosts, and S the slots of this rank. The M members are the ranks
-that send rows of the same tokens.
+In the shapes, C counts chunks, D sources of rows, W hosts, and S the slots of this rank. Members
+are sources that send rows of the same tokens.
 """
 
 import functools
@@ -39,7 +39,7 @@ class RowShare:
     """Rows that all ranks of a group have; each rank sends its own share of them through the experts (MP-Split)."""
 
     group: dist.ProcessGroup
-    sizes_CM: torch.Tensor
+    sizes_CD: torch.Tensor
     """int64 in host memory: rows that each member sends with each chunk."""
     simultaneous: Simultaneous | None = None
     """Collects results and passes them on to all members at the same time (SAA); None: one after the other."""
@@ -47,7 +47,7 @@ class RowShare:
     @functools.cached_property
     def sizes(self) -> list[int]:
         """Number of rows of each member."""
-        return self.sizes_CM.sum(0).tolist()
+        return self.sizes_CD.sum(0).tolist()
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of all rows."""
@@ -154,7 +154,7 @@ class ChunkedRoute:
             return rows
         if self.share.simultaneous is None:
             return self.share.all(rows)
-        return transposed(rows, self.share.sizes_CM, (1, 0))
+        return transposed(rows, self.share.sizes_CD, (1, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +363,8 @@ class _Mixture(torch.autograd.Function):
         with record_function("dispatch"):
             probs_R = route.weights_to_hosts(route.own(gather_weights(probs_TE, route.order)))
             probs = route.sharding.spread(route.exchange.probs, probs_R, route.all_splits_DW)
-            route.order.complete()
+            # Queue the rest of the order while the rows travel
+            _ = route.order.rest
         tasks = _Forward(route, probs, experts, begin, with_graph)
         results = execute(route.chunking.forward, sent.waiting, tasks, sent.exchanges)
         ctx.route = route
