@@ -11,7 +11,7 @@ import torch
 
 from megatron_balance.comm.blocks import STAYS, Gather, gather_of, gather_room, write_blocks
 from megatron_balance.device.compiled import compiled
-from megatron_balance.flow.plan import DispatchPlan, HostRules, room_of, send, sums_by_host
+from megatron_balance.flow.plan import DispatchPlan, HostRules, room_of, send
 
 _NO_ROOM = torch.empty((0, 0), dtype=torch.int32)
 
@@ -43,37 +43,30 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
     """
     tables = plan.placement.tables
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
-    if whole:
-        tokens_DP = plan.tokens_DP.numpy()
-        splits_DW = sums_by_host(tokens_DP, len(tokens_DP))
-        received_DS = np.ascontiguousarray(tokens_DP.reshape(*splits_DW.shape, -1)[:, rank])
-        rows = int(splits_DW[rank].sum())
-        stays = _write(tokens_DP[rank, tables.physical_N], tables.by_physical_N, room.numpy(), rows)
-    else:
-        rows, stays, splits_DW, received_DS = _own_part(
-            plan.counts_DE.numpy(),
-            *tables.hosting,
-            *plan.rules,
-            tables.physical_N,
-            tables.slots_per_rank,
-            tables.by_physical_N,
-            rank,
-            room.numpy(),
-        )
+    rows, stays, splits_DW, received_DS = _cut(
+        plan.counts_DE.numpy(),
+        *tables.hosting,
+        *plan.rules,
+        tables.physical_N,
+        tables.slots_per_rank,
+        tables.by_physical_N,
+        rank,
+        whole,
+        room.numpy(),
+    )
     return RankCut(rows, splits_DW, received_DS, STAYS if stays else gather_of(room, rows, device))
 
 
 def prepare_cuts() -> None:
-    """Compile the loops now, so that the first forward pass does not wait for numba."""
-    _own_part.prepare()
-    _write.prepare()
+    """Compile the loop now, so that the first forward pass does not wait for numba."""
+    _cut.prepare()
 
 
 @compiled(
     "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
-    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, int32[:, ::1])"
+    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
 )
-def _own_part(
+def _cut(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,
@@ -85,17 +78,22 @@ def _own_part(
     slots: int,
     by_physical_N: np.ndarray,
     own: int,
+    whole: bool,
     room: np.ndarray,
 ) -> tuple[int, bool, np.ndarray, np.ndarray]:
-    """Return the rows, whether each is in its place, and the arrays of a `RankCut`; fill the room for `gather_of`."""
+    """Return the rows, whether each is in its place, and the arrays of a `RankCut`; fill the room for `gather_of`.
+
+    If there is no room, every row is in its place.
+    """
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     ranks, experts = counts_DE.shape
-    group_D = _groups(ranks, own, node_size)
     each_D = np.arange(ranks)
-    sums_GE = _added_up(counts_DE, group_D)
+    group_D = each_D if whole else _groups(ranks, own, node_size)
+    sums_GE = counts_DE if whole else _added_up(counts_DE, group_D)
     room_G = room_of(first_E, len(sums_GE))
     room_D = room_of(first_E, ranks)
     received_DS = np.zeros((ranks, slots), np.int64)
+    splits_WD = np.zeros((ranks, ranks), np.int64)
     # What this rank sends to each host
     sizes_N = np.empty_like(physical_N)
     for expert in range(experts):
@@ -103,36 +101,36 @@ def _own_part(
         end = first_E[expert + 1]
         if end - begin == 1:
             sizes_N[begin] = counts_DE[own, expert]
+            if whole:
+                splits_WD[host_N[begin]] += counts_DE[:, expert]
             if host_N[begin] == own:
                 received_DS[:, physical_N[begin] % slots] = counts_DE[:, expert]
             continue
         sent_KG = send(expert, counts_DE, sums_GE, group_D, rules, room_G)
         sizes_N[begin:end] = sent_KG[:, group_D[own]]
         for n in range(begin, end):
+            if whole:
+                splits_WD[host_N[n]] += sent_KG[n - begin]
             if host_N[n] == own:
                 sent_KD = send(expert, counts_DE, counts_DE, each_D, rules, room_D)
                 received_DS[:, physical_N[n] % slots] = sent_KD[n - begin]
-    splits_DW = np.full((ranks, ranks), -1)
-    splits_DW[own] = 0
-    for n in range(len(host_N)):
-        splits_DW[own, host_N[n]] += sizes_N[n]
-    for rank in range(ranks):
-        splits_DW[rank, own] = received_DS[rank].sum()
+    splits_DW = splits_WD.T.copy()
+    if not whole:
+        splits_DW[:] = -1
+        splits_DW[own] = 0
+        for n in range(len(host_N)):
+            splits_DW[own, host_N[n]] += sizes_N[n]
+        for rank in range(ranks):
+            splits_DW[rank, own] = received_DS[rank].sum()
     rows = splits_DW[own].sum()
-    return rows, _write(sizes_N, by_physical_N, room, rows), splits_DW, received_DS
-
-
-@compiled("boolean(int64[::1], int64[::1], int32[:, ::1], int64)")
-def _write(sizes_N: np.ndarray, by_physical_N: np.ndarray, room: np.ndarray, rows: int) -> bool:
-    """Fill the room for `gather_of`, if there is any; return whether every row is in its place, as it is without."""
     if len(room) == 0:
-        return True
+        return rows, True, splits_DW, received_DS
     blocks, _ = write_blocks(sizes_N, by_physical_N, room, 0, 0)
     if len(room) == 2:
         # The rest of the table has empty blocks
         room[0, blocks:] = 0
         room[1, blocks:] = rows
-    return blocks == 0
+    return rows, blocks == 0, splits_DW, received_DS
 
 
 @compiled(None)

@@ -109,7 +109,7 @@ class Dispatcher(ABC):
         """
 
 
-class _Prepared(NamedTuple):
+class _PreparedRows(NamedTuple):
     """What a device finds before the plan is known."""
 
     map_TE: torch.Tensor
@@ -167,13 +167,13 @@ class AllToAllDispatcher(Dispatcher):
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     # The autograd function of the whole mixture gives the tokens their gradient
                     copied.append(gather_rows(tokens_TH.detach(), order))
-        return PendingRows(partial(self._decide, _Prepared(map_TE, most_rows, order, copied)))
+        return PendingRows(partial(self._decide, _PreparedRows(map_TE, most_rows, order, copied)))
 
     def _in_place(self, placement: Placement) -> bool:
         """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
         return placement.tables.in_place and not self.parallel.splits_rows
 
-    def _decide(self, prepared: _Prepared, plan: DispatchPlan) -> ChunkedRoute:
+    def _decide(self, prepared: _PreparedRows, plan: DispatchPlan) -> ChunkedRoute:
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
         if prepared.map_TE.is_cpu or chunking.chunks > 1 or not one_by_one:
@@ -183,7 +183,7 @@ class AllToAllDispatcher(Dispatcher):
         order = prepared.ordered(found.rows).moved(found.move)
         return self._route(prepared, order, chunking, found.received_DS[None], found.splits_DW[None])
 
-    def _decide_by_matrix(self, prepared: _Prepared, plan: DispatchPlan, chunking: Chunking) -> ChunkedRoute:
+    def _decide_by_matrix(self, prepared: _PreparedRows, plan: DispatchPlan, chunking: Chunking) -> ChunkedRoute:
         """Return the same route as the loop of `cut`, for any number of chunks and of sources."""
         parallel = self.parallel
         device = prepared.map_TE.device
@@ -211,7 +211,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def _route(
         self,
-        prepared: _Prepared,
+        prepared: _PreparedRows,
         order: RowOrder,
         chunking: Chunking,
         received_CDS: np.ndarray,

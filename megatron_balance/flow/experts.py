@@ -4,7 +4,7 @@ A slot holds one expert's weights, or this rank's shard of them (expert tensor p
 whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold copies of other
 ranks' experts, and collect the gradients that those copies get here.
 
-In shapes, F is the shard's inner width (2F for gated units before the activation).
+In shapes, I is the shard's inner width (2 I for gated units before the activation).
 """
 
 import functools
@@ -186,7 +186,7 @@ class GroupedExperts(MegatronModule):
         return output
 
     def _activate(self, inner: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
-        """Apply the activation and the combine weight: [R, F or 2F] -> [R, F]."""
+        """Apply the activation and the combine weight: [R, I or 2 I] -> [R, I]."""
         config = self.config
         if config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), config.activation_func_fp8_input_store)

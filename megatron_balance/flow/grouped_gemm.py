@@ -14,12 +14,11 @@ How many kernels a projection takes, for S home slots and G guest slots in use:
 If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
 in use then cost a copy of the weights of all slots.
 
-torch's grouped product takes the weights of all slots as one tensor and allocates its result. A single call for home
-and guest slots would therefore copy weights, and a second call would copy its rows into the first one's result. Guest
-slots are few, and each gets a product that is written into the rows that the grouped product has left for it. torch's
-grouped product also rounds weight gradients to the inputs' precision, so that adding them in float32 would write and
-read them once more; one product per slot adds to float32 directly. A call of Transformer Engine takes lists of
-matrices; it starts one product for each of them.
+torch's grouped product takes the weights of all slots as one tensor and allocates its result. One call for home and
+guest slots would copy weights, and a second call would copy its rows. Guest slots are few, so each has a product of its
+own, written into the rows that the grouped product has left for it. torch's grouped product also rounds weight
+gradients to the inputs' precision; one product per slot adds to float32 directly. A call of Transformer Engine takes
+lists of matrices, and starts one product for each.
 """
 
 import functools
@@ -131,25 +130,25 @@ def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
 
-def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
-    """Multiply the rows of each slot by its matrix [K, N]: -> [R, N]."""
-    first_SKN = matrices[0]
+def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    """Multiply the rows of each slot by its matrix [I, O]: -> [R, O]."""
+    first_SIO = matrices[0]
     width = matrices[0].shape[-1]
-    grouped = len(first_SKN)
-    if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SKN):
+    grouped = len(first_SIO)
+    if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SIO):
         # The rows after the last end are left to the products of guest slots
-        output_RN = F.grouped_mm(rows_RK, first_SKN, offs=split.ends[:grouped])
+        output_RO = F.grouped_mm(rows_RI, first_SIO, offs=split.ends[:grouped])
     else:
-        output_RN = rows_RK.new_empty(len(rows_RK), width)
+        output_RO = rows_RI.new_empty(len(rows_RI), width)
         grouped = 0
-    each = zip(rows_RK.split(split.sizes), output_RN.split(split.sizes), slots_of(matrices), strict=True)
-    for number, (rows, output, matrix_KN) in enumerate(each):
+    each = zip(rows_RI.split(split.sizes), output_RO.split(split.sizes), slots_of(matrices), strict=True)
+    for number, (rows, output, matrix_IO) in enumerate(each):
         if number >= grouped and len(rows):
-            torch.mm(rows, matrix_KN, out=output)
-    return output_RN
+            torch.mm(rows, matrix_IO, out=output)
+    return output_RO
 
 
-def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
+def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
 
     Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
@@ -157,10 +156,10 @@ def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
     bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
     alignment.
     """
-    if matrix_SKN.dtype != torch.bfloat16 or not matrix_SKN.is_cuda or torch.version.hip is not None:
+    if matrix_SIO.dtype != torch.bfloat16 or not matrix_SIO.is_cuda or torch.version.hip is not None:
         return False
-    aligned = all(width * matrix_SKN.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SKN.shape[1:])
-    return aligned and torch.cuda.get_device_capability(matrix_SKN.device)[0] in GROUPED_MM_MAJORS
+    aligned = all(width * matrix_SIO.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SIO.shape[1:])
+    return aligned and torch.cuda.get_device_capability(matrix_SIO.device)[0] in GROUPED_MM_MAJORS
 
 
 class EngineGemm(GroupedGemm):

@@ -116,7 +116,7 @@ def is_swiglu(config: TransformerConfig) -> bool:
 
 
 def swiglu_linear(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
-    """Compute SwiGLU units, weight them, and multiply them by their slot's weight: [R, 2F] -> [R, O]; differentiable.
+    """Compute SwiGLU units, weight them, and multiply them by their slot's weight: [R, 2 I] -> [R, O]; differentiable.
 
     Args:
         inner: gates, then linear parts.
@@ -134,28 +134,28 @@ class _SwigluLinear(torch.autograd.Function):
         ctx.split = split
         # Saving the weights lets autograd notice if something overwrites them before the backward pass
         ctx.save_for_backward(inner, probs_R, *linear.weights, *linear.biases)
-        gate_RF, linear_RF = inner.chunk(2, dim=-1)
-        weighted_RF = F.silu(gate_RF).mul_(linear_RF).mul_(probs_R.unsqueeze(-1))
-        return linear.outputs(weighted_RF, split, probs_R)
+        gate_RI, linear_RI = inner.chunk(2, dim=-1)
+        weighted_RI = F.silu(gate_RI).mul_(linear_RI).mul_(probs_R.unsqueeze(-1))
+        return linear.outputs(weighted_RI, split, probs_R)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         linear = ctx.linear
         split = ctx.split
         inner, probs_R, *_ = ctx.saved_tensors
-        gate_RF, linear_RF = inner.chunk(2, dim=-1)
+        gate_RI, linear_RI = inner.chunk(2, dim=-1)
         gradient_RO = gradients[0].contiguous()
         probs_R1 = probs_R.unsqueeze(-1)
-        gradient_RF = linear.to_rows(gradient_RO, split)
-        silu_RF = F.silu(gate_RF)
-        units_RF = silu_RF * linear_RF
-        exact = torch.promote_types(gradient_RF.dtype, probs_R.dtype)
-        to_probs_R = (gradient_RF.to(exact) * units_RF).sum(-1).to(probs_R.dtype)
+        gradient_RI = linear.to_rows(gradient_RO, split)
+        silu_RI = F.silu(gate_RI)
+        units_RI = silu_RI * linear_RI
+        exact = torch.promote_types(gradient_RI.dtype, probs_R.dtype)
+        to_probs_R = (gradient_RI.to(exact) * units_RI).sum(-1).to(probs_R.dtype)
         if linear.biases:
             to_probs_R += linear.to_scale(gradient_RO, split).to(probs_R.dtype)
-        linear.to_weights(units_RF.mul_(probs_R1), gradient_RO, probs_R, split)
+        linear.to_weights(units_RI.mul_(probs_R1), gradient_RO, probs_R, split)
         to_inner = torch.empty_like(inner)
-        to_gate_RF, to_linear_RF = to_inner.chunk(2, dim=-1)
-        torch.mul(gradient_RF.mul_(probs_R1), silu_RF, out=to_linear_RF)
-        torch.ops.aten.silu_backward.grad_input(gradient_RF.mul_(linear_RF), gate_RF, grad_input=to_gate_RF)
+        to_gate_RI, to_linear_RI = to_inner.chunk(2, dim=-1)
+        torch.mul(gradient_RI.mul_(probs_R1), silu_RI, out=to_linear_RI)
+        torch.ops.aten.silu_backward.grad_input(gradient_RI.mul_(linear_RI), gate_RI, grad_input=to_gate_RI)
         return to_inner, to_probs_R, None, None
