@@ -101,7 +101,7 @@ class LayerLoads:
             [
                 [
                     _hosts_only(
-                        make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DH.numpy()
+                        make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
                     )
                     for counts_DE, placement in zip(counts_NDE, placements_N, strict=True)
                 ]

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import cpu
-from megatron_balance.flow.swiglu import is_swiglu
+from megatron_balance.flow.slot_linear import is_swiglu
 from megatron_balance.timeline.lower import Pass
 
 

@@ -217,7 +217,7 @@ class _StageBuilder:
         assert parallel is not None
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
-        wire = whole if parallel.wire is groups.tp_ep else self.profile
+        wire = whole if parallel.exchange_group is groups.tp_ep else self.profile
         names = (self.config.comm.moe_comm_alltoall,)
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(wire).has_both_levels else (DEFAULT,)

@@ -14,8 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import resized
-from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
 from megatron_balance.flow.schedule_choice import choices, ranges
 from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world

@@ -44,12 +44,11 @@ from megatron_balance.device.attention import (
 )
 from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.device.without_engine import skip_lone_sums
-from megatron_balance.flow.engine_gemm import expert_gemm
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.group_scores import score_groups
+from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.layer import BalancedMoELayer, remember
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.routers import define_losses, keep_precision
+from megatron_balance.flow.routers import define_losses, keep_precision, score_groups
 from megatron_balance.job.layout import build_groups
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size

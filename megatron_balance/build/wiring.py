@@ -20,9 +20,8 @@ from megatron_balance.comm.registry import exchange_models, load_all_to_all
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.host_memory import HostReader
-from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, find_degrees
+from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, TaskModel, find_degrees
 from megatron_balance.flow.chunks.order import find_order
-from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.schedule_choice import ScheduleModel
 from megatron_balance.job.groups import Topology, new_node_groups, world
@@ -119,7 +118,7 @@ def _faster_schedule(profiles: Profiles) -> str:
 
 def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
     comm = profiles.config.comm
-    wire = dispatch.wire
+    wire = dispatch.exchange_group
     minutes = profiles.config.launch.distributed_timeout_minutes
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
@@ -149,7 +148,7 @@ def _chunk_choice(
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
         decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:
-        profile = profiles.of(dispatch.wire)
+        profile = profiles.of(dispatch.exchange_group)
         model = TaskModel(
             profile=profile,
             exchange=exchange,

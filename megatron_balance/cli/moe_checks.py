@@ -345,7 +345,7 @@ def _chunks(values: Mapping[str, Any], given: Collection[str]) -> None:
 
 
 def _group_scores(values: Mapping[str, Any]) -> None:
-    """Check what `--moe-router-group-score-topk` requires (flow/group_scores.py)."""
+    """Check what `--moe-router-group-score-topk` requires (flow/routers.py)."""
     best = values["moe_router_group_score_topk"]
     groups = values["moe_router_num_groups"]
     flag = f"--moe-router-group-score-topk {best}"

@@ -170,7 +170,7 @@ class CommConfig:
     """Order of the chunks' tasks: one of these names, or a function of your own as package.module:function.
     - sequential: one chunk after the other.
     - interleaved: one chunk is exchanged while another computes.
-    - optsche: the fastest by --balance-profile (ScheMoE, Theorem 1).
+    - optsche: the fastest for equal chunks (ScheMoE, Theorem 1).
     - demi: DEMI's schedule."""
 
     moe_comm_refit_interval: int = 100

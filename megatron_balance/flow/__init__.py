@@ -2,26 +2,22 @@
 
 layer.py               the verbs of a mixture of experts, in order
 plan.py                the dispatch plan: how many tokens each source sends to each physical expert
-reroute.py             the router's choice of logical experts -> physical experts, for megatron-core's dispatchers
+cut.py                 one rank's part of a dispatch plan, for its rows
+device_plan.py         one source's part of a dispatch plan, on the device
 dispatcher.py          dispatch, experts and combine: over our all-to-alls, or over megatron-core's dispatchers
 device_dispatcher.py   the same by HybridEP, for which the host waits for nothing
-device_plan.py         one source's part of a dispatch plan, on the device
-cut.py                 what a dispatch plan means for the rows of one rank, in one loop
 rows.py                a row for every expert that a token chose, and the sums of each token's rows
+reroute.py             the router's choice of logical experts -> physical experts, for megatron-core's dispatchers
 chunks/                rows to their experts and back in chunks, so that exchange and computation overlap
 
 experts.py             the experts of one rank: two projections with an activation between them
 slot_weights.py        weights of one linear layer: parameters in home slots, copies in guest slots
-grouped_gemm.py        one matrix product for the rows of all slots
-engine_gemm.py         the same by Transformer Engine (`--moe-expert-gemm te`)
 slot_linear.py         one linear layer in all slots, as autograd sees it
-swiglu.py              SwiGLU and the projection after it, for a CPU
+grouped_gemm.py        matrix products for the rows of all slots, by torch or by Transformer Engine
 weight_gradients.py    gradients of the weights, apart from those of the rows
 expert_shards.py       how a checkpoint stores experts: by logical expert, whoever owns it
 
 parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2
 schedule_choice.py     predicts which schedule takes the least time
-routers.py             auxiliary losses of megatron-core's routers, and the precision of their counts
-group_scores.py        DeepSeek's scores of groups of experts, for group-limited routing
-reference.py           a mixture of experts by its definition, for tests
+routers.py             megatron-core's routers: auxiliary losses, precision of counts, scores of groups
 """

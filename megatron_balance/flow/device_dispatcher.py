@@ -11,7 +11,6 @@ Where an expert has several hosts, the device also decides which rows each of th
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,8 +19,8 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.device_plan import DeviceTables, tokens_until
-from megatron_balance.flow.dispatcher import AtOnce, Handle, Rows
+from megatron_balance.flow.device_plan import DevicePlan, DeviceTables, tokens_until
+from megatron_balance.flow.dispatcher import ArrivedRows, Dispatcher, PendingRows
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
@@ -69,12 +68,10 @@ def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) 
     return sources * each
 
 
-Reroute = Callable[[torch.Tensor, torch.Tensor], Choices]
-"""(probs [T, E], map [T, E]) -> choices of physical experts."""
-
-
-class DeviceDispatcher:
+class DeviceDispatcher(Dispatcher):
     """Sends rows by HybridEP into room for the most rows that can arrive."""
+
+    plans_on_host = False
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         self.config = config
@@ -84,59 +81,51 @@ class DeviceDispatcher:
         self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
         """The latest placement, and where its tokens go or what decides that, on the device."""
 
-    def handle(self, placement: Placement, split: Split, node_size: int, load: Callable[[], torch.Tensor]) -> Handle:
-        """Return the decisions about a pass.
+    def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
+        return PendingRows(self._decide)
 
-        Args:
-            placement, split, node_size: see `make_dispatch_plan`.
-            load: returns the load matrix [D, E] on the device; called only where rows depend on it.
-        """
-        if self._placed is None or self._placed[0] is not placement or self._placed[1] != split:
+    def _decide(self, plan: DevicePlan) -> "_OnDevice":
+        placement = plan.placement
+        if self._placed is None or self._placed[0] is not placement or self._placed[1] != plan.split:
             device = torch.device("cuda", torch.cuda.current_device())
-            target_E = fixed_targets(placement, split, self.group.rank())
+            target_E = fixed_targets(placement, plan.split, self.group.rank())
             found = DeviceTables.of(placement, device) if target_E is None else to_device(target_E, device)
-            self._placed = placement, split, found
+            self._placed = placement, plan.split, found
         found = self._placed[2]
         if isinstance(found, torch.Tensor):
             return _OnDevice(self, placement, partial(reroute_to, found, placement=placement))
         with record_function("plan"):
-            until_EK = tokens_until(load(), found, self.group.rank(), node_size)
+            until_EK = tokens_until(plan.load(), found, self.group.rank(), plan.node_size)
         options = {"physicals_EK": found.physicals_EK, "until_EK": until_EK, "num_physical": placement.num_physical}
         return _OnDevice(self, placement, partial(reroute_in_order, **options))
 
 
-@dataclass(eq=False)
-class _OnDevice(AtOnce):
+@dataclass(frozen=True, eq=False)
+class _OnDevice:
     dispatcher: DeviceDispatcher
     placement: Placement
-    reroute: Reroute
-    sent: Any = None
-    """HybridEP's handle of the dispatch."""
-    rows: int = 0
+    reroute: Callable[[torch.Tensor, torch.Tensor], Choices]
+    """(probs [T, E], map [T, E]) -> choices of physical experts."""
 
-    def dispatch(self, tokens_TH: torch.Tensor, chosen: Choices) -> Rows:
+    def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> ArrivedRows:
         """Send rows to their experts; return this rank's, and rows that hold anything."""
-        with record_function("dispatch"):
-            dispatcher = self.dispatcher
-            slots = self.placement.slots_per_rank
-            probs_TP, map_TP = self.reroute(*chosen)
-            self.rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
-            rows_RH, probs_R, _, tokens_S, self.sent = fused_a2a.hybrid_ep_dispatch(
-                x=tokens_TH,
-                routing_map=map_TP,
-                probs=probs_TP.float(),
-                group=dispatcher.group,
-                num_local_experts=slots,
-                num_permuted_tokens=self.rows,
-                **dispatcher.options,
-            )
-            # Some versions write the numbers to pinned memory, which the stream reads after they are there
-            self.tokens_per_slot = tokens_S.to(rows_RH.device, non_blocking=True)
-            return rows_RH, probs_R
-
-    def combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        with record_function("combine"):
-            more = {name: value for name, value in self.dispatcher.options.items() if name == "fused"}
-            sent = self.sent
-            self.sent = None
-            return fused_a2a.hybrid_ep_combine(rows_RH, sent, self.rows, None, **more)
+        dispatcher = self.dispatcher
+        slots = self.placement.slots_per_rank
+        probs_TP, map_TP = self.reroute(*choices)
+        rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
+        rows_RH, probs_R, _, tokens_S, handle = fused_a2a.hybrid_ep_dispatch(
+            x=tokens_TH,
+            routing_map=map_TP,
+            probs=probs_TP.float(),
+            group=dispatcher.group,
+            num_local_experts=slots,
+            num_permuted_tokens=rows,
+            **dispatcher.options,
+        )
+        # Some versions write the numbers to pinned memory, which the stream reads after they are there
+        tokens_S = tokens_S.to(rows_RH.device, non_blocking=True)
+        more = {name: value for name, value in dispatcher.options.items() if name == "fused"}
+        combine = partial(
+            fused_a2a.hybrid_ep_combine, handle=handle, num_permuted_tokens=rows, pad_multiple=None, **more
+        )
+        return ArrivedRows(rows_RH, probs_R, tokens_S, combine)

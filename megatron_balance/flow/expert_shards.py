@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
 
-class Cut(NamedTuple):
+class ShardCut(NamedTuple):
     """How one expert's tensor is cut into shards."""
 
     axis: int
@@ -29,7 +29,7 @@ def by_expert(
     *,
     experts: Sequence[int],
     num_experts: int,
-    cut: Cut,
+    cut: ShardCut,
     offsets: tuple,
     replica: int,
 ) -> ShardedTensorFactory:
@@ -54,7 +54,7 @@ def by_expert(
 def _pieces_by_expert(
     experts: Sequence[int],
     num_experts: int,
-    cut: Cut,
+    cut: ShardCut,
     sharded_offsets: tuple,
     key: str,
     tensor_S: torch.Tensor,

@@ -4,7 +4,7 @@ A slot holds one expert's weights, or this rank's shard of them (expert tensor p
 whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold copies of other
 ranks' experts, and collect the gradients that those copies get here.
 
-In shapes, F is the shard's inner width (2F for gated units before the activation).
+In shapes, I is the shard's inner width (2 I for gated units before the activation).
 """
 
 import functools
@@ -23,11 +23,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.device.shards import mark_shards
-from megatron_balance.flow.expert_shards import Cut, by_expert
-from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, RowSplit, Split, TorchGemm
-from megatron_balance.flow.slot_linear import SlotLinear
-from megatron_balance.flow.slot_weights import GroupedWeights, Projection, main_grad
-from megatron_balance.flow.swiglu import is_swiglu, swiglu_linear
+from megatron_balance.flow.expert_shards import ShardCut, by_expert
+from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, Split, TorchGemm, split_of
+from megatron_balance.flow.slot_linear import SlotLinear, is_swiglu, swiglu_linear
+from megatron_balance.flow.slot_weights import GroupedWeights, main_grad
 from megatron_balance.flow.weight_gradients import LinearGradients
 
 
@@ -105,7 +104,7 @@ class GroupedExperts(MegatronModule):
         """
         if gradients is not None:
             return self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
-        return _Experts.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.weights)
+        return _ExpertsFunction.apply(rows_RH, probs_R, tokens_per_slot, self, torch.is_grad_enabled(), *self.weights)
 
     @functools.cached_property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -151,16 +150,12 @@ class GroupedExperts(MegatronModule):
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
         guests = len(tokens_per_slot) - len(self.home_experts)
-        device = rows_RH.device
-        first, second = (linear(guests) for linear in (self.linear_fc1, self.linear_fc2))
-        if not tokens_per_slot.is_cpu:
-            linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
-            split = DeviceSplit(tokens_per_slot.cumsum(0, dtype=torch.int32))
-            return self._compute(*linears, rows_RH, split, probs_R)
-        sizes = tokens_per_slot.tolist()
+        first = self.linear_fc1(guests)
+        second = self.linear_fc2(guests)
         if not self.by_slot:
             linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
-            return self._compute(*linears, rows_RH, RowSplit(sizes, device), probs_R)
+            return self._compute(*linears, rows_RH, split_of(tokens_per_slot, rows_RH.device), probs_R)
+        sizes = tokens_per_slot.tolist()
         each = ([slot for projection in linear for slot in projection.by_slot()] for linear in (first, second))
         parts = zip(*each, rows_RH.split(sizes), sizes, probs_R.split(sizes), strict=True)
         outputs = [
@@ -168,7 +163,7 @@ class GroupedExperts(MegatronModule):
                 SlotLinear([one], gradients.first, slot, at_once=True),
                 SlotLinear([other], gradients.second, slot, at_once=True),
                 rows,
-                RowSplit([size], device),
+                RowSplit([size], rows_RH.device),
                 probs,
             )
             for slot, (one, other, rows, size, probs) in enumerate(parts)
@@ -191,7 +186,7 @@ class GroupedExperts(MegatronModule):
         return output
 
     def _activate(self, inner: torch.Tensor, probs_R: torch.Tensor) -> torch.Tensor:
-        """Apply the activation and the combine weight: [R, F or 2F] -> [R, F]."""
+        """Apply the activation and the combine weight: [R, I or 2 I] -> [R, I]."""
         config = self.config
         if config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), config.activation_func_fp8_input_store)
@@ -230,12 +225,8 @@ class GroupedExperts(MegatronModule):
         return [main_grad(tensor)[index] for tensor, index in self._tensors(slot)]
 
     def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:
-        home = len(self.home_experts)
-        tensors = []
-        for linear in (self.linear_fc1, self.linear_fc2):
-            projection, index = (linear.home(), slot) if slot < home else (_guests(linear), slot - home)
-            tensors += [(tensor, index) for tensor in projection.tensors()]
-        return tensors
+        found = (linear.find(slot) for linear in (self.linear_fc1, self.linear_fc2))
+        return [(tensor, index) for projection, index in found for tensor in projection.tensors()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -244,8 +235,8 @@ class GroupedExperts(MegatronModule):
         parts = 2 if self.config.gated_linear_unit else 1
         # Gate and linear part follow each other, each cut into shards
         cuts = {
-            "linear_fc1": Cut(0, self.shard, self.shards, parts),
-            "linear_fc2": Cut(1, self.shard, self.shards, 1),
+            "linear_fc1": ShardCut(0, self.shard, self.shards, parts),
+            "linear_fc2": ShardCut(1, self.shard, self.shards, 1),
         }
         assert self.config.num_moe_experts is not None
         return {
@@ -288,7 +279,7 @@ class ExpertGraph(NamedTuple):
         return self.rows_RH.grad, self.probs_R.grad
 
 
-class _Experts(torch.autograd.Function):
+class _ExpertsFunction(torch.autograd.Function):
     """Autograd sees one operation, which gets one gradient for each weight."""
 
     @staticmethod
@@ -312,8 +303,3 @@ class _Experts(torch.autograd.Function):
         graph = ctx.graph
         ctx.graph = None
         return *graph.backward(gradients[0]), None, None, None, *ctx.gradients.finish()
-
-
-def _guests(linear: GroupedWeights) -> Projection:
-    assert linear.guests is not None, "guests need room: allocate_guests"
-    return linear.guests

@@ -14,19 +14,19 @@ How many kernels a projection takes, for S home slots and G guest slots in use:
 If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
 in use then cost a copy of the weights of all slots.
 
-torch's grouped product takes the weights of all slots as one tensor and allocates its result. A single call for home
-and guest slots would therefore copy weights, and a second call would copy its rows into the first one's result. Guest
-slots are few, and each gets a product that is written into the rows that the grouped product has left for it. torch's
-grouped product also rounds weight gradients to the inputs' precision, so that adding them in float32 would write and
-read them once more; one product per slot adds to float32 directly. A call of Transformer Engine takes lists of
-matrices; it starts one product for each of them.
+torch's grouped product takes the weights of all slots as one tensor and allocates its result. One call for home and
+guest slots would copy weights, and a second call would copy its rows. Guest slots are few, so each has a product of its
+own, written into the rows that the grouped product has left for it. torch's grouped product also rounds weight
+gradients to the inputs' precision; one product per slot adds to float32 directly. A call of Transformer Engine takes
+lists of matrices, and starts one product for each.
 """
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,13 @@ class DeviceSplit:
 
 
 Split = RowSplit | DeviceSplit
+
+
+def split_of(tokens_per_slot: torch.Tensor, device: torch.device) -> Split:
+    """Return the split of rows on `device`, whose numbers [S] are in host memory or on the device."""
+    if tokens_per_slot.is_cpu:
+        return RowSplit(tokens_per_slot.tolist(), device)
+    return DeviceSplit(tokens_per_slot.cumsum(0, dtype=torch.int32))
 
 
 class WeightTerm(NamedTuple):
@@ -123,25 +130,25 @@ def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
 
-def _products(rows_RK: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
-    """Multiply the rows of each slot by its matrix [K, N]: -> [R, N]."""
-    first_SKN = matrices[0]
+def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
+    """Multiply the rows of each slot by its matrix [I, O]: -> [R, O]."""
+    first_SIO = matrices[0]
     width = matrices[0].shape[-1]
-    grouped = len(first_SKN)
-    if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SKN):
+    grouped = len(first_SIO)
+    if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SIO):
         # The rows after the last end are left to the products of guest slots
-        output_RN = F.grouped_mm(rows_RK, first_SKN, offs=split.ends[:grouped])
+        output_RO = F.grouped_mm(rows_RI, first_SIO, offs=split.ends[:grouped])
     else:
-        output_RN = rows_RK.new_empty(len(rows_RK), width)
+        output_RO = rows_RI.new_empty(len(rows_RI), width)
         grouped = 0
-    each = zip(rows_RK.split(split.sizes), output_RN.split(split.sizes), slots_of(matrices), strict=True)
-    for number, (rows, output, matrix_KN) in enumerate(each):
+    each = zip(rows_RI.split(split.sizes), output_RO.split(split.sizes), slots_of(matrices), strict=True)
+    for number, (rows, output, matrix_IO) in enumerate(each):
         if number >= grouped and len(rows):
-            torch.mm(rows, matrix_KN, out=output)
-    return output_RN
+            torch.mm(rows, matrix_IO, out=output)
+    return output_RO
 
 
-def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
+def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
 
     Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
@@ -149,7 +156,76 @@ def grouped_mm_is_fast(matrix_SKN: torch.Tensor) -> bool:
     bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
     alignment.
     """
-    if matrix_SKN.dtype != torch.bfloat16 or not matrix_SKN.is_cuda or torch.version.hip is not None:
+    if matrix_SIO.dtype != torch.bfloat16 or not matrix_SIO.is_cuda or torch.version.hip is not None:
         return False
-    aligned = all(width * matrix_SKN.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SKN.shape[1:])
-    return aligned and torch.cuda.get_device_capability(matrix_SKN.device)[0] in GROUPED_MM_MAJORS
+    aligned = all(width * matrix_SIO.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SIO.shape[1:])
+    return aligned and torch.cuda.get_device_capability(matrix_SIO.device)[0] in GROUPED_MM_MAJORS
+
+
+class EngineGemm(GroupedGemm):
+    """Products by the function that Transformer Engine's GroupedLinear computes with; needs CUDA.
+
+    It takes the matrices of all slots as lists, starts their products on several streams, and adds weight gradients
+    to float32 in the kernel. Its matrices are row-major. Its layouts name the first two arguments, A and B, in the
+    column-major view: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
+    """
+
+    def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
+        return self._products(rows_RI, weights, split, weights[0].shape[1], layout="TN")
+
+    def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
+        return self._products(gradient_RO, weights, split, weights[0].shape[2], layout="NN", grad=True)
+
+    def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
+        if not (terms := list(terms)):
+            return
+        totals, gradients, rows = (list(column) for column in zip(*terms, strict=True))
+        sizes = [len(one) for one in rows]
+        self._call(rows, gradients, totals, m_splits=sizes, layout="NT", grad=True, accumulate=True)
+
+    def _products(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], split: Split, width: int, **options: Any
+    ) -> torch.Tensor:
+        assert not isinstance(split, DeviceSplit), "the numbers of rows are arguments"
+        output = rows.new_empty(len(rows), width)
+        sizes = list(split.sizes)
+        if len(rows):
+            matrices = [*slots_of(weights)]
+            parts = [*rows.contiguous().split(sizes)]
+            self._call(matrices, parts, [output], m_splits=sizes, single_output=True, **options)
+        return output
+
+    def _call(
+        self, first: list[torch.Tensor], second: list[torch.Tensor], out: list[torch.Tensor], **more: Any
+    ) -> None:
+        accepted = self._parameters
+        if "quantization_params" in accepted:
+            # Since 2.11
+            more["quantization_params"] = [None] * len(first)
+        if "workspaces" in accepted:
+            # Until 2.9
+            more["workspaces"] = _workspaces()
+        self._gemm(first, second, out=out, out_dtype=out[0].dtype, **more)
+
+    # On demand: a dry run builds models on machines that lack the package
+
+    @functools.cached_property
+    def _gemm(self) -> Callable:
+        from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm  # pyright: ignore
+
+        return general_grouped_gemm
+
+    @functools.cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self._gemm).parameters)
+
+
+def _workspaces() -> list[torch.Tensor]:
+    from transformer_engine.pytorch.module.base import get_multi_stream_cublas_workspace  # pyright: ignore
+
+    return get_multi_stream_cublas_workspace()
+
+
+def expert_gemm(name: Literal["default", "te"]) -> GroupedGemm:
+    """Return what computes the products of experts for a value of `--moe-expert-gemm`."""
+    return EngineGemm() if name == "te" else TorchGemm()

@@ -4,14 +4,18 @@ enter -> route -> count -> prepare -> host -> plan -> dispatch -> experts -> com
 
 enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
 route      the router chooses logical experts for each token
-count      all ranks learn the load matrix; the host waits for it, and for nothing else, where a plan needs it
-prepare    what needs no load matrix: the order of rows by expert, shared experts
-host       the Placement in force: which ranks host which experts; hosts have the weights when they compute
-plan       how many tokens each source sends to each physical expert
-dispatch   one row for each token and chosen expert, grouped by destination
-experts    rows travel to their experts, through them and back, chunk by chunk
-combine    each token gets the weighted sum of its rows
+count      start gathering the load matrix: how many tokens each source routed to each expert
+prepare    queue what needs no load: the order of rows by expert, and shared experts
+host       the Placement in force: which ranks host which experts; every host has received the experts' weights before
+           it computes
+plan       how many tokens each source sends to each physical expert; the host waits for the load, and nothing else
+dispatch   one row for each token and chosen expert, grouped by destination; the first exchange starts
+experts    the rows that arrive, with this rank's experts
+combine    results return, and each token gets the weighted sum of its rows
 leave      the layer's output for all of its input
+
+With chunks, `combine` also executes the remaining tasks of dispatch and experts, in the order of the chunks: see
+flow/chunks/pipeline.py.
 """
 
 import functools
@@ -32,10 +36,11 @@ from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
-from megatron_balance.flow.chunks.chunking import Chunking
+from megatron_balance.flow.chunks.order import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
-from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, Handle, MegatronDispatcher
+from megatron_balance.flow.device_plan import DevicePlan
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
@@ -44,16 +49,25 @@ from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
 Host = Callable[[Reading, bool], Placement]
-"""(load matrix [D, E] of one forward pass, whether it trains) -> the placement, whose hosts have the weights of their
-experts when they compute."""
+"""(load matrix [W, E] of the hosts in one forward pass, whether it trains) -> the placement in force."""
+
+
+class PassLoad(NamedTuple):
+    """The load matrix of one forward pass, on its way; its rows are sources."""
+
+    on_device: Callable[[], torch.Tensor]
+    """Returns it [D, E] on the device; the current stream waits for it."""
+    by_source: Reading
+    """[D, E] in host memory."""
+    by_host: Reading
+    """[W, E] in host memory, with the sources of each host added up."""
 
 
 class Decided(NamedTuple):
     """What a forward pass decided, for the pass that repeats it."""
 
-    load: Reading
-    placement: Placement
-    handle: Handle
+    load: PassLoad
+    rows: PendingRows
 
 
 class BalancedMoELayer(MoELayer):
@@ -96,8 +110,8 @@ class BalancedMoELayer(MoELayer):
         self.placement = owners
         """The placement of the latest forward pass."""
         self.decided: Callable[[], list[Decided]] = list
-        """Returns this layer's decisions in the current pass: see `PassMemory.of`. `list`: repetitions decide anew."""
-        self.begin: Begin = lambda moment: None
+        """Returns the decisions of the current pass in this layer: see `PassMemory.of`. `list`: none are kept."""
+        self.begin: Begin = lambda work: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"
         self.node_size = self.ep_group.size()
@@ -121,7 +135,7 @@ class BalancedMoELayer(MoELayer):
         if isinstance(self.dispatcher, DeviceDispatcher):
             check_device(self.experts)
 
-    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher | DeviceDispatcher:
+    def _build_dispatcher(self, exchange: TokenExchange, chunks: ChunkChoice | None) -> Dispatcher:
         if self.balance.moe_flex_rows == "bound":
             return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
@@ -155,12 +169,23 @@ class BalancedMoELayer(MoELayer):
     def _mixture(
         self, decided: list[Decided], hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
+        """Compute the layer's output; `decided` has what the pass decided if this repeats it, with gradients."""
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
-        tokens_TH, chosen = self._route(entered, padding_mask)
-        decide = self._decide(decided, tokens_TH, chosen)
+        tokens_TH, choices = self._route(entered, padding_mask)
+        if decided and torch.is_grad_enabled():
+            # The router has chosen the same experts again, so this pass neither counts nor waits
+            load, pending = decided.pop()
+        else:
+            load = self._count(choices)
+            pending = self.dispatcher.prepare(tokens_TH, choices, self.placement if self.host is None else None)
         shared = self.shared_experts_compute(hidden_states)
-        handle = decide()
-        output_TH = handle.mixture(tokens_TH, chosen, self.experts, self.begin)
+        self.placement = self._host(load)
+        plan = self._plan(load)
+        sent = pending.dispatch(plan, tokens_TH, choices)
+        if not torch.is_grad_enabled():
+            decided.append(Decided(load, pending))
+        computed = sent.compute(self.experts, self.begin)
+        output_TH = computed.combine()
         output = self.parallel.leave(output_TH, entered.shape)
         return output if shared is None else output + shared
 
@@ -168,100 +193,43 @@ class BalancedMoELayer(MoELayer):
         """Return the tokens [T, H] that this rank dispatches, and their choices."""
         with record_function("route"):
             own_TH = entered.reshape(-1, entered.shape[-1])
-            chosen = Choices(*cast(Router, self.router)(entered, padding_mask))
-            return self.parallel.share(own_TH, chosen)
+            choices = Choices(*cast(Router, self.router)(entered, padding_mask))
+            return self.parallel.share(own_TH, choices)
 
-    def _decide(self, decided: list[Decided], tokens_TH: torch.Tensor, chosen: Choices) -> Callable[[], Handle]:
-        """Queue what the decisions about this pass's rows need; return the function that makes them.
-
-        Recomputation repeats the decisions of the first pass, so it neither gathers nor waits. Its router chooses the
-        same experts.
-
-        Args:
-            decided: what the pass has decided: the first pass of a recomputed part appends to it, the repetition pops.
-        """
-        with_gradients = torch.is_grad_enabled()
-        if decided and with_gradients:
-            return functools.partial(self._again, decided.pop())
-        dispatcher = self.dispatcher
-        if isinstance(dispatcher, DeviceDispatcher):
-            load, decide = self._decide_on_device(chosen, dispatcher)
-        else:
-            load, decide = self._decide_by_plan(tokens_TH, chosen, dispatcher)
-
-        def decide_and_keep() -> Handle:
-            handle = decide()
-            if not with_gradients:
-                decided.append(Decided(load, self.placement, handle))
-            return handle
-
-        return decide_and_keep
-
-    # Each of the two returns the pass's load and the function that makes its handle
-
-    def _decide_by_plan(
-        self, tokens_TH: torch.Tensor, chosen: Choices, dispatcher: Dispatcher
-    ) -> tuple[Reading, Callable[[], Handle]]:
-        counts = self._reader.read(self._gather_counts(chosen.map_TE))
-        decide = dispatcher.prepare(tokens_TH, chosen, self.placement if self.host is None else None)
-        load = counts
-        if self.parallel.sources.size() > self.ep_group.size():
-            load = counts.then(lambda counts_DE: by_host(counts_DE, self.ep_group.size()))
-
-        def decided() -> Handle:
-            # Here, so that waiting for other ranks counts as what comes before the exchange
-            counts_DE = counts()
-            self.placement = self._placed(load)
-            return decide(self._plan(counts_DE))
-
-        return load, decided
-
-    def _decide_on_device(self, chosen: Choices, dispatcher: DeviceDispatcher) -> tuple[Reading, Callable[[], Handle]]:
-        gathered = _unwanted
-        load = Reading(_unwanted)
-        if self.host is not None:
-            gathered = self._gather_counts(chosen.map_TE, late=True)
-            load = self._reader.read(gathered)
-
-        def decided() -> Handle:
-            self.placement = self._placed(load)
-            return dispatcher.handle(self.placement, self.split, self.node_size, gathered)
-
-        return load, decided
-
-    def _placed(self, load: Reading) -> Placement:
-        return self.placement if self.host is None else self.host(load, self.training)
-
-    def _again(self, first: Decided) -> Handle:
-        self.placement = self._placed(first.load)
-        assert self.placement is first.placement, "a placement changes between iterations only"
-        return first.handle
-
-    def _gather_counts(self, map_TE: torch.Tensor, late: bool = False) -> Callable[[], torch.Tensor]:
-        """Start gathering the load matrix [D, E], the tokens that each source routed to each expert.
-
-        Args:
-            late: whether the pass may be over before the host has the load.
-
-        Returns:
-            The function that lets the current stream wait until the load is there. It keeps the memory until then.
-        """
+    def _count(self, choices: Choices) -> PassLoad:
+        """Start gathering the load matrix, unless nobody needs it."""
+        on_host = self.dispatcher.plans_on_host
+        if self.host is None and not on_host:
+            return PassLoad(_unwanted, Reading(_unwanted), Reading(_unwanted))
         with record_function("count"):
-            counts_E = self.parallel.counts(map_TE)
+            counts_E = self.parallel.counts(choices.map_TE)
             group = self.parallel.sources
             counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
             # As in FlatAllToAll.start: a device waits for what the host does from here to the exchange of rows
             work = getattr(group, ALL_GATHER)(counts_DE, counts_E, self._gather_options)
 
-        def gathered() -> torch.Tensor:
+        def on_device() -> torch.Tensor:
             work.wait()
-            if late:
+            if not on_host:
+                # The pass may be over before the host has the load
                 keep_until_read(counts_E, counts_DE)
             return counts_DE.view(-1, counts_E.numel())
 
-        return gathered
+        by_source = self._reader.read(on_device)
+        hosts = self.ep_group.size()
+        of_hosts = by_source if group.size() == hosts else by_source.then(functools.partial(by_host, hosts=hosts))
+        return PassLoad(on_device, by_source, of_hosts)
 
-    def _plan(self, counts_DE: torch.Tensor) -> DispatchPlan:
+    def _host(self, load: PassLoad) -> Placement:
+        if self.dispatcher.plans_on_host:
+            # Wait here, so that waiting for other ranks counts as what comes before the exchange
+            load.by_source()
+        return self.placement if self.host is None else self.host(load.by_host, self.training)
+
+    def _plan(self, load: PassLoad) -> Plan:
+        if not self.dispatcher.plans_on_host:
+            return DevicePlan(self.placement, load.on_device, self.split, self.node_size)
+        counts_DE = load.by_source()
         with record_function("plan"):
             return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)
 

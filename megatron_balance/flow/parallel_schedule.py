@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
-from megatron_balance.flow.chunks.chunking import split_evenly
+from megatron_balance.flow.chunks.order import split_evenly
 from megatron_balance.flow.plan import Choices
 
 
@@ -88,26 +88,25 @@ class Shape(NamedTuple):
 def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
     """Return the elements per rank of each collective of a forward pass: of its input or output, whichever is larger.
 
-    The part that stays on the rank counts too. With times of collectives as functions of these sizes, the sums are
-    Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
+    The part that stays on the rank counts too; a collective of one rank is left out. With times of collectives as
+    functions of these sizes, the sums are Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor
+    parallelism, Eq. 2.
     """
     tokens = shape.tokens * shape.hidden
     rows = shape.rows * shape.hidden
     each = {
         TokenStep.EP_ALL_TO_ALL: rows * (shape.esp if schedule == "baseline" else 1),
         TokenStep.EP_ESP_ALL_TO_ALL: rows * shape.esp // shape.mp,
-        TokenStep.ESP_ALL_GATHER: (tokens if schedule == "baseline" else rows) * shape.esp,
-        TokenStep.ESP_REDUCE_SCATTER: rows * shape.esp,
-        TokenStep.ESP_ALL_REDUCE: rows * shape.esp,
-        TokenStep.MP_ALL_GATHER: tokens if schedule == "s1" else rows,
     }
-    alone = {
-        TokenStep.MP_ALL_GATHER: shape.mp,
-        TokenStep.ESP_ALL_GATHER: shape.esp,
-        TokenStep.ESP_REDUCE_SCATTER: shape.esp,
-    }
-    alone[TokenStep.ESP_ALL_REDUCE] = shape.esp
-    return [(step, each[step]) for step in SCHEDULES[schedule] if step in each and alone.get(step, 2) > 1]
+    if shape.mp > 1:
+        each[TokenStep.MP_ALL_GATHER] = tokens if schedule == "s1" else rows
+    if shape.esp > 1:
+        each |= {
+            TokenStep.ESP_ALL_GATHER: (tokens if schedule == "baseline" else rows) * shape.esp,
+            TokenStep.ESP_REDUCE_SCATTER: rows * shape.esp,
+            TokenStep.ESP_ALL_REDUCE: rows * shape.esp,
+        }
+    return [(step, each[step]) for step in SCHEDULES[schedule] if step in each]
 
 
 class ParallelDispatch:
@@ -174,7 +173,7 @@ class ParallelDispatch:
         return [sources.index(rank) for rank in dist.get_process_group_ranks(self.groups.tp)]
 
     @property
-    def wire(self) -> dist.ProcessGroup:
+    def exchange_group(self) -> dist.ProcessGroup:
         """The ranks that exchange rows."""
         return self.groups.tp_ep if TokenStep.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
 
@@ -204,17 +203,13 @@ class ParallelDispatch:
         """
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
-    def share(self, own_TH: torch.Tensor, chosen: Choices) -> tuple[torch.Tensor, Choices]:
-        """Return the tokens [T, H] that this rank dispatches, and the experts that they chose.
+    def share(self, own_TH: torch.Tensor, choices: Choices) -> tuple[torch.Tensor, Choices]:
+        """Return the tokens [T, H] that this rank dispatches, and their choices, given those that this rank has routed.
 
         If tokens are gathered, these are the tokens of all shards of the host.
-
-        Args:
-            own_TH: the tokens that this rank has routed.
-            chosen: the experts that these tokens chose.
         """
-        tokens_TH, probs_TE = (self._gather(self._repeat(tensor)) for tensor in (own_TH, chosen.probs_TE))
-        return tokens_TH, Choices(probs_TE, self._gather(chosen.map_TE))
+        tokens_TH, probs_TE = (_scale_gradient(tensor, self.repeats) for tensor in (own_TH, choices.probs_TE))
+        return self._gather(tokens_TH), Choices(self._gather(probs_TE), self._gather(choices.map_TE))
 
     def counts(self, map_TE: torch.Tensor) -> torch.Tensor:
         """Return [E]: how many rows for each expert this rank sends, given the choices of `share`."""
@@ -229,7 +224,10 @@ class ParallelDispatch:
         Args:
             shape: shape of the tensor that this rank routed.
         """
-        output = self._unrepeat(self._own(output_TH)).view(shape)
+        if self.gathers_tokens:
+            output_TH = scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
+        # All repetitions count as one
+        output = _scale_gradient(output_TH, 1 / self.repeats).view(shape)
         if self.splits_tokens:
             return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
         return output
@@ -251,22 +249,12 @@ class ParallelDispatch:
             )
         return tensor
 
-    def _own(self, output_TH: torch.Tensor) -> torch.Tensor:
-        """Return this shard's part [T, H] of the rows [N * T, H] that `_gather` concatenated."""
-        if self.gathers_tokens:
-            return scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
-        return output_TH
-
-    def _repeat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return input that experts compute `repeats` times; multiply its gradient by `repeats` to undo `_unrepeat`."""
-        return tensor if self.repeats == 1 else _GradientTimes.apply(tensor, self.repeats)
-
-    def _unrepeat(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output; divide its gradient by `repeats`, so that all repetitions count as one."""
-        return output if self.repeats == 1 else _GradientTimes.apply(output, 1 / self.repeats)
-
     def _before(self, one: TokenStep, other: TokenStep) -> bool:
         return {one, other} <= {*self.steps} and self.steps.index(one) < self.steps.index(other)
+
+
+def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1 else _GradientTimes.apply(tensor, factor)
 
 
 class _FirstMembers(torch.autograd.Function):

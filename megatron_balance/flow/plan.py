@@ -1,7 +1,8 @@
 """The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any moves.
 
-A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, H
-hosts (the ranks of an expert-parallel group), K the hosts of one expert, G groups of consecutive ranks.
+A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, W
+hosts (the ranks of an expert-parallel group), N the pairs of an expert and a host of it, K the hosts of one expert, and
+G groups of consecutive ranks.
 """
 
 import functools
@@ -22,10 +23,10 @@ class Choices(NamedTuple):
     """The experts that tokens chose: logical ones from the router, physical ones (P in place of E) from `reroute`."""
 
     probs_TE: torch.Tensor
-    """[T, E] combine weights."""
+    """Combine weights."""
 
     map_TE: torch.Tensor
-    """[T, E] bool: the chosen experts."""
+    """bool: the chosen experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,22 +43,14 @@ class DispatchPlan:
 
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
-        """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
-        placement = self.placement
-        counts_DE = self.counts_DE
-        if placement.tables.in_place:
-            return counts_DE
-        tables = placement.tables
-        counts_HE = by_host(counts_DE, placement.num_ranks)
+        """int64 in host memory: rows that source d sends to physical expert p."""
+        tables = self.placement.tables
+        if tables.in_place:
+            return self.counts_DE
+        counts_DE = np.ascontiguousarray(self.counts_DE.numpy())
+        counts_WE = np.ascontiguousarray(by_host(self.counts_DE, self.placement.num_ranks).numpy())
         return torch.from_numpy(
-            _planned(
-                np.ascontiguousarray(counts_DE.numpy()),
-                np.ascontiguousarray(counts_HE.numpy()),
-                *tables.hosting,
-                *self.rules,
-                tables.physical_N,
-                placement.slots_per_rank,
-            )
+            _planned(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
         )
 
     @property
@@ -65,19 +58,10 @@ class DispatchPlan:
         """Hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
         return self.node_size or self.placement.num_ranks, self.split == "local_first"
 
-    @functools.cached_property
-    def splits_DH(self) -> torch.Tensor:
-        """[D, H]: tokens that each source (row) sends to each host (column)."""
-        return self.tokens_DP.view(len(self.tokens_DP), self.placement.num_ranks, -1).sum(2)
-
-    def received_DS(self, rank: int) -> torch.Tensor:
-        """Return [D, S], the tokens that the host `rank` receives from each source for each of its slots."""
-        slots = self.placement.slots_per_rank
-        return self.tokens_DP[:, rank * slots : (rank + 1) * slots]
-
-    def tokens_per_slot(self, rank: int) -> torch.Tensor:
-        """Return [S], the tokens that each slot of `rank` computes."""
-        return self.received_DS(rank).sum(0)
+    @property
+    def splits_DW(self) -> torch.Tensor:
+        """Tokens that each source sends to each host."""
+        return torch.from_numpy(sums_by_host(self.tokens_DP.numpy(), self.placement.num_ranks))
 
 
 def make_dispatch_plan(
@@ -102,9 +86,44 @@ def make_dispatch_plan(
     return DispatchPlan(placement, counts_DE, split, node_size)
 
 
+def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
+    """Return [W, E], the load matrix with the sources of each host added up."""
+    return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
+
+
+def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
+    """Return the tokens for all physical experts of each host: [..., P] -> [..., W]."""
+    # Several times as fast as a sum over a short last dimension
+    slots = tokens.shape[-1] // hosts
+    first, *others = (tokens[..., slot::slots] for slot in range(slots))
+    return functools.reduce(np.add, others, first)
+
+
 def prepare_plans() -> None:
-    """Compile what plans need where experts have several hosts, so that no forward pass takes seconds for it."""
+    """Compile the loop for replicated experts now, so that the first forward pass does not wait for numba."""
     _planned.prepare()
+
+
+class HostRules(NamedTuple):
+    """The hosts of all experts, and how they share tokens; see `Tables.hosting` and `DispatchPlan.rules`."""
+
+    first_E: np.ndarray
+    host_N: np.ndarray
+    share_N: np.ndarray
+    primary_E: np.ndarray
+    node_size: int
+    local_first: bool
+
+
+class SendRoom(NamedTuple):
+    """Memory for `send`, enough for any expert."""
+
+    sent_KG: np.ndarray
+    out_G: np.ndarray
+    """Tokens that the groups still have to send."""
+    in_K: np.ndarray
+    """Tokens that the hosts still have to receive."""
+    remainder_K: np.ndarray
 
 
 @compiled(
@@ -113,7 +132,7 @@ def prepare_plans() -> None:
 )
 def _planned(
     counts_DE: np.ndarray,
-    counts_HE: np.ndarray,
+    counts_WE: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,
     share_N: np.ndarray,
@@ -123,14 +142,14 @@ def _planned(
     physical_N: np.ndarray,
     slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, `Tables.hosting` of the
-    placement, rules and slots of a host."""
-    sources = len(counts_DE)
-    hosts = len(counts_HE)
-    experts = counts_DE.shape[1]
+    """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, the fields of `HostRules`,
+    the physical expert of each host, and a rank's slots."""
+    rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
+    sources, experts = counts_DE.shape
+    hosts = len(counts_WE)
     tokens_DP = np.zeros((sources, hosts * slots), dtype=np.int64)
     alone_E = np.full(experts, -1)
-    group_H = np.arange(hosts)
+    group_W = np.arange(hosts)
     room = room_of(first_E, hosts)
     for expert in range(experts):
         begin = first_E[expert]
@@ -138,10 +157,8 @@ def _planned(
         if end - begin == 1:
             alone_E[expert] = physical_N[begin]
             continue
-        sent_KH = send(
-            expert, counts_HE, counts_HE, group_H, first_E, host_N, share_N, primary_E, node_size, local_first, room
-        )
-        _among_sources(counts_DE, expert, sent_KH, physical_N[begin:end], tokens_DP)
+        sent_KW = send(expert, counts_WE, counts_WE, group_W, rules, room)
+        _among_sources(counts_DE, expert, sent_KW, physical_N[begin:end], tokens_DP)
     for source in range(sources):
         for expert in range(experts):
             if alone_E[expert] >= 0:
@@ -151,16 +168,16 @@ def _planned(
 
 @compiled(None)
 def _among_sources(
-    counts_DE: np.ndarray, expert: int, sent_KH: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
+    counts_DE: np.ndarray, expert: int, sent_KW: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
 ) -> None:
     """Divide the tokens that each host sends to an expert's physical experts among the host's sources, in order."""
-    hosts = sent_KH.shape[1]
+    hosts = sent_KW.shape[1]
     each = len(counts_DE) // hosts
     for host in range(hosts):
         source = host * each
         left = counts_DE[source, expert]
         for k in range(len(physical_K)):
-            missing = sent_KH[k, host]
+            missing = sent_KW[k, host]
             while missing > 0:
                 while left == 0:
                     source += 1
@@ -172,12 +189,10 @@ def _among_sources(
 
 
 @compiled(None)
-def room_of(first_E: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return memory for `send`, of any expert."""
-    most = 0
-    for expert in range(len(first_E) - 1):
-        most = max(most, first_E[expert + 1] - first_E[expert])
-    return (
+def room_of(first_E: np.ndarray, groups: int) -> SendRoom:
+    """Return memory for `send` by so many groups."""
+    most = np.diff(first_E).max()
+    return SendRoom(
         np.empty((most, groups), np.int64),
         np.empty(groups, np.int64),
         np.empty(most, np.int64),
@@ -191,13 +206,8 @@ def send(
     counts_DE: np.ndarray,
     sums_GE: np.ndarray,
     group_D: np.ndarray,
-    first_E: np.ndarray,
-    host_N: np.ndarray,
-    share_N: np.ndarray,
-    primary_E: np.ndarray,
-    node_size: int,
-    local_first: bool,
-    room: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    rules: HostRules,
+    room: SendRoom,
 ) -> np.ndarray:
     """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
 
@@ -206,25 +216,25 @@ def send(
     after it, on its node and on others. So the tokens of a rank are those of its group, if it is alone in it.
 
     Args:
+        counts_DE: the load, with one source per host.
         sums_GE: the load of groups of consecutive ranks, each on one node.
         group_D: the group of each rank.
         room: `room_of` these groups; the result is a part of it.
-
-    The other arguments are those of `_planned`, for one source per host.
     """
-    begin = first_E[expert]
-    end = first_E[expert + 1]
-    sent_KG, out_G, in_K, left_K = room
-    sent_KG = sent_KG[: end - begin]
-    host_K = host_N[begin:end]
-    ranks = len(group_D)
+    begin = rules.first_E[expert]
+    end = rules.first_E[expert + 1]
     hosts = end - begin
+    host_K = rules.host_N[begin:end]
+    node_size = rules.node_size
+    out_G = room.out_G
+    in_K = room.in_K
+    sent_KG = room.sent_KG[:hosts]
     sent_KG[:] = 0
     total = 0
     for group in range(len(out_G)):
         out_G[group] = sums_GE[group, expert]
         total += out_G[group]
-    _share(total, counts_DE, expert, host_K, share_N[begin:end], primary_E[expert], local_first, in_K, left_K)
+    _share(expert, total, counts_DE, rules, in_K, room.remainder_K)
     for k in range(hosts):
         rank = host_K[k]
         local = min(counts_DE[rank, expert], in_K[k])
@@ -237,7 +247,7 @@ def send(
         after = first + 1
         while after < hosts and host_K[after] // node_size == node:
             after += 1
-        until = min((node + 1) * node_size, ranks)
+        until = min((node + 1) * node_size, len(group_D))
         _send_within(group_D[node * node_size], group_D[until - 1] + 1, first, after, out_G, in_K, sent_KG)
         first = after
     _send_within(0, len(out_G), 0, hosts, out_G, in_K, sent_KG)
@@ -263,13 +273,13 @@ def _send_within(
         return
     sent = out_G[first_group:after_group].sum()
     part = min(sent, received)
+    if part == 0:
+        return
     at = 0
     received_until = 0
     group = first_group - 1
     sent_until = 0
     group_end = 0
-    if part == 0:
-        return
     for k in range(first, after):
         # A division takes longer than all else here; one of the two divides by the factor
         received_until += in_K[k]
@@ -288,48 +298,43 @@ def _send_within(
 
 @compiled(None)
 def _share(
+    expert: int,
     total: int,
     counts_DE: np.ndarray,
-    expert: int,
-    host_K: np.ndarray,
-    share_K: np.ndarray,
-    primary: int,
-    local_first: bool,
+    rules: HostRules,
     computed_K: np.ndarray,
-    left_K: np.ndarray,
+    remainder_K: np.ndarray,
 ) -> None:
-    """Set how many of an expert's tokens each of its hosts computes.
+    """Set how many of the `total` tokens of an expert each of its hosts computes.
 
-    `proportional` rounds up where the remainders are largest, the first ones among equals; they are left in `left_K`.
+    `proportional` rounds up where the remainders are largest, the first ones among equals.
     """
     assert total <= MOST_TOKENS, "a product of two counts fits an int64"
+    begin = rules.first_E[expert]
+    end = rules.first_E[expert + 1]
+    host_K = rules.host_N[begin:end]
+    share_K = rules.share_N[begin:end]
     missing = total
-    hosts = range(len(host_K))
-    shares = share_K.sum()
+    hosts = range(end - begin)
+    shares = max(share_K.sum(), 1)
     for k in hosts:
         computed_K[k] = 0
-        if not local_first:
+        if not rules.local_first:
             product = total * share_K[k]
-            divisor = max(shares, 1)
-            computed_K[k] = product // divisor
-            left_K[k] = product - computed_K[k] * divisor
+            computed_K[k] = product // shares
+            remainder_K[k] = product - computed_K[k] * shares
         elif share_K[k]:
             computed_K[k] = counts_DE[host_K[k], expert]
         missing -= computed_K[k]
-    if local_first:
+    if rules.local_first:
         for k in hosts:
-            if host_K[k] == primary:
+            if host_K[k] == rules.primary_E[expert]:
                 computed_K[k] += missing
         return
     for _ in range(missing):
         most = 0
         for k in hosts:
-            if left_K[k] > left_K[most]:
+            if remainder_K[k] > remainder_K[most]:
                 most = k
         computed_K[most] += 1
-        left_K[most] = -1
-
-
-def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
-    """Return [H, E], the load matrix with the sources of each host added up."""
-    return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
+        remainder_K[most] = -1

@@ -1,6 +1,11 @@
 """One linear layer in all slots, as autograd sees it: a function of its rows alone.
 
-Its backward pass computes the gradients of the rows, and hands over what the gradients of weights need.
+Its backward pass computes the gradients of the rows, and hands over the rows and output gradients from which the
+gradients of weights are computed.
+
+On a CPU, SwiGLU and the projection after it are one function, which keeps nothing but its input for the backward pass.
+Autograd would keep three tensors of half the input's size: the gate's SiLU, its product with the linear part, and that
+product times the combine weights. They are computed again, in few passes over memory.
 """
 
 from collections.abc import Sequence
@@ -8,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow.grouped_gemm import RowSplit, Split
 from megatron_balance.flow.slot_weights import Projection, slots_of
@@ -99,3 +106,56 @@ def _add_biases(
     scales = None if scale_R is None else scale_R.unsqueeze(-1).split(split.sizes)
     for slot, (rows, bias_O) in enumerate(zip(output_RO.split(split.sizes), slots_of(biases), strict=True)):
         rows.add_(bias_O if scales is None else (bias_O * scales[slot]).to(rows.dtype))
+
+
+def is_swiglu(config: TransformerConfig) -> bool:
+    """Return whether experts have SwiGLU units, without a clamp, an offset or a fused kernel."""
+    plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
+    swiglu = config.gated_linear_unit and config.activation_func is F.silu
+    return swiglu and plain and not config.bias_activation_fusion
+
+
+def swiglu_linear(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
+    """Compute SwiGLU units, weight them, and multiply them by their slot's weight: [R, 2 I] -> [R, O]; differentiable.
+
+    Args:
+        inner: gates, then linear parts.
+        probs_R: weights of the rows, also of their biases.
+        linear: the projection of the units.
+        split: number of rows of each slot.
+    """
+    return _SwigluLinear.apply(inner, probs_R, linear, split)
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
+        ctx.linear = linear
+        ctx.split = split
+        # Saving the weights lets autograd notice if something overwrites them before the backward pass
+        ctx.save_for_backward(inner, probs_R, *linear.weights, *linear.biases)
+        gate_RI, linear_RI = inner.chunk(2, dim=-1)
+        weighted_RI = F.silu(gate_RI).mul_(linear_RI).mul_(probs_R.unsqueeze(-1))
+        return linear.outputs(weighted_RI, split, probs_R)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        linear = ctx.linear
+        split = ctx.split
+        inner, probs_R, *_ = ctx.saved_tensors
+        gate_RI, linear_RI = inner.chunk(2, dim=-1)
+        gradient_RO = gradients[0].contiguous()
+        probs_R1 = probs_R.unsqueeze(-1)
+        gradient_RI = linear.to_rows(gradient_RO, split)
+        silu_RI = F.silu(gate_RI)
+        units_RI = silu_RI * linear_RI
+        exact = torch.promote_types(gradient_RI.dtype, probs_R.dtype)
+        to_probs_R = (gradient_RI.to(exact) * units_RI).sum(-1).to(probs_R.dtype)
+        if linear.biases:
+            to_probs_R += linear.to_scale(gradient_RO, split).to(probs_R.dtype)
+        linear.to_weights(units_RI.mul_(probs_R1), gradient_RO, probs_R, split)
+        to_inner = torch.empty_like(inner)
+        to_gate_RI, to_linear_RI = to_inner.chunk(2, dim=-1)
+        torch.mul(gradient_RI.mul_(probs_R1), silu_RI, out=to_linear_RI)
+        torch.ops.aten.silu_backward.grad_input(gradient_RI.mul_(linear_RI), gate_RI, grad_input=to_gate_RI)
+        return to_inner, to_probs_R, None, None

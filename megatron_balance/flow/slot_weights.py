@@ -67,9 +67,13 @@ class GroupedWeights(torch.nn.Module):
         """Return the parameters of the home slots."""
         return Projection(self.weight, self.bias)
 
-    def all_slots(self) -> list[Projection]:
-        """Return home slots and all guest slots."""
-        return [self.home()] if self.guests is None else [self.home(), self.guests]
+    def find(self, slot: int) -> tuple[Projection, int]:
+        """Return the slots, home or guest, to which a slot belongs, and its index in them."""
+        home = len(self.weight)
+        if slot < home:
+            return self.home(), slot
+        assert self.guests is not None, "guests need room: allocate_guests"
+        return self.guests, slot - home
 
 
 def main_grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, 
 from megatron_balance.flow.slot_weights import GroupedWeights, main_grad, slots_of
 
 
-class _Part(NamedTuple):
+class SlotRows(NamedTuple):
     """Some rows of one slot, the gradient of their products, and what scales the bias of each row."""
 
     rows_RI: torch.Tensor
@@ -34,7 +34,7 @@ class LinearGradients:
         """`slots` is the number of slots in use: home slots, then guest slots."""
         self.linear = linear
         self.gemm = gemm
-        self.parts: list[list[_Part]] = [[] for _ in range(slots)]
+        self.parts: list[list[SlotRows]] = [[] for _ in range(slots)]
         self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
         """Rows of all slots and the gradient of their products, where only the device knows the numbers of rows."""
 
@@ -53,7 +53,7 @@ class LinearGradients:
         rows = rows_RI.split(split.sizes)
         gradients = gradient_RO.split(split.sizes)
         scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
-        for slot, part in enumerate(map(_Part, rows, gradients, scales), first):
+        for slot, part in enumerate(map(SlotRows, rows, gradients, scales), first):
             if len(part.rows_RI):
                 self.parts[slot].append(part)
 
@@ -142,6 +142,6 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
-def _bias_gradient(part: _Part, dtype: torch.dtype) -> torch.Tensor:
+def _bias_gradient(part: SlotRows, dtype: torch.dtype) -> torch.Tensor:
     gradient_RO = part.gradient_RO if part.scale_R is None else part.gradient_RO * part.scale_R.unsqueeze(-1)
     return gradient_RO.sum(0, dtype=dtype)

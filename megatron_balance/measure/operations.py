@@ -223,7 +223,7 @@ def schedule_call(
 
     if line == "sorting":
         return _sorting(rows_of(-(-num_bytes // row_bytes)), hosts)
-    exchange = default_all_to_all(dispatch.wire)
+    exchange = default_all_to_all(dispatch.exchange_group)
     sharding = dispatch.sharding()
     each = -(-num_bytes // (row_bytes * (hosts if line == "gathered" else sources)))
     splits_DH = torch.full((sources, hosts), each)

@@ -18,16 +18,15 @@ from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader
-from megatron_balance.flow.chunks.chunking import Chunking
-from megatron_balance.flow.chunks.order import COMPUTING, ChunkStep, Order, check
+from megatron_balance.flow.chunks.order import COMPUTING, Chunking, ChunkStep, Order, check
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.plan import Split
-from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from megatron_balance.job.layout import build_groups
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import plan_transfers
+from tests.reference import ExpertWeights, mixture_of_experts
 
 HIDDEN = 12
 INNER = 20

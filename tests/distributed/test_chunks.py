@@ -1,7 +1,7 @@
 """Tokens in chunks: gradients do not change in any order of tasks, and the layer executes exactly that order."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_balance.comm.alltoall import Exchange, P2PAllToAll
 from megatron_balance.flow.chunks import pipeline
-from megatron_balance.flow.chunks.chunking import Chunking
-from megatron_balance.flow.chunks.order import ChunkStep, ChunkTask, Order, text
-from megatron_balance.flow.chunks.pipeline import Start, execute
+from megatron_balance.flow.chunks.order import Chunking, ChunkStep, ChunkTask, Order, text
+from megatron_balance.flow.chunks.pipeline import ChunkTasks, execute
 from megatron_balance.flow.experts import ExpertGradients
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.layout import build_groups, destroy_groups
@@ -51,27 +50,31 @@ def test_chunks_of_experts_with_many_hosts(ranks, split: str) -> None:
     ranks(4).run(check_against_oracle, ACTIVATIONS["gelu"], "uneven", host, P2PAllToAll)
 
 
-def watched_start(
-    start: Start, tasks: tuple[ChunkTask, ChunkTask], chunks: dict[int, int], log: list[ChunkStep]
-) -> Start:
-    """Wrap `start` so that it logs every start and wait."""
+class Watched(ChunkTasks):
+    """Logs every task: when exchanges start, and when the host waits for them."""
 
-    def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        started, waited = (ChunkStep(task, chunks[splits_DH.data_ptr()]) for task in tasks)
-        log.append(started)
-        exchange = start(rows, splits_DH)
+    def __init__(self, tasks: ChunkTasks, log: list[ChunkStep]) -> None:
+        self.tasks = tasks
+        self.log = log
+        self.spans = tasks.spans
 
-        def wait() -> torch.Tensor:
-            log.append(waited)
-            return exchange.wait()
+    def watched(self, exchange: Exchange, waited: ChunkStep) -> Exchange:
+        return Exchange(lambda: (self.log.append(waited), exchange.wait())[1])
 
-        return Exchange(wait)
+    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        self.log.append(ChunkStep(ChunkTask.C1, chunk))
+        return self.watched(self.tasks.send(chunk, rows), ChunkStep(ChunkTask.D1, chunk))
 
-    return starting
+    def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+        self.log.append(ChunkStep(ChunkTask.E, chunk))
+        return self.tasks.compute(chunk, rows)
 
+    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        self.log.append(ChunkStep(ChunkTask.C2, chunk))
+        return self.watched(self.tasks.send_back(chunk, rows), ChunkStep(ChunkTask.D2, chunk))
 
-def _returned(exchange: Exchange, *_: torch.Tensor) -> Exchange:
-    return exchange
+    def finish(self) -> None:
+        self.tasks.finish()
 
 
 def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[list[ChunkTask]]]:
@@ -90,32 +93,18 @@ def orders_and_logs(chunks: int, seed: int) -> tuple[list[str], list[str], list[
 
     def watched(
         order: Order,
-        rows: Sequence[torch.Tensor],
-        splits: Sequence[torch.Tensor],
-        *,
-        there: Start,
-        back: Start,
-        compute: Callable[[int, torch.Tensor], torch.Tensor],
-        started: dict[int, Exchange] | None = None,
+        rows: dict[int, torch.Tensor],
+        tasks: ChunkTasks,
+        exchanges: dict[int, Exchange] | None = None,
     ) -> list[torch.Tensor]:
-        numbers = {splits_DH.data_ptr(): chunk for chunk, splits_DH in enumerate(splits)}
         log = []
         logs.append(log)
-
-        def computing(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            log.append(ChunkStep(ChunkTask.E, chunk))
-            return compute(chunk, rows)
-
-        there, back = (
-            watched_start(start, tasks, numbers, log)
-            for start, tasks in ((there, (ChunkTask.C1, ChunkTask.D1)), (back, (ChunkTask.C2, ChunkTask.D2)))
-        )
-        tasks = ChunkTask.C1, ChunkTask.D1
-        for chunk, exchange in list((started or {}).items()):
-            assert started is not None
-            start = watched_start(functools.partial(_returned, exchange), tasks, numbers, log)
-            started[chunk] = start(rows[chunk], splits[chunk])
-        return execute(order, rows, splits, there=there, back=back, compute=computing, started=started)
+        tasks = Watched(tasks, log)
+        for chunk, exchange in (exchanges or {}).items():
+            assert exchanges is not None
+            log.append(ChunkStep(ChunkTask.C1, chunk))
+            exchanges[chunk] = tasks.watched(exchange, ChunkStep(ChunkTask.D1, chunk))
+        return execute(order, rows, tasks, exchanges)
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(13 + 3 * dist.get_rank(), 1, HIDDEN, dtype=torch.float64, generator=generator)

@@ -1,7 +1,6 @@
 """BalancedMoELayer in float64 against the single-process oracle, and its parts against plain references."""
 
 import sys
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -20,7 +19,8 @@ from megatron_balance.build.run import parts
 from megatron_balance.flow import dispatcher, rows
 from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.layer import BalancedMoELayer, remember
+from megatron_balance.flow.layer import BalancedMoELayer, PassLoad, remember
+from megatron_balance.flow.plan import Choices
 from megatron_balance.job.layout import build_groups, destroy_groups
 from tests.distributed.layers import (
     ACTIVATIONS,
@@ -234,14 +234,14 @@ def passes(
     layer.moe_layer_recompute = how == "moe"
     model = OneLayer(layer, how == "checkpoint")
     remember([model])
-    gather = layer._gather_counts
+    count = layer._count
     gathered = []
 
-    def counting(map_TE: torch.Tensor) -> Callable[[], torch.Tensor]:
-        gathered.append(map_TE)
-        return gather(map_TE)
+    def counting(choices: Choices) -> PassLoad:
+        gathered.append(choices)
+        return count(choices)
 
-    layer._gather_counts = counting
+    layer._count = counting
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     inputs = torch.randn(2, 12, 1, HIDDEN, dtype=torch.float64, generator=generator).unbind(0)
     inputs = [hidden.clone().requires_grad_() for hidden in inputs]
@@ -288,7 +288,7 @@ def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:
         layer.host = lambda counts_DE, training: owners
     if chunks > 1:
         in_chunks(chunks, 0, lambda layer: lambda: [], layer)
-    plan = layer._plan
+    decide = layer.dispatcher._decide
     copy = rows.gather_rows
 
     def gather_rows(tokens_TH: torch.Tensor, order: rows.RowOrder) -> torch.Tensor:
@@ -297,7 +297,7 @@ def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:
         return copy(tokens_TH, order)
 
     with (
-        mock.patch.object(layer, "_plan", lambda counts: (seen.append("load"), plan(counts))[1]),
+        mock.patch.object(layer.dispatcher, "_decide", lambda *known: (seen.append("load"), decide(*known))[1]),
         mock.patch.object(dispatcher, "gather_rows", gather_rows),
         mock.patch.object(pipeline, "gather_rows", gather_rows),
     ):

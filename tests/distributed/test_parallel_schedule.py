@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from megatron_balance.comm import alltoall, pipelined, sharded
 from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
-from megatron_balance.flow.chunks.chunking import Chunking
+from megatron_balance.flow.chunks.order import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
-from megatron_balance.flow.reference import ExpertWeights, mixture_of_experts
 from megatron_balance.job.groups import new_twin
 from megatron_balance.job.layout import build_groups
 from tests.distributed import runs
@@ -33,6 +32,7 @@ from tests.distributed.layers import (
     size_of,
 )
 from tests.distributed.runs import Curve, deviation
+from tests.reference import ExpertWeights, mixture_of_experts
 
 ITERATIONS = 3
 
@@ -82,7 +82,7 @@ def scheduled_layer(
     twin = new_twin(groups.tp, dist.group.WORLD) if saa else None
     path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, twin)
     wire = FlatAllToAll if chunks == 1 else P2PAllToAll
-    layer = build_layer(config, groups, wire(path.wire), path)
+    layer = build_layer(config, groups, wire(path.exchange_group), path)
     if chunks > 1:
         chunking = Chunking(random_order(chunks, 1), random_order(chunks, 2))
         layer.dispatcher.chunks = lambda plan: chunking
@@ -232,7 +232,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
     groups = build_groups(config, seed=7)
     twin = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
     path = ParallelDispatch(SCHEDULES["s2"], groups, False, twin)
-    layer = build_layer(config, groups, P2PAllToAll(path.wire), path)
+    layer = build_layer(config, groups, P2PAllToAll(path.exchange_group), path)
     times: dict[dist.ProcessGroup, list[float]] = {}
 
     def posting(group: dist.ProcessGroup, *args: object, **kwargs: object) -> list[object]:
@@ -251,7 +251,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
         layer.experts.register_forward_hook(lambda *_: times.clear())
         layer(hidden)
     passed_on = times[twin or groups.tp]
-    return (min(times[path.wire]), max(times[path.wire])), (min(passed_on), max(passed_on))
+    return (min(times[path.exchange_group]), max(times[path.exchange_group])), (min(passed_on), max(passed_on))
 
 
 @pytest.mark.parametrize("saa", [True, False])

@@ -91,7 +91,7 @@ def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, 
     path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel=False)
     found = []
     for tokens, config.moe_router_topk, config.moe_expert_capacity_factor in shapes:
-        layer = build_layer(config, groups, FlatAllToAll(path.wire), path)
+        layer = build_layer(config, groups, FlatAllToAll(path.exchange_group), path)
         log = Log(path)
         hidden = torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         passes = {}

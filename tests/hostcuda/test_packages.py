@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from megatron_balance.cli.checks import Machine
-from megatron_balance.flow import engine_gemm
-from megatron_balance.flow.engine_gemm import EngineGemm
-from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm, WeightTerm
+from megatron_balance.flow import grouped_gemm
+from megatron_balance.flow.grouped_gemm import EngineGemm, RowSplit, TorchGemm, WeightTerm
 from tests.fused_adam import FusedAdam
 from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
 from tests.hostcuda.packages.te.transformer_engine.pytorch.optimizers import multi_tensor_apply
@@ -189,7 +188,7 @@ def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
     def between(A, B, out, out_dtype, layout="TN", **options):
         return newest(A, B, out, [None] * len(A), out_dtype, layout, **options)
 
-    monkeypatch.setattr(engine_gemm, "_workspaces", lambda: ["workspace"])
+    monkeypatch.setattr(grouped_gemm, "_workspaces", lambda: ["workspace"])
     weights = [torch.randn(2, 6, 4)]
     split = RowSplit([1, 2], ONE.device)
     rows = torch.randn(3, 4)

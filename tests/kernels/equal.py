@@ -106,16 +106,16 @@ def rows_equal(routing_TE: torch.Tensor, hidden: int, seed: int, device: str) ->
     place_R = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     token_R = torch.empty_like(order.token_R)
     token_R[place_R] = order.token_R
-    rest = order.place_R, place_R[order.by_token_R], order.first_T
-    order = rows.RowOrder(token_R, lambda: rest)
-    index = tuple(tensor.to(device) for tensor in (order.by_token_R, order.first_T))
+    rest = order.rest.place_R, place_R[order.rest.by_token_R], order.rest.first_T
+    order = rows.RowOrder(token_R, lambda: rows.RowPlaces(*rest))
+    index = tuple(tensor.to(device) for tensor in (order.rest.by_token_R, order.rest.first_T))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         generator = torch.Generator().manual_seed(seed)
         tokens_TH = torch.randn(len(routing_TE), hidden, generator=generator).to(dtype)
         rows_RH = torch.randn(number, hidden, generator=generator).to(dtype)
         expected_RH = rows.gather_rows(tokens_TH, order)
         expected_TH = rows.combine(rows_RH, order)
-        there = rows.RowOrder(token_R.to(device), lambda: (rest[0].to(device), *index))
+        there = rows.RowOrder(token_R.to(device), lambda: rows.RowPlaces(rest[0].to(device), *index))
         with mock.patch.object(rows, "of_rows", lambda device: kernels):
             copies_RH = rows.gather_rows(tokens_TH.to(device), there).cpu()
             sums_TH = rows.combine(rows_RH.to(device), there).cpu()

@@ -12,8 +12,8 @@ from megatron_balance.comm.codecs import Float8
 from megatron_balance.comm.compressed import Directions, TokenExchange, token_exchange
 from megatron_balance.comm.sharded import AllGather, AllReduce, DirectAllToAll, Sharding, Unsharded
 from megatron_balance.cost.exchange import ExchangeModel, resized
+from megatron_balance.flow.chunks.choice import TaskModel
 from megatron_balance.flow.chunks.order import ChunkTimes
-from megatron_balance.flow.chunks.times import TaskModel
 from megatron_balance.profile.cluster_profile import COLLECTIVES, LEVELS, ClusterProfile, CodecTimes, Fit, Throughput
 
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)

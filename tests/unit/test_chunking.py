@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.choice import DEGREES, ByMiniTasks, ByPrediction, ChunkChoice, find_degrees
-from megatron_balance.flow.chunks.chunking import UNSPLIT, split_by, split_evenly
-from megatron_balance.flow.chunks.order import ChunkTimes, Order, TaskTimes, optsche, parse, sequential, theorem_1
+from megatron_balance.flow.chunks.order import (
+    UNSPLIT,
+    ChunkTimes,
+    Order,
+    TaskTimes,
+    parse,
+    sequential,
+    split_by,
+    split_evenly,
+    theorem_1,
+)
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.demi import Demi
@@ -55,7 +64,7 @@ def plan_of(tokens: int) -> object:
 @pytest.mark.parametrize(("overhead", "chosen"), [(0.0, 16), (0.05, 4), (100.0, 1)])
 def test_more_chunks_until_their_overhead_costs_more(overhead: float, chosen: int) -> None:
     said: list[str] = []
-    choice = ChunkChoice(ByPrediction(DEGREES, optsche, Model(overhead)), lambda: 0, 10, said.append)
+    choice = ChunkChoice(ByPrediction(DEGREES, theorem_1, Model(overhead)), lambda: 0, 10, said.append)
     chunking = choice(3, plan_of(10))
     assert chunking.chunks == chosen
     assert chunking.forward == chunking.backward == theorem_1((ChunkTimes(*[0.0] * 7),) * chosen)
@@ -65,12 +74,12 @@ def test_more_chunks_until_their_overhead_costs_more(overhead: float, chosen: in
 def test_a_choice_lasts_for_an_interval_and_through_a_checkpoint() -> None:
     now = 0
     model = Model(0.05)
-    choice = ChunkChoice(ByPrediction(DEGREES, optsche, model), lambda: now, 10)
+    choice = ChunkChoice(ByPrediction(DEGREES, theorem_1, model), lambda: now, 10)
     first = choice(1, plan_of(10))
     asked = model.asked
     now = 9
     assert choice(1, plan_of(1000)) is first and model.asked == asked
-    copy = ChunkChoice(ByPrediction(DEGREES, optsche, model), lambda: now, 10)
+    copy = ChunkChoice(ByPrediction(DEGREES, theorem_1, model), lambda: now, 10)
     copy.restore(choice.state())
     assert copy(1, plan_of(1000)) == first and model.asked == asked
     now = 10
@@ -88,7 +97,7 @@ class OneWayEach:
 
 def test_forward_and_backward_passes_count() -> None:
     # d chunks of 80 tokens take 5 d seconds forward and 100 (1 + 1 / d) backward; alone, 1 and 16 would be fastest
-    assert ByPrediction(DEGREES, optsche, OneWayEach())(plan_of(10))[0].chunks == 4
+    assert ByPrediction(DEGREES, theorem_1, OneWayEach())(plan_of(10))[0].chunks == 4
 
 
 def test_a_users_order_is_checked() -> None:

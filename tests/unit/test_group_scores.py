@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from megatron_balance.flow.group_scores import GroupScores
+from megatron_balance.flow.routers import GroupScores
 
 GROUPS = 4
 EXPERTS = 12

@@ -36,7 +36,7 @@ def cost_model(num_ranks: int, node_size: int, *, near: float = 0.0, far: float 
 def tokens_of(placement: Placement, counts_DE: np.ndarray) -> list[int]:
     """Return the tokens that each rank computes."""
     plan = make_dispatch_plan(torch.from_numpy(counts_DE), placement, "proportional")
-    return [int(plan.tokens_per_slot(rank).sum()) for rank in range(placement.num_ranks)]
+    return plan.splits_DW.sum(0).tolist()
 
 
 def skewed(num_ranks: int, num_experts: int, seed: int, exponent: float = 0.7) -> np.ndarray:

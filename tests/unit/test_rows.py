@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron_balance.comm.blocks import Gather, gather_of, gathers
 from megatron_balance.flow import cut as cutting
 from megatron_balance.flow import rows
-from megatron_balance.flow.chunks.chunking import split_evenly
-from megatron_balance.flow.chunks.pipeline import sums_by_host
+from megatron_balance.flow.chunks.order import split_evenly
 from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
@@ -205,12 +204,12 @@ def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
     assert found[1][0] == ["aten.scatter_add_.default", "aten.index_add.default"], "of megatron-core's"
 
 
-def sent(placement: Placement, map_TE: torch.Tensor, tokens_CMP: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def sent(placement: Placement, map_TE: torch.Tensor, tokens_CDP: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield (token, place, index of the row by expert) in the order in which rows are sent, chosen one by one.
 
     A token takes the first member, host and chunk of its expert, in this order, with tokens left in the plan.
     """
-    left = tokens_CMP.tolist()
+    left = tokens_CDP.tolist()
     target = {}
     sent_rows = []
     for expert, token in map_TE.T.nonzero().tolist():
@@ -237,17 +236,19 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
     counts_ME = split_evenly(map_TE.sum(0, keepdim=True), members)[:, 0]
     counts_DE = counts_ME.repeat(placement.num_ranks, 1)
     plan = make_dispatch_plan(counts_DE, placement, "proportional")
-    tokens_CMP = split_evenly(plan.tokens_DP, chunks)[:, :members]
-    there = sending(placement, tokens_CMP.numpy())
+    tokens_CDP = split_evenly(plan.tokens_DP, chunks)[:, :members]
+    there = sending(placement, tokens_CDP.numpy())
     order = row_order(map_TE, int(map_TE.sum()))
     gather, back = gathers([there, there.back], order.token_R.device)
     moved = order.moved(gather, back if seed % 2 else None)
-    expected = torch.tensor([*sent(placement, map_TE, tokens_CMP)], dtype=torch.int32).view(-1, 3)
-    assert torch.equal(torch.stack([moved.token_R.to(torch.int32), moved.place_R], 1), expected[:, :2])
+    expected = torch.tensor([*sent(placement, map_TE, tokens_CDP)], dtype=torch.int32).view(-1, 3)
+    assert torch.equal(torch.stack([moved.token_R.to(torch.int32), moved.rest.place_R], 1), expected[:, :2])
     assert torch.equal(order.token_R[expected[:, 2]], moved.token_R)
     # Whatever their places, a token's rows are added up by expert
-    assert torch.equal(moved.place_R[moved.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32))
-    assert torch.equal(moved.first_T, order.first_T)
+    assert torch.equal(
+        moved.rest.place_R[moved.rest.by_token_R], map_TE.reshape(-1).nonzero().flatten().to(torch.int32)
+    )
+    assert torch.equal(moved.rest.first_T, order.rest.first_T)
 
 
 @settings(max_examples=200)
@@ -281,14 +282,13 @@ def test_one_loop_finds_the_same(
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
-    assert found.rows == len(rows) == int(found.splits_DH[rank].sum())
-    assert np.array_equal(found.splits_DH, plan.splits_DH.numpy())
-    assert np.array_equal(found.splits_DH, sums_by_host(tokens_CDP, ranks)[0])
-    assert np.array_equal(found.received_DS, plan.received_DS(rank).numpy())
-    own_DH = np.full_like(found.splits_DH, -1)
-    own_DH[rank], own_DH[:, rank] = found.splits_DH[rank], found.splits_DH[:, rank]
-    assert np.array_equal(part.splits_DH, own_DH) and np.array_equal(part.received_DS, found.received_DS)
-    assert found.there.stays == expected.stays and torch.equal(found.there(rows), expected(rows))
+    assert found.rows == len(rows) == int(found.splits_DW[rank].sum())
+    assert np.array_equal(found.splits_DW, plan.splits_DW.numpy())
+    assert np.array_equal(found.received_DS, tokens_CDP[0].reshape(ranks, ranks, -1)[:, rank])
+    own_DW = np.full_like(found.splits_DW, -1)
+    own_DW[rank], own_DW[:, rank] = found.splits_DW[rank], found.splits_DW[:, rank]
+    assert np.array_equal(part.splits_DW, own_DW) and np.array_equal(part.received_DS, found.received_DS)
+    assert found.move.stays == expected.stays and torch.equal(found.move(rows), expected(rows))
 
 
 def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
@@ -309,4 +309,4 @@ def test_more_rows_than_expected_are_found_again() -> None:
     routing_TP = with_chunks(40, 8, topk=3, seed=5)
     for count in (0, 1, 40 * 3, 40 * 8):
         order = row_order(routing_TP, count)
-        assert len(order) == len(order.place_R) == len(order.by_token_R) == count
+        assert len(order) == len(order.rest.place_R) == len(order.rest.by_token_R) == count

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm
-from megatron_balance.flow.slot_linear import SlotLinear
+from megatron_balance.flow.slot_linear import SlotLinear, is_swiglu, swiglu_linear
 from megatron_balance.flow.slot_weights import GroupedWeights
-from megatron_balance.flow.swiglu import is_swiglu, swiglu_linear
 from megatron_balance.flow.weight_gradients import LinearGradients
 
 INNER = 6

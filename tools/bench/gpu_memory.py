@@ -15,7 +15,7 @@ from gpu_products import random
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.flow import rows
 from megatron_balance.flow.grouped_gemm import RowSplit
-from megatron_balance.flow.swiglu import swiglu_linear
+from megatron_balance.flow.slot_linear import swiglu_linear
 
 WIDE = torch.float32
 NARROW = torch.bfloat16
@@ -55,7 +55,7 @@ def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None
     key = {"tokens": tokens, "hidden": layer.hidden, "experts": layer.experts, "topk": layer.topk}
     results.rate("row order", key, lambda _: rows.row_order(routing_TE, number))
     order = rows.row_order(routing_TE, number)
-    order.complete()
+    _ = order.rest
     index = 4 * (number + tokens)
     width = layer.hidden * NARROW.itemsize
     num_bytes = (number + tokens) * width + index

@@ -1,24 +1,64 @@
-"""Chooses the number of chunks of each layer's tokens, and the order of the chunks' tasks."""
+"""Chooses the number of chunks of each layer's tokens, and the order of the chunks' tasks.
 
-from collections.abc import Callable
+`TaskModel` predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks:
+
+    exchange                            cost/exchange.py's prediction for its all-to-all
+    gather or sum over expert shards    the profile's line of the collective
+    experts                             the profile's line of the experts; its overhead is the cost of small chunks
+    codec                               the profile's measurement
+
+In shapes, C counts chunks, D sources, W hosts (ranks of an all-to-all), E logical and P physical experts.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.comm.compressed import CompressedAllToAll, TokenExchange
+from megatron_balance.comm.sharded import Sharding
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.model import CostModel
-from megatron_balance.flow.chunks.chunking import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.order import ChunkTimes, Scheduler, check, interleaved, makespan, parse, text
-from megatron_balance.flow.chunks.times import TaskModel
+from megatron_balance.flow.chunks.order import (
+    UNSPLIT,
+    Chunking,
+    ChunkTimes,
+    Scheduler,
+    check,
+    interleaved,
+    makespan,
+    parse,
+    text,
+)
 from megatron_balance.flow.plan import DispatchPlan, by_host
 from megatron_balance.planning.demi.schedule import MiniTaskKind as MiniTask
 from megatron_balance.planning.policies.interface import Policy
+from megatron_balance.profile.cluster_profile import ClusterProfile, Throughput
 
 DEGREES = (1, 2, 4, 8, 16)
 """Numbers of chunks among which `--moe-comm-chunks auto` chooses."""
 
+MOST_CHUNKS = 1024
+"""Maximum number of chunks. Each chunk is a round of exchanges; more rounds would only cost time."""
+
 Decide = Callable[[DispatchPlan], tuple[Chunking, str]]
 """A plan -> how to split its tokens, and why; pure, so that all ranks decide alike."""
+
+
+def find_degrees(chunks: str) -> tuple[int, ...]:
+    """Return the numbers of chunks to choose from, given the value of `--moe-comm-chunks`.
+
+    Raises:
+        ValueError: the value is neither `auto` nor a number from 1 to `MOST_CHUNKS`.
+    """
+    if chunks == "auto":
+        return DEGREES
+    if not (chunks.isdecimal() and len(chunks) < 10 and 1 <= int(chunks) <= MOST_CHUNKS):
+        raise ValueError(f"--moe-comm-chunks {chunks}: give 1 to {MOST_CHUNKS}, or auto")
+    return (int(chunks),)
 
 
 class ChunkChoice:
@@ -74,6 +114,76 @@ class ChunkChoice:
         }
 
 
+def _described(chunking: Chunking) -> str:
+    chunks = f"{chunking.chunks} chunk{'s' if chunking.chunks > 1 else ''}"
+    return f"{chunks} (forward {text(chunking.forward)}; backward {text(chunking.backward)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskModel:
+    """Predicts the seconds of the seven tasks, forward and backward. A task takes as long as on the slowest rank."""
+
+    profile: ClusterProfile
+    """Profile of the ranks of the all-to-alls."""
+    exchange: TokenExchange
+    models: Sequence[ExchangeModel]
+    """Models of the exchange's all-to-all without compression; the fastest one counts."""
+    sharding: Sharding
+    hosts: int
+    codec: str
+    """Name of the codec in the profile."""
+    hidden: int
+    dtype: torch.dtype
+
+    def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
+        """Return the times of a chunk with tokens_DP[d, p] tokens from source d for physical expert p.
+
+        Numbers of tokens may be fractions.
+        """
+        splits_DW = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
+        exchange = self.exchange
+        profile = self.profile
+        return (
+            self._one_direction(splits_DW, exchange.dispatch, profile.forward, exchange.combine),
+            self._one_direction(splits_DW, exchange.combine.reverse, profile.backward, exchange.dispatch.reverse),
+        )
+
+    def _one_direction(
+        self, splits_DW: np.ndarray, first: AllToAll, experts: Throughput, second: AllToAll
+    ) -> ChunkTimes:
+        received = float(splits_DW.sum(0).max())
+        computing = experts.overhead + experts.seconds_per_token * received if received else 0.0
+        messages = self.sharding.messages(splits_DW)
+        spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
+        c1, a1, d1 = self._exchange(first, messages)
+        c2, a2, d2 = self._exchange(second, [splits_WW.T for splits_WW in messages])
+        # Shards wait for each other after rows arrive, and before results leave
+        return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
+
+    def _among_shards(self, collective: str | None, rows: float) -> float:
+        """Return the seconds of a collective over `rows` rows among an expert's shards, which share a node."""
+        if collective is None or not rows:
+            return 0.0
+        return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
+
+    def _exchange(self, all_to_all: AllToAll, messages: Sequence[np.ndarray]) -> tuple[float, float, float]:
+        """Return the seconds of compression on the busiest sender, exchange, decompression on the busiest receiver."""
+        compressed = isinstance(all_to_all, CompressedAllToAll)
+        row_bytes = self.hidden * self.dtype.itemsize
+        if compressed:
+            row_bytes = all_to_all.codec.bytes_per_row(self.hidden, self.dtype)
+        seconds = max(min(model.seconds(splits_WW * row_bytes) for model in self.models) for splits_WW in messages)
+        if not compressed:
+            return 0.0, seconds, 0.0
+        sent, received = (max(float(splits_WW.sum(axis).max()) for splits_WW in messages) for axis in (1, 0))
+        encode, decode = self.profile.codec(self.codec)
+        return (
+            encode.overhead + encode.seconds_per_token * sent,
+            seconds,
+            decode.overhead + decode.seconds_per_token * received,
+        )
+
+
 @dataclass(frozen=True)
 class ByPrediction:
     """Chooses the number of chunks whose predicted time in the scheduler's order is least (ScheMoE, section 4)."""
@@ -121,8 +231,8 @@ class ByMiniTasks:
         """Decide for a plan (see `Decide`). A slot has the same part of a source's tokens for all hosts of an expert,
         because the chunks outlast the placement.
         """
-        ranks = plan.placement.num_ranks
         placement = plan.placement
+        ranks = placement.num_ranks
         # A host with several sources is one worker
         schedule = self.policy.schedule(by_host(plan.tokens_DP, ranks).numpy(), placement, self.cost)
         computed_CDE = np.zeros((schedule.makespan, ranks, placement.num_experts))
@@ -137,25 +247,3 @@ class ByMiniTasks:
         order = interleaved((ChunkTimes(*[0.0] * 7),) * len(shares_CDE))
         shares = tuple(tuple(tuple(map(float, row)) for row in chunk) for chunk in shares_CDE)
         return Chunking(order, order, shares), f"as the mini-tasks are computed:\n{schedule}"
-
-
-MOST_CHUNKS = 1024
-"""Maximum number of chunks. Each chunk is a round of exchanges; more rounds would only cost time."""
-
-
-def find_degrees(chunks: str) -> tuple[int, ...]:
-    """Return the numbers of chunks to choose from, given the value of `--moe-comm-chunks`.
-
-    Raises:
-        ValueError: the value is neither `auto` nor a number from 1 to `MOST_CHUNKS`.
-    """
-    if chunks == "auto":
-        return DEGREES
-    if not (chunks.isdecimal() and len(chunks) < 10 and 1 <= int(chunks) <= MOST_CHUNKS):
-        raise ValueError(f"--moe-comm-chunks {chunks}: give 1 to {MOST_CHUNKS}, or auto")
-    return (int(chunks),)
-
-
-def _described(chunking: Chunking) -> str:
-    chunks = f"{chunking.chunks} chunk{'s' if chunking.chunks > 1 else ''}"
-    return f"{chunks} (forward {text(chunking.forward)}; backward {text(chunking.backward)})"

@@ -1,4 +1,4 @@
-"""The order of a layer's work on tokens that travel in chunks (ScheMoE, section 4). Pure: seconds in, order out.
+"""Tokens that travel in chunks (ScheMoE, section 4): the order of a layer's work on them, and how plans are split.
 
 Each chunk passes through the seven tasks of one direction:
 
@@ -10,16 +10,20 @@ computing tasks determines everything:
 
     C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
 
-A backward pass takes the same seven tasks, with gradients, in its own order.
+A backward pass takes the same seven tasks, with gradients, in its own order. In the shapes, C counts chunks, D the
+sources of tokens, E logical experts, and P physical experts.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import torch
+
 from megatron_balance.config.flags import named
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.planning.policies import registered
 
 
@@ -114,28 +118,22 @@ class ChunkSpan(NamedTuple):
 
 def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
     """Yield when each task runs: computing tasks in their order, each exchange after the task that starts it."""
+    seconds = [dict(zip(ChunkTask, one, strict=True)) for one in times]
     computing = network = 0.0
     arrived = [0.0] * len(times)
     for task, chunk in order:
         start = max(computing, arrived[chunk])
-        computing = start + _seconds(times[chunk], task)
+        computing = start + seconds[chunk][task]
         yield ChunkSpan(task, chunk, start, computing)
         if task in SENDS:
             start = max(computing, network)
-            arrived[chunk] = network = start + _seconds(times[chunk], SENDS[task])
+            arrived[chunk] = network = start + seconds[chunk][SENDS[task]]
             yield ChunkSpan(SENDS[task], chunk, start, network)
 
 
 def makespan(order: Order, times: TaskTimes) -> float:
     """Return the seconds until the last task ends: t_r of Eq. 11."""
     return max(span.end for span in spans(order, times))
-
-
-def _seconds(times: ChunkTimes, task: ChunkTask) -> float:
-    return times[_INDEX[task]]
-
-
-_INDEX = {task: index for index, task in enumerate(ChunkTask)}
 
 
 def sequential(times: TaskTimes) -> Order:
@@ -154,181 +152,17 @@ def interleaved(times: TaskTimes) -> Order:
 
 
 def theorem_1(times: TaskTimes) -> Order:
-    """Return Eq. 12: all compressions, each chunk's computation as one, all decompressions."""
+    """Return Eq. 12: all compressions, each chunk's computation as one, all decompressions.
+
+    No order is faster if chunks are equal and both exchanges, compressions and decompressions take equally long.
+    """
     chunks = range(len(times))
     first = [ChunkStep(ChunkTask.C1, chunk) for chunk in chunks]
     middle = [ChunkStep(task, chunk) for chunk in chunks for task in COMPUTING[1:4]]
     return (*first, *middle, *(ChunkStep(ChunkTask.D2, chunk) for chunk in chunks))
 
 
-def optsche(times: TaskTimes) -> Order:
-    """Return Eq. 12 where Theorem 1 holds; elsewhere the order that `search` finds, if its gain is worthwhile."""
-    order = theorem_1(times)
-    if theorem_holds(times):
-        return order
-    found = search(times)
-    return found if makespan(found, times) < makespan(order, times) * (1 - WORTHWHILE) else order
-
-
-WORTHWHILE = 1e-3
-"""Smallest gain, as a share of the time, for which `optsche` takes an order that is harder to read."""
-
-
-def theorem_holds(times: TaskTimes) -> bool:
-    """Return whether chunks are equal and paired tasks take equally long; the proof needs both."""
-    first = times[0]
-    twice = ((first.c1, first.c2), (first.a1, first.a2), (first.d1, first.d2))
-    return all(one == first for one in times) and all(one == other for one, other in twice)
-
-
-ROUNDING = 1e-12
-"""Relative rounding error of sums of seconds."""
-
-EXACT_CHUNKS = 3
-"""Largest number of chunks for which `search` considers every order; more chunks pass each stage in turn."""
-
-WIDTHS = ((8, 32), (math.inf, 4))
-"""(largest number of chunks, number of beginnings that `search` keeps for each set of finished tasks). With 16 chunks,
-the search takes seconds at most."""
-
-
-class _Beginning(NamedTuple):
-    """The first steps of an order, and when device, network and chunks are free after them."""
-
-    computing: float
-    network: float
-    arrived: tuple[float, ...]
-    """When each chunk can continue."""
-    last: ChunkStep | None
-    before: "_Beginning | None"
-
-    def steps(self) -> Order:
-        found = []
-        one = self
-        while one.before is not None and one.last is not None:
-            found.append(one.last)
-            one = one.before
-        return tuple(reversed(found))
-
-
-@functools.lru_cache(maxsize=256)
-def search(times: TaskTimes) -> Order:
-    """Return the order of least makespan, by dynamic programming over the tasks that each chunk has done.
-
-    Beginnings that have done the same tasks differ in when device, network and chunks are free again. A beginning is
-    dropped if another one is no later in every respect, or if it cannot beat a known order. So the result is the
-    optimum up to `EXACT_CHUNKS`, and for equal chunks, while `WIDTHS` suffice.
-    """
-    chunks = range(len(times))
-    ordered = len(times) > EXACT_CHUNKS
-    best: Order = min((theorem_1(times), interleaved(times)), key=lambda order: makespan(order, times))
-    limit = makespan(best, times)
-    if limit <= _least(times) * (1 + ROUNDING):
-        return best
-    width = next(width for most, width in WIDTHS if len(times) <= most)
-    left = [_remaining(one) for one in times]
-    level = {(0,) * len(times): [_Beginning(0.0, 0.0, (0.0,) * len(times), None, None)]}
-    for _ in range(len(times) * len(COMPUTING)):
-        following: dict[tuple[int, ...], list[tuple[float, _Beginning]]] = {}
-        for done, beginnings in level.items():
-            for chunk in chunks:
-                if done[chunk] == len(COMPUTING) or (ordered and chunk and done[chunk - 1] <= done[chunk]):
-                    continue
-                after = (*done[:chunk], done[chunk] + 1, *done[chunk + 1 :])
-                rest = [left[one][count] for one, count in enumerate(after)]
-                for beginning in beginnings:
-                    grown = _grown(beginning, ChunkStep(COMPUTING[done[chunk]], chunk), times[chunk])
-                    bound = _bound(grown, rest)
-                    if bound < limit:
-                        following.setdefault(after, []).append((bound, grown))
-        level = {done: _undominated(candidates, width) for done, candidates in following.items()}
-    for beginnings in level.values():
-        for beginning in beginnings:
-            if beginning.computing < limit:
-                best = beginning.steps()
-                limit = beginning.computing
-    return best
-
-
-def _least(times: TaskTimes) -> float:
-    """Return a lower bound of the makespan: the device computes all tasks, and the network sends all rows.
-
-    The device also waits for the first chunk to arrive, with at most all C1 to overlap, and for the last one to return,
-    with at most all D2. The network waits for a C1, and a D2 waits for the network.
-    """
-    first = sum(one.c1 for one in times)
-    last = sum(one.d2 for one in times)
-    waits = max(0.0, min(one.c1 + one.a1 for one in times) - first)
-    waits += max(0.0, min(one.a2 + one.d2 for one in times) - last)
-    device = sum(one.c1 + one.d1 + one.e + one.c2 + one.d2 for one in times) + waits
-    network = min(one.c1 for one in times) + sum(one.a1 + one.a2 for one in times) + min(one.d2 for one in times)
-    return max(device, network)
-
-
-class _Rest(NamedTuple):
-    """Seconds of a chunk's remaining tasks."""
-
-    computing: float
-    network: float
-    chain: float
-    """Seconds until the chunk ends if it runs alone."""
-
-
-def _remaining(times: ChunkTimes) -> list[_Rest]:
-    """Return the rest after each number of computing tasks."""
-    rests = []
-    for done in range(len(COMPUTING) + 1):
-        computing = sum(_seconds(times, task) for task in COMPUTING[done:])
-        network = sum(_seconds(times, SENDS[task]) for task in COMPUTING[done:] if task in SENDS)
-        rests.append(_Rest(computing, network, computing + network))
-    return rests
-
-
-def _grown(beginning: _Beginning, step: ChunkStep, times: ChunkTimes) -> _Beginning:
-    """Return the beginning with one more step."""
-    computing = beginning.computing
-    network = beginning.network
-    arrived = beginning.arrived
-    chunk = step.chunk
-    computing = max(computing, arrived[chunk]) + _seconds(times, step.task)
-    free = computing
-    if step.task in SENDS:
-        network = max(network, computing) + _seconds(times, SENDS[step.task])
-        free = network
-    # A time before the device is free makes no difference: the next task waits for the device
-    arrived = tuple(max(one, computing) for one in (*arrived[:chunk], free, *arrived[chunk + 1 :]))
-    return _Beginning(computing, max(network, computing), arrived, step, beginning)
-
-
-def _bound(beginning: _Beginning, rest: Sequence[_Rest]) -> float:
-    """Return a lower bound of the makespan of all orders with this beginning."""
-    network = sum(one.network for one in rest)
-    return max(
-        beginning.computing + sum(one.computing for one in rest),
-        beginning.network + network if network else 0.0,
-        *(arrived + one.chain for arrived, one in zip(beginning.arrived, rest, strict=True)),
-    )
-
-
-def _undominated(candidates: list[tuple[float, _Beginning]], width: int) -> list[_Beginning]:
-    kept: list[_Beginning] = []
-    for _, one in sorted(candidates, key=lambda pair: (pair[0], pair[1].computing, pair[1].network)):
-        if len(kept) == width:
-            break
-        if not any(_no_later(other, one) for other in kept):
-            kept.append(one)
-    return kept
-
-
-def _no_later(one: _Beginning, other: _Beginning) -> bool:
-    return (
-        one.computing <= other.computing
-        and one.network <= other.network
-        and all(mine <= theirs for mine, theirs in zip(one.arrived, other.arrived, strict=True))
-    )
-
-
-ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interleaved, "optsche": optsche}
+ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interleaved, "optsche": theorem_1}
 
 
 def find_order(name: str) -> Scheduler | None:
@@ -342,3 +176,62 @@ def find_order(name: str) -> Scheduler | None:
     if not callable(found) and name not in policies:
         raise ValueError(f"--moe-comm-order {name}: is not a function of task times")
     return found
+
+
+Shares = tuple[tuple[tuple[float, ...], ...], ...]
+"""[C, D, E]: the fraction of each source's tokens for each expert that each chunk carries."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How a layer's tokens are split, and the orders of the chunks' tasks in the forward and in the backward pass.
+
+    Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all
+    sizes.
+    """
+
+    forward: Order
+    backward: Order
+
+    shares: Shares | None = None
+    """None: chunks of even size."""
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        return 1 + max(chunk for _, chunk in self.forward)
+
+    def split(self, plan: DispatchPlan) -> torch.Tensor:
+        """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
+        if self.chunks == 1:
+            return plan.tokens_DP.unsqueeze(0)
+        if self.shares is None:
+            return split_evenly(plan.tokens_DP, self.chunks)
+        return split_by(self.shares, plan)
+
+
+_AT_ONCE = parse("C1.0 D1.0 E.0 C2.0 D2.0")
+
+UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
+"""All tokens at once."""
+
+
+def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
+    """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
+
+    Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
+    """
+    sources, physicals = tokens_DP.shape
+    numbers = functools.partial(torch.arange, device=tokens_DP.device)
+    turn_DP = numbers(sources).unsqueeze(1) + numbers(physicals)
+    ends = numbers(chunks + 1).view(-1, 1, 1)
+    return ((tokens_DP * ends + turn_DP % chunks) // chunks).diff(dim=0)
+
+
+def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
+    """Split into [C, D, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
+    shares_CDE = torch.tensor(shares, dtype=torch.float64)
+    experts_P = torch.from_numpy(plan.placement.tables.expert_P)
+    ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)
+    ends_CDP = torch.minimum(ends_CDP, plan.tokens_DP)
+    ends_CDP[-1] = plan.tokens_DP
+    return ends_CDP.diff(dim=0, prepend=torch.zeros_like(ends_CDP[:1]))

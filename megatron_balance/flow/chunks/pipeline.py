@@ -1,10 +1,16 @@
 """Chunks of rows to their experts and back, forward and backward, in a given order.
 
-Exchanges overlap with the computation: each starts when its rows are ready, and the order determines where it is waited
-for. A backward pass executes the same seven tasks with gradients, so that one function executes both.
+`ChunkedRoute.dispatch` sends the first chunk, `SentChunks.compute` names the experts, and `ComputedChunks.combine`
+executes the tasks of all chunks. Exchanges overlap with the computation: each starts when its rows are ready, and the
+order determines where it is waited for. A backward pass executes the same seven tasks with gradients, so that `execute`
+serves both.
+
+In the shapes, C counts chunks, D sources of rows, W hosts, and S the slots of this rank. Members
+are sources that send rows of the same tokens.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -13,28 +19,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange
-from megatron_balance.comm.blocks import STAYS, Gather, transposed
+from megatron_balance.comm.alltoall import Exchange
+from megatron_balance.comm.blocks import STAYS, BlockMove, Gather, gathers, transposed
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import Sharding, all_gather_rows
-from megatron_balance.flow.chunks.chunking import Chunking
-from megatron_balance.flow.chunks.order import ChunkTask, Order
-from megatron_balance.flow.chunks.sorting import Sorting
-from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.chunks.order import Chunking, ChunkTask, Order
+from megatron_balance.flow.experts import ExpertGradients, ExpertGraph, GroupedExperts
+from megatron_balance.flow.plan import Choices
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, scatter_weights
 from megatron_balance.observe.profiler import record_function
 
-Moment = Literal["experts", "combine", "experts_backward", "dispatch_backward"]
-"""The work that begins: computation of the first chunk, or the steps after the last chunk's; forward and backward."""
-
-Begin = Callable[[Moment], None]
-"""Called at each `Moment` of a layer's passes."""
-
-Collect = Callable[[AllToAll, torch.Tensor, torch.Tensor], Exchange]
-
-Start = Callable[[torch.Tensor, torch.Tensor], Exchange]
-"""Starts an exchange of rows, given the number of rows from each source to each host [D, hosts]."""
+Begin = Callable[[Literal["experts", "combine", "experts_backward", "dispatch_backward"]], None]
+"""Called when the named work begins: the computation of the first chunk, or the steps after the last chunk's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +39,15 @@ class RowShare:
     """Rows that all ranks of a group have; each rank sends its own share of them through the experts (MP-Split)."""
 
     group: dist.ProcessGroup
-    sizes_CM: torch.Tensor
-    """[C, members] int64 in host memory: rows that each member sends with each chunk."""
+    sizes_CD: torch.Tensor
+    """int64 in host memory: rows that each member sends with each chunk."""
     simultaneous: Simultaneous | None = None
     """Collects results and passes them on to all members at the same time (SAA); None: one after the other."""
 
     @functools.cached_property
     def sizes(self) -> list[int]:
         """Number of rows of each member."""
-        return self.sizes_CM.sum(0).tolist()
+        return self.sizes_CD.sum(0).tolist()
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of all rows."""
@@ -61,10 +58,37 @@ class RowShare:
         return all_gather_rows(self.group, rows, self.sizes)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkedDispatch:
-    """Where the rows of one forward pass go, chunk by chunk."""
+class Sorting(NamedTuple):
+    """Reorders received rows: a gather for each chunk's rows, and gathers for the combine weights of all rows."""
 
+    to_slots: list[Gather]
+    """By source, then slot -> by slot, then source."""
+    to_sources: list[Gather]
+    """The opposite."""
+    weights_to_slots: Gather
+    """By source, chunk, slot -> by chunk, slot, source: from the order of arrival to the order of the experts."""
+    weights_to_sources: Gather
+    """The opposite."""
+
+    @classmethod
+    def of(cls, tokens_CDS: np.ndarray, device: torch.device) -> "Sorting":
+        """Return the gathers on `device` for rows of each chunk from each source for each of this rank's slots."""
+        chunks = len(tokens_CDS)
+        moves = [BlockMove.transposed(tokens_DS, (1, 0)) for tokens_DS in tokens_CDS]
+        if chunks > 1:
+            moves.append(BlockMove.transposed(tokens_CDS.transpose(1, 0, 2), (1, 2, 0)))
+        # One copy to the device for all of them
+        both = gathers([*moves, *(move.back for move in moves)], device)
+        # The weights of a single chunk move as its rows
+        return cls(both[:chunks], both[len(moves) :][:chunks], both[len(moves) - 1], both[-1])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChunkedRoute:
+    """Where the rows of one forward pass go, chunk by chunk. A pass that repeats it takes the same route."""
+
+    order: RowOrder
+    """Rows as they are sent: by member of the share, then by chunk, then by physical expert."""
     source: int
     """This rank's row in the plans."""
     exchange: TokenExchange
@@ -72,7 +96,7 @@ class ChunkedDispatch:
     received_CDS: np.ndarray
     """Rows of each chunk that this rank receives from each source for each of its slots."""
     splits: list[torch.Tensor]
-    """[C] int64 matrices [D, hosts] in host memory: rows of each chunk from each source to each host."""
+    """[C] int64 matrices [D, W] in host memory: rows of each chunk from each source to each host."""
     chunking: Chunking
     device: torch.device
     weights_to_hosts: Gather = STAYS
@@ -81,168 +105,247 @@ class ChunkedDispatch:
     """The opposite."""
     share: RowShare | None = None
     """How ranks share the rows; None: no other rank has them."""
+    copied: list[torch.Tensor]
+    """The rows, if they are copied from their tokens already; the first pass takes them out."""
+
+    def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks":
+        """Start the first exchange of rows, before autograd sees the pass."""
+        waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
+        _, chunk = self.chunking.forward[0]
+        exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.splits[chunk])
+        return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
 
     @functools.cached_property
     def sorting(self) -> Sorting:
-        """What sorts the rows that arrive. It is made when they are on their way."""
+        """Reorders received rows by slot. Built while the rows are in flight."""
         return Sorting.of(self.received_CDS, self.device)
-
-    @property
-    def slots(self) -> int:
-        """Number of physical experts of a host."""
-        return self.received_CDS.shape[2]
 
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
-        """[C, S] in host memory: rows of each chunk for each of this rank's slots."""
+        """In host memory: rows of each chunk for each of this rank's slots."""
         return torch.from_numpy(self.received_CDS.sum(1))
 
     @functools.cached_property
-    def all_splits_DH(self) -> torch.Tensor:
-        """[D, hosts]: rows of all chunks from each source to each host."""
+    def all_splits_DW(self) -> torch.Tensor:
+        """Rows of all chunks from each source to each host."""
         return self.splits[0] if len(self.splits) == 1 else torch.stack(self.splits).sum(0)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of all rows."""
         return rows if self.share is None else self.share.own(rows)
 
-    def parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return [C]: the rows that this rank sends with each chunk, of those of all members."""
+    def parts(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the rows that this rank sends with each chunk, of those of all members."""
         rows = self.own(rows)
         if len(self.splits) == 1:
-            return [rows]
-        return [*rows.split([int(splits_DH[self.source].sum()) for splits_DH in self.splits])]
+            return {0: rows}
+        sizes = [int(splits_DW[self.source].sum()) for splits_DW in self.splits]
+        return dict(enumerate(rows.split(sizes)))
 
     @property
-    def collect(self) -> Collect:
-        """The function that brings rows back: this rank's rows, or all members' rows."""
-        saa = None if self.share is None else self.share.simultaneous
-        return (saa or self.sharding).collect
+    def collecting(self) -> Sharding:
+        """Brings rows back: this rank's rows, or all members' rows."""
+        return self.sharding if self.share is None else self.share.simultaneous or self.sharding
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the rows of all chunks, as `collect` returned them, in the order in which they were sent."""
+        """Put the rows of all chunks, as `collecting` returned them, in the order in which they were sent."""
         rows = chunks[0] if len(chunks) == 1 else torch.cat([*chunks])
         if self.share is None:
             return rows
         if self.share.simultaneous is None:
             return self.share.all(rows)
-        return transposed(rows, self.share.sizes_CM, (1, 0))
+        return transposed(rows, self.share.sizes_CD, (1, 0))
 
 
-def sums_by_host(tokens_CDP: np.ndarray, hosts: int) -> np.ndarray:
-    """Return [C, D, H], the rows for all slots of a host."""
-    # Several times as fast as a sum over a short last dimension
-    slots = tokens_CDP.shape[2] // hosts
-    first, *others = (tokens_CDP[:, :, slot::slots] for slot in range(slots))
-    return functools.reduce(np.add, others, first)
+@dataclass(frozen=True, eq=False)
+class SentChunks:
+    """A pass whose first chunk is on its way to the experts; `tokens_TH` and `probs_TE` get gradients."""
+
+    route: ChunkedRoute
+    tokens_TH: torch.Tensor
+    probs_TE: torch.Tensor
+    waiting: dict[int, torch.Tensor]
+    """Rows of chunks that have not been sent; `execute` takes them out, so that they last no longer than needed."""
+    exchanges: dict[int, Exchange]
+    """Exchanges in progress, by chunk; `execute` takes them out, too."""
+
+    def compute(self, experts: GroupedExperts, begin: Begin) -> "ComputedChunks":
+        """Return the rows that `experts` compute, chunk by chunk, while `combine` executes the order."""
+        return ComputedChunks(self, experts, begin)
 
 
-class Departure(NamedTuple):
-    """Rows that leave for their experts. A pass takes them out, so that they last no longer than their exchanges."""
+class ComputedChunks(NamedTuple):
+    """A pass whose chunks the experts compute as they arrive."""
 
-    parts: list[torch.Tensor]
-    """[C] the rows that this rank sends with each chunk."""
-    started: dict[int, Exchange]
-    """Exchanges that have started, by chunk."""
+    sent: SentChunks
+    experts: GroupedExperts
+    begin: Begin
 
-
-def depart(rows_RH: torch.Tensor, chunked: ChunkedDispatch) -> Departure:
-    """Start the first exchange of rows, which are copied from their tokens and need no gradient."""
-    with record_function("dispatch"):
-        parts = chunked.parts(rows_RH)
-        (_, chunk) = chunked.chunking.forward[0]
-        exchange = chunked.sharding.spread(chunked.exchange.dispatch, parts[chunk], chunked.splits[chunk])
-        return Departure(parts, {chunk: exchange})
+    def combine(self) -> torch.Tensor:
+        """Execute the tasks of all chunks; return the weighted sums of each token's rows: [T, H]; differentiable."""
+        sent = self.sent
+        return _Mixture.apply(sent.tokens_TH, sent.probs_TE, self, torch.is_grad_enabled(), *self.experts.weights)
 
 
-def mixture(
-    tokens_TH: torch.Tensor,
-    probs_TE: torch.Tensor,
-    order: RowOrder,
-    chunked: ChunkedDispatch,
-    *,
-    experts: GroupedExperts,
-    begin: Begin,
-    departed: list[Departure] | None = None,
-) -> torch.Tensor:
-    """Compute each row with its expert, and return the weighted sums of each token's rows: [T, H]; differentiable.
+class ChunkTasks(ABC):
+    """The tasks of each chunk in one direction; `execute` puts them in order."""
 
-    Args:
-        tokens_TH, probs_TE: tokens of this rank, and the combine weights of all experts.
-        order: rows by member of the share, then by chunk, then by physical expert.
-        chunked: where the rows go.
-        experts: this rank's experts.
-        begin: called at each `Moment`.
-        departed: what `depart` returned, if the rows have left already; taken from the list.
-    """
-    with_graph = torch.is_grad_enabled()
-    options = order, chunked, experts, begin, departed, with_graph
-    return _Mixture.apply(tokens_TH, probs_TE, options, *experts.weights)
+    spans: tuple[str, str]
+    """Profiler spans of the exchanges to the experts and back."""
 
+    def __init__(self, route: ChunkedRoute) -> None:
+        self.route = route
 
-def _spanned(span: str, start: Start) -> Start:
-    """Return `start` with a profiler span around its host work: starting the exchange, and waiting for it."""
+    @abstractmethod
+    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        """Start sending a chunk's rows to their experts."""
 
-    def starting(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-        with record_function(span):
-            exchange = start(rows, splits_DH)
+    @abstractmethod
+    def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results for the rows that arrived."""
 
-        def wait() -> torch.Tensor:
-            with record_function(span):
-                return exchange.wait()
+    @abstractmethod
+    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        """Start sending results to the sources of their rows."""
 
-        return Exchange(wait)
-
-    return starting
+    @abstractmethod
+    def finish(self) -> None:
+        """Do what no rank waits for; called when the results of all chunks are on their way."""
 
 
 def execute(
     order: Order,
-    rows: list[torch.Tensor],
-    splits: Sequence[torch.Tensor],
-    *,
-    there: Start,
-    back: Start,
-    compute: Callable[[int, torch.Tensor], torch.Tensor],
-    started: dict[int, Exchange] | None = None,
+    rows: dict[int, torch.Tensor],
+    tasks: ChunkTasks,
+    exchanges: dict[int, Exchange] | None = None,
 ) -> list[torch.Tensor]:
-    """Send every chunk's rows to their experts, through `compute` and back, in the given order.
+    """Send every chunk's rows to their experts, through the computation and back, in the given order.
 
     Args:
         order: the computing tasks; the same on every rank.
-        rows: [C] the rows that this rank sends; taken from the list, so that they last no longer than their exchange.
-        splits: [C] int64 matrices [D, hosts] in host memory: rows from each source to each host.
-        there, back: exchanges that take rows to their experts, and results to the rows' sources.
-        compute: called with a chunk's number and the rows that arrived; returns the rows that go back.
-        started: exchanges that take rows to their experts and have started already, by chunk.
+        rows: the rows that this rank sends, by chunk; taken out, so that they last no longer than their exchange.
+        exchanges: exchanges of other chunks' rows that have started already, by chunk.
 
     Returns:
         [C] the results, in the order of the rows that this rank sent.
     """
-    exchanges = started or {}
-    at_hand: dict[int, torch.Tensor] = dict(enumerate(rows))
-    rows.clear()
-    for chunk in exchanges:
-        del at_hand[chunk]
+    exchanges = {} if exchanges is None else exchanges
+    to_experts, back = tasks.spans
+    computing = len(rows) + len(exchanges)
     for task, chunk in order:
-        if task is ChunkTask.C1 and chunk in at_hand:
-            exchanges[chunk] = there(at_hand.pop(chunk), splits[chunk])
-        elif task is ChunkTask.C1:
-            assert chunk in exchanges, "rows leave once"
+        if task is ChunkTask.C1:
+            if chunk not in exchanges:
+                with record_function(to_experts):
+                    exchanges[chunk] = tasks.send(chunk, rows.pop(chunk))
         elif task is ChunkTask.E:
-            at_hand[chunk] = compute(chunk, at_hand.pop(chunk))
+            rows[chunk] = tasks.compute(chunk, rows.pop(chunk))
         elif task is ChunkTask.C2:
-            exchanges[chunk] = back(at_hand.pop(chunk), splits[chunk])
+            with record_function(back):
+                exchanges[chunk] = tasks.send_back(chunk, rows.pop(chunk))
+            computing -= 1
+            if computing == 0:
+                tasks.finish()
         else:
-            at_hand[chunk] = exchanges.pop(chunk).wait()
-    return [at_hand[chunk] for chunk in range(len(at_hand))]
+            with record_function(to_experts if task is ChunkTask.D1 else back):
+                rows[chunk] = exchanges.pop(chunk).wait()
+    return [rows.pop(chunk) for chunk in range(len(rows))]
+
+
+class _Forward(ChunkTasks):
+    spans = ("dispatch", "combine")
+
+    def __init__(
+        self, route: ChunkedRoute, weights: Exchange, experts: GroupedExperts, begin: Begin, with_graph: bool
+    ) -> None:
+        super().__init__(route)
+        self.weights = weights
+        self.experts = experts
+        self.begin = begin
+        self.with_graph = with_graph
+        self.gradients = experts.gradients(route.tokens_CS.shape[1])
+        self.graphs: dict[int, ExpertGraph | None] = {}
+        """By chunk that has been computed; None without gradients."""
+        self._probs: Sequence[torch.Tensor] = ()
+        """Combine weights of each chunk's rows, once they have arrived."""
+
+    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        route = self.route
+        return route.sharding.spread(route.exchange.dispatch, rows, route.splits[chunk])
+
+    def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+        route = self.route
+        sorting = route.sorting
+        # `begin` recognizes recomputation by whether gradients are enabled
+        with record_function("experts"), torch.set_grad_enabled(self.with_graph):
+            if not self.graphs:
+                probs_R = sorting.weights_to_slots(self.weights.wait())
+                self._probs = probs_R.split(route.tokens_CS.sum(1).tolist())
+                self.begin("experts")
+            rows = sorting.to_slots[chunk](rows)
+            output, self.graphs[chunk] = self.experts.graph(
+                rows, route.tokens_CS[chunk], self._probs[chunk], self.gradients, self.with_graph
+            )
+            if len(self.graphs) == len(route.splits):
+                self.begin("combine")
+        return sorting.to_sources[chunk](output)
+
+    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        route = self.route
+        return route.collecting.collect(route.exchange.combine, rows, route.splits[chunk])
+
+    def finish(self) -> None:
+        """Nothing is left to do: the weights have no gradients here."""
+
+
+class _Backward(ChunkTasks):
+    spans = ("combine backward", "dispatch backward")
+
+    weights: Exchange
+    """The gradients of the combine weights on their way back, once all chunks are computed."""
+
+    def __init__(
+        self, route: ChunkedRoute, graphs: dict[int, ExpertGraph], gradients: ExpertGradients, begin: Begin
+    ) -> None:
+        super().__init__(route)
+        self.graphs = graphs
+        self.gradients = gradients
+        self.begin = begin
+        self.of_probs: dict[int, torch.Tensor] = {}
+        self.of_weights: list[torch.Tensor | None] = []
+
+    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        route = self.route
+        return route.sharding.spread(route.exchange.combine.reverse, rows, route.splits[chunk])
+
+    def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+        route = self.route
+        sorting = route.sorting
+        with record_function("experts backward"):
+            if not self.of_probs:
+                self.begin("experts_backward")
+            rows = sorting.to_slots[chunk](rows)
+            rows, self.of_probs[chunk] = self.graphs.pop(chunk).backward(rows)
+        if not self.graphs:
+            probs = torch.cat([self.of_probs[one] for one in range(len(route.splits))])
+            probs = sorting.weights_to_sources(probs)
+            self.begin("dispatch_backward")
+            with record_function("dispatch backward"):
+                self.weights = route.sharding.collect(route.exchange.probs.reverse, probs, route.all_splits_DW)
+        return sorting.to_sources[chunk](rows)
+
+    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
+        route = self.route
+        return route.collecting.collect(route.exchange.dispatch.reverse, rows, route.splits[chunk])
+
+    def finish(self) -> None:
+        with record_function("weight gradients"):
+            self.of_weights = self.gradients.finish()
 
 
 class _Mixture(torch.autograd.Function):
     """Autograd sees one operation; inside it, the experts have one graph for each chunk.
 
-    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight. The host
-    queues the first exchange as soon as it can, and what that does not need after it.
+    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight.
     """
 
     @staticmethod
@@ -250,92 +353,38 @@ class _Mixture(torch.autograd.Function):
         ctx: Any,
         tokens_TH: torch.Tensor,
         probs_TE: torch.Tensor,
-        options: tuple[RowOrder, ChunkedDispatch, GroupedExperts, Begin, list[Departure] | None, bool],
+        computed: ComputedChunks,
+        with_graph: bool,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        order, chunked, experts, begin, departed, with_graph = options
-        ctx.order = order
-        ctx.chunked = chunked
-        ctx.begin = begin
-        ctx.graphs = {}
-        exchange = chunked.exchange
-        spread = chunked.sharding.spread
-        parts, started = departed.pop() if departed else depart(gather_rows(tokens_TH, order), chunked)
+        sent, experts, begin = computed
+        route = sent.route
         # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
         with record_function("dispatch"):
-            probs_R = chunked.weights_to_hosts(chunked.own(gather_weights(probs_TE, order)))
-            coming = [spread(exchange.probs, probs_R, chunked.all_splits_DH)]
-            order.complete()
-        ctx.of_weights = experts.gradients(chunked.slots)
-        probs_by_chunk: list[torch.Tensor] = []
-
-        def compute(chunk: int, rows: torch.Tensor) -> torch.Tensor:
-            # `begin` recognizes recomputation by whether gradients are enabled
-            with record_function("experts"), torch.set_grad_enabled(with_graph):
-                if not probs_by_chunk:
-                    probs = chunked.sorting.weights_to_slots(coming.pop().wait())
-                    probs_by_chunk.extend(probs.split(chunked.tokens_CS.sum(1).tolist()))
-                    begin("experts")
-                # Rows arrive grouped by source, then slot; experts want them grouped by slot
-                rows = chunked.sorting.to_slots[chunk](rows)
-                tokens = chunked.tokens_CS[chunk]
-                probs = probs_by_chunk[chunk]
-                output, ctx.graphs[chunk] = experts.graph(rows, tokens, probs, ctx.of_weights, with_graph)
-                computed.append(chunk)
-                if len(computed) == len(chunked.splits):
-                    begin("combine")
-            return chunked.sorting.to_sources[chunk](output)
-
-        computed: list[int] = []
-        there = _spanned("dispatch", functools.partial(spread, exchange.dispatch))
-        back = _spanned("combine", functools.partial(chunked.collect, exchange.combine))
-        results = execute(
-            chunked.chunking.forward, parts, chunked.splits, there=there, back=back, compute=compute, started=started
-        )
+            probs_R = route.weights_to_hosts(route.own(gather_weights(probs_TE, route.order)))
+            probs = route.sharding.spread(route.exchange.probs, probs_R, route.all_splits_DW)
+            # Queue the rest of the order while the rows travel
+            _ = route.order.rest
+        tasks = _Forward(route, probs, experts, begin, with_graph)
+        results = execute(route.chunking.forward, sent.waiting, tasks, sent.exchanges)
+        ctx.route = route
+        ctx.begin = begin
+        ctx.graphs = tasks.graphs
+        ctx.gradients = tasks.gradients
+        ctx.probs_shape = probs_TE.shape
         with record_function("combine"):
-            ctx.probs_shape = probs_TE.shape
-            return combine(chunked.joined(results), order)
+            return combine(route.joined(results), route.order)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
-        chunked = ctx.chunked
-        begin = ctx.begin
-        exchange = chunked.exchange
-        spread = chunked.sharding.spread
-        of_probs: dict[int, torch.Tensor] = {}
-        of_weights: list[torch.Tensor | None] = []
-        going: list[Exchange] = []
-
-        def compute(chunk: int, gradient: torch.Tensor) -> torch.Tensor:
-            with record_function("experts backward"):
-                if not of_probs:
-                    begin("experts_backward")
-                gradient = chunked.sorting.to_slots[chunk](gradient)
-                rows, of_probs[chunk] = ctx.graphs.pop(chunk).backward(gradient)
-            if len(of_probs) == len(chunked.splits):
-                probs = torch.cat([of_probs[one] for one in range(len(chunked.splits))])
-                probs = chunked.sorting.weights_to_sources(probs)
-                begin("dispatch_backward")
-                with record_function("dispatch backward"):
-                    going.append(chunked.sharding.collect(exchange.probs.reverse, probs, chunked.all_splits_DH))
-            return chunked.sorting.to_sources[chunk](rows)
-
-        def back(rows: torch.Tensor, splits_DH: torch.Tensor) -> Exchange:
-            back_started.append(send_back(rows, splits_DH))
-            if len(back_started) == len(chunked.splits):
-                with record_function("weight gradients"):
-                    of_weights.extend(ctx.of_weights.finish())
-            return back_started[-1]
-
-        there = _spanned("combine backward", functools.partial(spread, exchange.combine.reverse))
-        send_back = _spanned("dispatch backward", functools.partial(chunked.collect, exchange.dispatch.reverse))
-        back_started: list[Exchange] = []
+        route = ctx.route
         with record_function("combine backward"):
-            parts = chunked.parts(gather_rows(gradients[0], ctx.order))
-        results = execute(chunked.chunking.backward, parts, chunked.splits, there=there, back=back, compute=compute)
+            parts = route.parts(gather_rows(gradients[0], route.order))
+        tasks = _Backward(route, ctx.graphs, ctx.gradients, ctx.begin)
+        results = execute(route.chunking.backward, parts, tasks)
         with record_function("dispatch backward"):
-            of_tokens = combine(chunked.joined(results), ctx.order)
-            to_probs = chunked.weights_to_chunks(going.pop().wait())
-            if chunked.share is not None:
-                to_probs = chunked.share.all(to_probs)
-        return of_tokens, scatter_weights(to_probs, ctx.order, ctx.probs_shape), None, *of_weights
+            of_tokens = combine(route.joined(results), route.order)
+            of_probs = route.weights_to_chunks(tasks.weights.wait())
+            if route.share is not None:
+                of_probs = route.share.all(of_probs)
+        return of_tokens, scatter_weights(of_probs, route.order, ctx.probs_shape), None, None, *tasks.of_weights
