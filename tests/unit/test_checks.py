@@ -9,8 +9,8 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from megatron_balance.cli.arguments import parse_args
-from megatron_balance.cli.checks import Layout, Machine
-from tests.unit.commands import CPU, GPU, argv, layout_on, parse
+from megatron_balance.device.machine import Machine
+from tests.unit.commands import CPU, GPU, argv, checked_on, parse
 
 BAD = [
     # flags; parts of the message: flag, value, remedy
@@ -324,23 +324,29 @@ def test_split(flags: str, expected: str | None) -> None:
     ids=["cpu", "cuda", "cuda with transformer engine"],
 )
 def test_fallbacks_are_noticed(machine: Machine, backend: str, impl: str, noticed: list[str]) -> None:
-    layout, notices = layout_on(machine, "--moe-ffn-hidden-size 64")
-    assert (layout.backend, layout.transformer_impl) == (backend, impl)
-    assert len(notices) == len(noticed)
-    assert all(flag in notice for flag, notice in zip(noticed, notices, strict=True))
+    line = checked_on(machine, "--moe-ffn-hidden-size 64")
+    assert (line.distributed_backend, line.transformer_impl) == (backend, impl)
+    assert len(line.notices) == len(noticed)
+    assert all(flag in notice for flag, notice in zip(noticed, line.notices, strict=True))
 
 
 def test_explicit_choices_on_a_gpu_stand() -> None:
     flags = "--distributed-backend gloo --transformer-impl local"
-    layout, _ = layout_on(GPU, flags, ("distributed_backend", "transformer_impl"))
-    assert (layout.backend, layout.transformer_impl) == ("gloo", "local")
+    line = checked_on(GPU, flags, ("distributed_backend", "transformer_impl"))
+    assert (line.distributed_backend, line.transformer_impl) == ("gloo", "local")
+
+
+FUSIONS = (
+    *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+    *("persist_layer_norm", "gradient_accumulation_fusion", "moe_permute_fusion", "overlap_p2p_comm"),
+)
 
 
 def test_fusions_need_cuda() -> None:
-    on_cpu, on_gpu = (layout_on(machine)[0] for machine in (CPU, GPU))
-    assert not any(getattr(on_cpu, name) for name in Layout.FUSIONS)
+    on_cpu, on_gpu = (checked_on(machine) for machine in (CPU, GPU))
+    assert not any(getattr(on_cpu, name) for name in FUSIONS)
     assert on_gpu.masked_softmax_fusion and on_gpu.persist_layer_norm and on_gpu.gradient_accumulation_fusion
-    switched_off = layout_on(GPU, "--no-masked-softmax-fusion --no-persist-layer-norm")[0]
+    switched_off = checked_on(GPU, "--no-masked-softmax-fusion --no-persist-layer-norm")
     assert not switched_off.masked_softmax_fusion and not switched_off.persist_layer_norm
 
 
