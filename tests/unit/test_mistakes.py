@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_balance.app import launch
+from megatron_balance.app.preflight import preflight
 from megatron_balance.job.endings import Ending
 from tests import mistakes
 from tests.mistakes import MISTAKES, VALID, Mistake
@@ -81,9 +82,8 @@ def test_evaluation_without_data_is_a_notice(files: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(files)
     argv = Mistake("", "--split 1,0,0 --eval-interval 5", ()).argv
     monkeypatch.setenv("WORLD_SIZE", "8")
-    asked = launch._asked(argv, launch.job.Launch.from_environment())
     told = "--eval-interval 5 has no effect: there are no validation data (--split 1,0,0)"
-    assert told in asked.parsed.notices
+    assert told in preflight(argv).notices
 
 
 def test_the_table_is_one_of_different_mistakes() -> None:
