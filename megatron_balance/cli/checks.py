@@ -177,13 +177,15 @@ def refuse_idle(line: CommandLine) -> None:
 
 def _check_conditions(line: CommandLine) -> None:
     """Note flags that have no effect because of others."""
-    for name, condition in NO_EFFECT_WITHOUT.items():
+    for condition, idle in NO_EFFECT_WITHOUT.items():
         names, _, value = condition.partition(" ")
         needed = names.split("|")
-        met = any(getattr(line, one) == value if value else getattr(line, one) for one in needed)
-        if name in line.given and not met:
-            alternatives = " or ".join(map(flag_of, needed))
-            line.notices.append(f"{flag_of(name)} has no effect without {alternatives} {value}".rstrip())
+        if any(getattr(line, name) == value if value else getattr(line, name) for name in needed):
+            continue
+        missing = f"{' or '.join(map(flag_of, needed))} {value}".rstrip()
+        line.notices += [
+            f"{flag_of(name)} has no effect without {missing}" for name in idle.split() if name in line.given
+        ]
     if "--no-position-embedding" in line.given and line.position_embedding_type != "rope":
         raise ValueError(
             "--no-position-embedding: goes with --position-embedding-type rope, not "
