@@ -39,7 +39,7 @@ class _Guards(NamedTuple):
     stopping: Stopping
 
 
-class _Prepared(NamedTuple):
+class _PreparedRun(NamedTuple):
     """A run that is built, and resumed if it was saved before."""
 
     run: Run
@@ -105,7 +105,7 @@ def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyrig
 
 @_leaving_together(ValueError, CheckpointError)
 @limits.explained()
-def _prepare(ready: Preflight, guards: _Guards) -> _Prepared:
+def _prepare(ready: Preflight, guards: _Guards) -> _PreparedRun:
     # Before the model is built, which takes minutes
     guards.save_directory.prepare()
     run = build_run(ready.config, tokenizer=ready.tokenizer, policy=ready.policy)
@@ -125,7 +125,7 @@ def _prepare(ready: Preflight, guards: _Guards) -> _Prepared:
     if record is not None and record.last < run.length.iterations:
         flag = f"--balance-calibrate {record.path}"
         log.message(f"note: {flag}: ends with iteration {record.last}; later plans keep its last factors")
-    return _Prepared(run, log, checkpoints)
+    return _PreparedRun(run, log, checkpoints)
 
 
 def _run_log(run: Run) -> RunLog:
@@ -142,7 +142,7 @@ def _run_log(run: Run) -> RunLog:
 
 
 @_leaving_together(CheckpointError, PoisonedRun)
-def _train(prepared: _Prepared, stopping: Stopping) -> None:
+def _train(prepared: _PreparedRun, stopping: Stopping) -> None:
     run, log, checkpoints = prepared
     resumed_at = run.progress.iteration
     recorder = LoadRecorder(run.model) if run.config.log.log_tokens_per_expert else None

@@ -58,6 +58,13 @@ OPTIMIZER_PRECISIONS = {
 }
 """Precisions in which the precision-aware optimizer may keep its state."""
 
+TURNED_OFF = (
+    *("masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
+    *("gradient_accumulation_fusion", "overlap_p2p_comm", "check_for_nan_in_grad", "align_param_gather"),
+    "barrier_with_L1_time",
+)
+"""Fields that upstream's flags turn off, whatever megatron-core's defaults are."""
+
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "window_size": {"type": _window, "nargs": None, "metavar": "LEFT,RIGHT"},
     "moe_layer_freq": {"type": parse_layer_frequency, "default": 1, "metavar": "LAYERS"},
@@ -71,19 +78,8 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "window_attn_skip_freq": {"type": parse_layer_frequency, "metavar": "LAYERS"},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
     "pipeline_model_parallel_layout": {"type": str, "metavar": "LAYOUT"},
-    "masked_softmax_fusion": {"action": "store_false", "default": True},
-    "bias_dropout_fusion": {"action": "store_false", "default": True},
-    "apply_rope_fusion": {"action": "store_false", "default": True},
-    "persist_layer_norm": {"action": "store_false", "default": True},
-    "gradient_accumulation_fusion": {
-        "action": "store_false",
-        "default": True,
-    },
-    "overlap_p2p_comm": {"action": "store_false", "default": True},
-    "attention_softmax_in_fp32": {
-        "action": "store_true",
-        "default": False,
-    },
+    "attention_softmax_in_fp32": {"action": "store_true", "default": False},
+    **{name: {"action": "store_false", "default": True} for name in TURNED_OFF},
     "min_lr": {"default": 0.0},
     "q_lora_rank": {"default": None},
     "kv_lora_rank": {"default": 32},
@@ -91,14 +87,8 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "rope_type": {"choices": ["rope", "yarn"], "default": None},
     "optimizer": {"choices": ["adam", "sgd"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
-    "check_for_nan_in_grad": {
-        "action": "store_false",
-        "default": True,
-    },
-    "barrier_with_L1_time": {"action": "store_false", "default": True},
-    "align_param_gather": {"action": "store_false", "default": True},
 }
-"""Upstream's flag names, types and defaults, where they differ from the field's."""
+"""Types and defaults of upstream's flags, where they differ from the field's."""
 
 SHORTHANDS = {
     "--recompute-activations": ("recompute_granularity", "selective"),
@@ -227,21 +217,17 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
-    flags: dict[str, argparse.Action] = {}
+    """Return the value of every flag that has an effect, as text."""
+    written: dict[str, str] = {}
+    seen = {"yaml_cfg"}
     for action in parser._actions:
-        # A flag without an effect has its own name as its destination, not that of a field
-        if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
-            flags.setdefault(action.dest, action)
-    return {
-        action.option_strings[0]: _given(values[dest] == action.const)
-        if action.nargs == 0
-        else in_words(values[dest]) or "not given"
-        for dest, action in flags.items()
-    }
-
-
-def _given(given: bool) -> str:
-    return "given" if given else "not given"
+        # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
+        if action.dest in values and action.dest not in seen and not action.dest.startswith("--"):
+            value = values[action.dest]
+            text = ("given" if value == action.const else "") if action.nargs == 0 else in_words(value)
+            written[action.option_strings[0]] = text or "not given"
+            seen.add(action.dest)
+    return written
 
 
 def without_effect(given: Collection[str]) -> list[str]:

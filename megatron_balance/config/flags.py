@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_balance.messages import described
 
-Flags = argparse._ArgumentGroup | argparse.ArgumentParser
+FlagGroup = argparse._ArgumentGroup | argparse.ArgumentParser
 """What flags are added to."""
 
 ROLES = {
@@ -37,7 +37,6 @@ ROLES = {
     **dict.fromkeys(("dropout", "fraction", "percent"), "FRACTION"),
 }
 """Last word of a field's name -> what stands for its value in `--help`."""
-
 
 FLAG_NAMES = {
     "num_moe_experts": "--num-experts",
@@ -94,7 +93,7 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def add_flags(group: Flags, cls: type, texts: Mapping[str, str] | None = None) -> list[str]:
+def add_flags(group: FlagGroup, cls: type, texts: Mapping[str, str] | None = None) -> list[str]:
     """Add one flag per field of dataclass `cls` and return the names of the added fields.
 
     Private fields, fields whose type has no text form (callables, process groups, ...) and fields that the parser
@@ -110,7 +109,7 @@ def add_flags(group: Flags, cls: type, texts: Mapping[str, str] | None = None) -
 
 
 def add_flag(
-    group: Flags, cls: type, name: str, text: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
+    group: FlagGroup, cls: type, name: str, text: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
 ) -> bool:
     """Add the flag of a field of dataclass `cls`; return False if its type has no text form.
 
