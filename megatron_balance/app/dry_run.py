@@ -11,10 +11,10 @@ import copy
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_balance.app.capacity import GIB, read_cluster, verdict
-from megatron_balance.app.memory import Chunk, Tokens, chunk_activations, peak
+from megatron_balance.app.memory import ChunkParts, Tokens, chunk_activations, peak
 from megatron_balance.build.profiles import layer_shape, microbatch_tokens
 from megatron_balance.build.run import build_run
 from megatron_balance.config.run_config import RunConfig
@@ -34,11 +33,30 @@ from megatron_balance.flow.device_dispatcher import most_rows
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
-from megatron_balance.profile.cluster import is_cluster
+from megatron_balance.profile.cluster import Cluster, is_cluster, read
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Operation
 from megatron_balance.training.optimizer_state import allocate, optimizers, state_names
 from megatron_balance.training.run import Run
+
+GIB = 2**30
+
+TIGHT = 0.1
+"""Fraction of a GPU's memory below which what a dry run does not count may not fit into what remains."""
+
+REMEDIES = {
+    "parameters": "a larger --pipeline-model-parallel-size, --expert-model-parallel-size or "
+    "--tensor-model-parallel-size",
+    "gradients": "a larger --pipeline-model-parallel-size or --expert-model-parallel-size, or --grad-reduce-in-bf16",
+    "optimizer": "--use-distributed-optimizer, more data-parallel ranks, or a larger --pipeline-model-parallel-size",
+    "guests": "a smaller --balance-guest-slots, or --balance-policy none",
+    "activations": "--recompute-granularity, a smaller --micro-batch-size, or tensor parallelism with "
+    "--sequence-parallel",
+}
+"""What reduces each use of memory."""
+
+Uses = Mapping[str, int]
+"""Bytes of a rank by use, with the keys of `REMEDIES`."""
 
 GROUPS = (
     ("tensor parallel", "tp"),
@@ -59,12 +77,8 @@ activations: of all microbatches that the stage keeps at once.
 Not counted, so leave room: temporary tensors, messages, buffers of libraries, fragmentation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
+class Held(NamedTuple):
     """Bytes that a rank holds through the whole run."""
-
-    count: int
-    """Elements of the parameters."""
 
     parameters: int
     gradients: int
@@ -76,11 +90,15 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One rank of a pipeline stage; sizes in bytes."""
+class StageMemory:
+    """What a rank of a pipeline stage holds; sizes in bytes."""
 
     layers: int
     moe_layers: int
+
+    count: int
+    """Elements of the parameters."""
+
     held: Held
     activations: int
     microbatches: int
@@ -89,9 +107,7 @@ class Stage:
     @property
     def uses(self) -> dict[str, int]:
         """The bytes by use, in the order of the memory table."""
-        own = self.held
-        uses = {"parameters": own.parameters, "gradients": own.gradients, "optimizer": own.optimizer}
-        return {**uses, "guests": own.guests, "activations": self.activations}
+        return {**self.held._asdict(), "activations": self.activations}
 
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
@@ -186,7 +202,6 @@ def held(run: Run) -> Held:
         for main in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             kept += [main, *(part.optimizer.state[main][name] for name in names)]
     return Held(
-        count=sum(parameter.numel() for parameter in parameters),
         parameters=_bytes(parameters),
         gradients=_bytes(buffer.grad_data for buffer in buffers),
         # In full precision, the main parameters are the model's parameters
@@ -205,7 +220,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}.values())
 
 
-def inspect(config: RunConfig, run: Run) -> Stage:
+def inspect(config: RunConfig, run: Run) -> StageMemory:
     """Return what a rank of this pipeline stage holds.
 
     Args:
@@ -218,22 +233,23 @@ def inspect(config: RunConfig, run: Run) -> Stage:
     passes = hooks.stage_passes(config.transformer, run.groups.pp.rank(), run.batches.get())
     layers = [moe for chunk in chunks for moe in chunk.moe]
     activations, microbatches = peak(passes, kept)
-    return Stage(
+    return StageMemory(
         layers=len(layers),
         moe_layers=sum(layers),
+        count=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
         held=held(run),
         activations=activations,
         microbatches=microbatches,
     )
 
 
-def model_chunk(chunk: torch.nn.Module) -> Chunk:
+def model_chunk(chunk: torch.nn.Module) -> ChunkParts:
     """Return the layers and ends of a built model chunk."""
     first = get_attr_wrapped_model(chunk, "pre_process")
     last = get_attr_wrapped_model(chunk, "post_process")
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     predictions = sum(isinstance(module, MultiTokenPredictionLayer) for module in chunk.modules())
-    return Chunk(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last), predictions)
+    return ChunkParts(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last), predictions)
 
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
@@ -309,7 +325,7 @@ def _balancing(run: Run) -> str:
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 
-def _memory(rows: Sequence[Stage], held_by: Sequence[Sequence[int]]) -> list[str]:
+def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> list[str]:
     """Return the memory table of all stages; stage i is `held_by[i]`, its ranks."""
     names = "".join(f"{name:>13}" for name in (*rows[0].uses, "total"))
     lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
@@ -319,7 +335,7 @@ def _memory(rows: Sequence[Stage], held_by: Sequence[Sequence[int]]) -> list[str
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
         where = in_words(held_by[number]).partition(" ")[2]
         layers = f"{stage.layers} ({stage.moe_layers})"
-        billions = stage.held.count / 1e9
+        billions = stage.count / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
 
@@ -327,3 +343,54 @@ def _memory(rows: Sequence[Stage], held_by: Sequence[Sequence[int]]) -> list[str
 def _print(*lines: str) -> None:
     for line in lines:
         print(line, flush=True)
+
+
+def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
+    """Read the cluster in the file of a flag, and check that the job has room on its nodes.
+
+    Raises:
+        ValueError: the file cannot be read, or the job needs more GPUs than the cluster has; the error names the flag.
+    """
+    try:
+        cluster = read(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    gpus = int(cluster.gpus_per_node.value)
+    nodes = cluster.num_nodes
+    if topology.node_size > gpus:
+        raise ValueError(
+            f"{flag} {path}: its nodes have {gpus} GPUs, but this job has {topology.node_size} processes on a node; "
+            f"set LOCAL_WORLD_SIZE={gpus}, or give --moe-comm-node-size {gpus}"
+        )
+    if nodes is not None and topology.num_nodes > nodes:
+        raise ValueError(
+            f"{flag} {path}: has {nodes:.0f} nodes, but this job has {topology.world_size} processes, "
+            f"{topology.node_size} on a node; start at most {nodes * topology.node_size:.0f}"
+        )
+    return cluster
+
+
+def verdict(stages: Sequence[Uses], cluster: Cluster, flag: str) -> str:
+    """Return a sentence that says how much of a GPU's memory the largest stage leaves.
+
+    Args:
+        flag: the flag that named the cluster, and its value.
+
+    Raises:
+        ValueError: a stage needs more than a GPU has; the error names the largest use and what reduces it.
+    """
+    memory = cluster.memory
+    if memory is None:
+        return f"{flag}: does not give gpus[].memory_gb, so it is unknown whether the job fits"
+    number, uses = max(enumerate(stages), key=lambda stage: sum(stage[1].values()))
+    needed = sum(uses.values())
+    amounts = f"stage {number} needs {needed / GIB:.2f} GiB, and a GPU has {memory / GIB:.2f} ({memory / 1e9:g} GB)"
+    if needed > memory:
+        most = max(uses, key=lambda use: uses[use])
+        raise ValueError(
+            f"{flag}: the job does not fit: {amounts}; {uses[most] / GIB:.2f} GiB are {most}, which these reduce: "
+            f"{REMEDIES[most]}"
+        )
+    left = f"{(memory - needed) / GIB:.2f} GiB remain for what is not counted"
+    barely = " barely" if memory - needed < TIGHT * memory else ""
+    return f"{flag}: the job fits{barely}: {amounts}; {left}"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_balance.cli.arguments import Parsed
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.files.reading import content_digest
 from megatron_balance.job.agreement import CONSEQUENCE, Facts
@@ -51,10 +50,13 @@ PROGRAM = Path(__file__).resolve().parents[1]
 ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
 
 
-def gather(parsed: Parsed, topology: Topology) -> Facts:
-    """Return what this rank would train with: flags, versions, digests of files and sources, and resulting settings."""
-    config = parsed.config
-    flags = {name: value for name, value in parsed.flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
+def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
+    """Return what this rank would train with: flags, versions, digests of files and sources, and resulting settings.
+
+    Args:
+        flags: the value of every flag, as it is written.
+    """
+    flags = {name: value for name, value in flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
     nodes = {"the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)": str(topology.node_size)}
     return {
         **flags,

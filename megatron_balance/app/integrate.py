@@ -29,11 +29,11 @@ from megatron_balance.build.balancer import build_balancer
 from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
 from megatron_balance.build.run import finalizer, force_workload
 from megatron_balance.build.wiring import Wiring, build_wiring
-from megatron_balance.cli.arguments import GROUPS
-from megatron_balance.cli.checks import at_least_one, refuse_idle
-from megatron_balance.cli.machine_checks import expert_gemm
+from megatron_balance.cli.checks import at_least, refuse_idle
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.cli.flag_groups import OUR_GROUPS, field_help
+from megatron_balance.cli.machine_checks import check_expert_gemm
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
-from megatron_balance.cli.named_values import named_values
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
@@ -60,8 +60,6 @@ from megatron_balance.observe.balance import LayerReport, log_fields, mean_over_
 from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.logging import moe_layer_pattern
 from megatron_balance.training.progress import Progress
-
-OUR_GROUPS = [(title, cls) for title, cls in GROUPS if cls in (BalanceConfig, CommConfig)]
 
 ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline", "balance_calibrate")
 """Settings that only our own training program implements."""
@@ -142,8 +140,8 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     Raises:
         ValueError: the parser has a flag of the same name already.
     """
-    for title, cls in OUR_GROUPS:
-        added = add_flags(parser.add_argument_group(title), cls, metadata=named_values())
+    for title, cls in OUR_GROUPS.items():
+        added = add_flags(parser.add_argument_group(title), cls, field_help(cls))
         taken = [field.name for field in dataclasses.fields(cls) if field.name not in added]
         if taken:
             raise ValueError(f"{flag_of(taken[0])}: the parser has this flag already; call add_balance_args only once")
@@ -275,27 +273,24 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: some settings cannot be combined.
     """
-    fields = [field for _, cls in OUR_GROUPS for field in dataclasses.fields(cls)]
+    fields = [field for cls in OUR_GROUPS.values() for field in dataclasses.fields(cls)]
     if any(field.name not in values for field in fields):
         raise ValueError("the flags of balancing are missing: call add_balance_args(parser) before parsing")
     for name in ("seq_length", "micro_batch_size"):
         if values.get(name) is None:
             raise ValueError(f"{flag_of(name)} is required: args.{name}, the number of {_UNITS[name]}")
-    given = {field.name for field in fields if values[field.name] != field.default}
-    at_least_one(values, ("balance_interval", "moe_comm_refit_interval"))
-    refuse_idle(values, given)
+    # The calling program has chosen the dispatcher
+    given = {field.name for field in fields if values[field.name] != field.default} | {"moe_token_dispatcher_type"}
+    machine = Machine.here(1)
+    line = CommandLine(values, given, machine)
+    line.distributed_backend = line.get("distributed_backend") or ("nccl" if machine.cuda else "gloo")
+    at_least(line, 1, ("balance_interval", "moe_comm_refit_interval"))
+    refuse_idle(line)
     _refuse(values, given)
-    notices: list[str] = []
-    cuda = torch.cuda.is_available()
-    backend = values.get("distributed_backend") or ("nccl" if cuda else "gloo")
-    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-    ffn = values["ffn_hidden_size"]
-    expert_gemm(values, absent=not (cuda and Machine.here(1).transformer_engine))
-    check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=cuda, notices=notices)
-    # The calling program has chosen the dispatcher already
-    given = given | {"moe_token_dispatcher_type"}
-    token_dispatcher(values, given, backend=backend, cuda=cuda, notices=notices)
-    return notices
+    check_expert_gemm(line)
+    check_moe(line)
+    token_dispatcher(line)
+    return line.notices
 
 
 _UNITS = {"seq_length": "tokens of a sample", "micro_batch_size": "samples of a microbatch"}

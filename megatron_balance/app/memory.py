@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
     """R: rows that this rank's experts, or shards of experts, compute under even routing."""
 
 
-class Chunk(NamedTuple):
+class ChunkParts(NamedTuple):
     """The parts of a model chunk."""
 
     moe: tuple[bool, ...]
@@ -59,7 +59,7 @@ class Kept(NamedTuple):
     """Recomputed in the backward pass, and kept only during that pass."""
 
 
-def chunk_activations(config: RunConfig, chunk: Chunk, tokens: Tokens, vocab_size: int) -> Kept:
+def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, vocab_size: int) -> Kept:
     """Return the bytes that a model chunk keeps for one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]

@@ -1,21 +1,91 @@
-"""What a rank checks alone, before it joins a job, and what a dry run checks before a job waits in a queue.
+"""What a rank learns and checks alone, before it joins a job; a dry run checks the same before a job waits in a queue.
 
-Flags are checked by cli/, the tokenizer by training/tokenizer.py. This module checks what flags name: data, files and
-directories, and whether they fit the flags. No check reads more than headers and samples, and none writes.
+    command line -> configuration, nodes -> policy's process, tokenizer -> files that flags name -> facts
+
+No check reads more than headers and samples, and none writes.
 """
 
+import dataclasses
+from dataclasses import dataclass
+
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+from megatron_balance.app import facts
+from megatron_balance.build.balancer import patience
 from megatron_balance.build.profiles import read_profile
 from megatron_balance.checkpoint.loading import check_newest, check_there
+from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.device.machine import Machine
 from megatron_balance.files.reading import check_regular
 from megatron_balance.files.writing import check_creatable
-from megatron_balance.job.groups import Topology
+from megatron_balance.job import job, limits
+from megatron_balance.job.agreement import Facts
+from megatron_balance.job.groups import Topology, expert_node_size
+from megatron_balance.planning.policy_process import PolicyProcess
+from megatron_balance.training.data import batch_bytes
 from megatron_balance.training.data_files import check_data
 from megatron_balance.training.schedule import run_length, scheduler_settings
+from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
-def check(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
-    """Check what the flags name, as seen by one rank; return notices for the log.
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """A command line that passed this rank's checks, and what was built from it."""
+
+    launch: job.Launch
+    config: RunConfig
+    """The parsed configuration, completed with the size of nodes."""
+
+    notices: list[str]
+    """Decisions made for the user, one sentence each, to be logged once."""
+
+    topology: Topology
+    tokenizer: MegatronTokenizerBase
+    policy: PolicyProcess | None
+    """A user's policy in its own process; None for a policy of this package, and in a dry run."""
+
+    facts: Facts
+    """What must be the same on all ranks; empty where no other rank compares it."""
+
+
+def preflight(argv: list[str]) -> Preflight:
+    """Check a command line on this rank. If it cannot start, the ranks that wait for it end, too.
+
+    Raises:
+        ValueError: something would end the run later; the error names the flag, the value and the remedy.
+        SystemExit: argparse's own errors, and `--help`.
+    """
+    launch = job.Launch.from_environment()
+    with job.declining_on_error(launch):
+        parsed = parse_args(argv, Machine.here(launch.world_size))
+        config = parsed.config
+        topology = job.node_topology(launch, config.comm.moe_comm_node_size)
+        config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
+        # A user's policy is imported and built in its own process while this rank does other work. A dry run starts
+        # one later for each stage
+        name = config.balance.balance_policy
+        policy = PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
+        tokenizer = build_tokenizer(config.tokenizer)
+        notices = check_files(config, topology, launch.rank, vocabulary(tokenizer, config.tokenizer))
+        if policy is not None:
+            policy.ready(patience(config.launch.distributed_timeout_minutes))
+        if not config.launch.dry_run:
+            _check_shared_memory(config, launch)
+        compared = launch.world_size > 1 and not config.launch.dry_run
+        return Preflight(
+            launch=launch,
+            config=config,
+            notices=[*parsed.notices, *notices],
+            topology=topology,
+            tokenizer=tokenizer,
+            policy=policy,
+            facts=facts.gather(config, parsed.flags, topology) if compared else {},
+        )
+
+
+def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
+    """Check what flags name, as seen by one rank, and the length of the run; return notices for the log.
 
     Args:
         rank: this process's rank; 0 in a dry run.
@@ -25,22 +95,14 @@ def check(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> 
         ValueError: something would end the run later; the error names the flag, the value and the remedy.
     """
     transformer = config.transformer
+    expert_tensor_parallel = transformer.expert_tensor_parallel_size
+    if config.balance.balance_policy != "none":
+        assert expert_tensor_parallel is not None
+        expert_node_size(topology, transformer.expert_model_parallel_size, expert_tensor_parallel)
     whole = transformer.tensor_model_parallel_size * transformer.context_parallel_size
     stages = transformer.pipeline_model_parallel_size
     length = run_length(config.train, topology.world_size // (whole * stages))
     scheduler_settings(config, length)
-    _check_directories(config)
-    _check_balance_files(config, topology)
-    if rank == 0:
-        # The other ranks may see a new checkpoint of a shared file system a little later
-        check_there(config.checkpoint)
-        check_newest(config, length)
-    # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
-    stage = rank * stages // topology.world_size
-    return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))
-
-
-def _check_directories(config: RunConfig) -> None:
     written = {
         "--save": config.checkpoint.save,
         "--tensorboard-dir": config.log.tensorboard_dir,
@@ -52,11 +114,20 @@ def _check_directories(config: RunConfig) -> None:
     for flag, directory in written.items():
         if directory is not None:
             check_creatable(directory, flag)
-
-
-def _check_balance_files(config: RunConfig, topology: Topology) -> None:
-    balance = config.balance
-    if balance.balance_profile not in ("builtin", "auto"):
+    if config.balance.balance_profile not in ("builtin", "auto"):
         read_profile(config, topology)
-    if balance.balance_calibrate not in ("off", "on"):
-        check_regular(balance.balance_calibrate, "--balance-calibrate")
+    if config.balance.balance_calibrate not in ("off", "on"):
+        check_regular(config.balance.balance_calibrate, "--balance-calibrate")
+    if rank == 0:
+        # The other ranks may see a new checkpoint of a shared file system a little later
+        check_there(config.checkpoint)
+        check_newest(config, length)
+    # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
+    stage = rank * stages // topology.world_size
+    return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))
+
+
+def _check_shared_memory(config: RunConfig, launch: job.Launch) -> None:
+    assert config.train.micro_batch_size is not None and config.model.seq_length is not None
+    microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
+    limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)

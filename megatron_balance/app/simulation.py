@@ -6,15 +6,16 @@ are too short, and ratios of runs are closer to the truth than times.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.app.dry_run import Stage as Memory
-from megatron_balance.app.dry_run import imagined_run, inspect, model_chunk
+from megatron_balance.app.dry_run import StageMemory, imagined_run, inspect, model_chunk
 from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
@@ -64,7 +65,7 @@ class Target:
 
 def simulated_job(
     config: RunConfig, target: Target, plan_seconds: float | None = None
-) -> tuple[SimulatedJob, list[Memory]]:
+) -> tuple[SimulatedJob, list[StageMemory]]:
     """Return the job of a configuration, and the memory of a rank of each pipeline stage.
 
     Args:
@@ -91,7 +92,8 @@ def simulated_job(
             microbatches = run.batches.get()
             built.append(_StageBuilder(config, run, fabric, stage, has_policy, target).build())
             found = inspect(config, run)
-            memory.append(found if has_policy else _without_guests(found))
+            guests = found.held.guests if has_policy else 0
+            memory.append(dataclasses.replace(found, held=found.held._replace(guests=guests)))
     job = SimulatedJob(
         fabric=fabric,
         stages=built,
@@ -124,54 +126,57 @@ def _check(config: RunConfig) -> None:
         raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
 
 
-def _without_guests(memory: Memory) -> Memory:
-    return dataclasses.replace(memory, held=dataclasses.replace(memory.held, guests=0))
-
-
+@dataclass(frozen=True, eq=False)
 class _StageBuilder:
     """Turns the built first rank of a pipeline stage into what is simulated."""
 
-    def __init__(
-        self, config: RunConfig, run: Run, fabric: Fabric, number: int, has_policy: bool, target: Target
-    ) -> None:
-        self.config = config
-        self.run = run
-        self.fabric = fabric
-        self.number = number
-        self.has_policy = has_policy
-        self.target = target
-        self.transformer = config.transformer
-        self.size = fabric.num_ranks // self.transformer.pipeline_model_parallel_size
-        assert run.balancer is not None
-        self.balancer = run.balancer
-        self.states = run.balancer.layers
-        topology = Topology(fabric.num_ranks, config.comm.moe_comm_node_size or fabric.num_ranks)
-        # Also of stages without MoE layers, which have no cost model
-        self.profile = Profiles(run.config, run.groups, topology).experts
-        layers = [one for chunk in run.model for one in chunk.modules() if isinstance(one, BalancedMoELayer)]
-        self.parallel = layers[0].parallel if layers else None
+    config: RunConfig
+    run: Run
+    fabric: Fabric
+    number: int
+    has_policy: bool
+    target: Target
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        return self.config.transformer
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the stage."""
+        return self.fabric.num_ranks // self.transformer.pipeline_model_parallel_size
+
+    @functools.cached_property
+    def profile(self) -> ClusterProfile:
+        """The profile, also for stages without MoE layers, which have no cost model."""
+        topology = Topology(self.fabric.num_ranks, self.config.comm.moe_comm_node_size or self.fabric.num_ranks)
+        return Profiles(self.run.config, self.run.groups, topology).experts
 
     def build(self) -> SimulatedStage:
         size = self.run.groups.tp_ep.size()
         ranks = [self.number * self.size + first + np.arange(size) for first in range(0, self.size, size)]
         stage = self._stage(len(ranks))
-        if not self.states:
+        assert self.run.balancer is not None
+        states = self.run.balancer.layers
+        if not states:
             return SimulatedStage(stage=stage, ranks=ranks)
-        cost = next(iter(self.states.values())).manager.cost
+        cost = next(iter(states.values())).manager.cost
         return SimulatedStage(
             stage=stage,
             ranks=ranks,
             models=[self._model(cost, ranks_D) for ranks_D in ranks],
-            managers={number: state.manager for number, state in self.states.items()},
-            overlaps={number: state.overlap[:2] for number, state in self.states.items()},
+            managers={number: state.manager for number, state in states.items()},
+            overlaps={number: state.overlap[:2] for number, state in states.items()},
         )
 
     def _stage(self, teams: int) -> Stage:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
         schedule = compute_order(passes, blocks)
-        if self.has_policy and self.states:
-            schedule = self.balancer.schedule(self.run.batches.get())
+        balancer = self.run.balancer
+        assert balancer is not None
+        if self.has_policy and balancer.layers:
+            schedule = balancer.schedule(self.run.batches.get())
         others = self._others(blocks)
         (reductions, gathers) = self._reductions()
         ddp = self.config.ddp
@@ -211,10 +216,10 @@ class _StageBuilder:
         )
 
     def _wire(self, ranks_D: np.ndarray) -> Wire:
-        parallel = self.parallel
+        modules = (module for chunk in self.run.model for module in chunk.modules())
+        parallel = next(module.parallel for module in modules if isinstance(module, BalancedMoELayer))
         groups = self.run.groups
         transformer = self.transformer
-        assert parallel is not None
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
         wire = whole if parallel.exchange_group is groups.tp_ep else self.profile

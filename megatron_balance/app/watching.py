@@ -1,4 +1,4 @@
-"""What a run shows besides its log line: profiles, memory, and progress in `--save`."""
+"""What a run shows besides its log line: recordings, profiles, memory, and progress in `--save`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,11 +6,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_balance.build.balancer import calibrated_job
 from megatron_balance.config.log_config import LogConfig
 from megatron_balance.device import memory
+from megatron_balance.job.errors import raise_everywhere
+from megatron_balance.observe.calibration_log import CalibrationLog
+from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.optional import Attempts
 from megatron_balance.observe.profiler import build_profiler
 from megatron_balance.observe.progress_log import ProgressLog
+from megatron_balance.observe.routing import RoutingTrace
+from megatron_balance.observe.trace import Timeline
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.loop import manual_gc, manual_gc_after_step
 from megatron_balance.training.progress import StepReport
@@ -19,14 +25,22 @@ from megatron_balance.training.run import Run
 
 @contextlib.contextmanager
 def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
-    """Yield a function to call after every iteration, which profiles, reports memory and collects garbage."""
+    """Yield a function to call after every iteration, which records, profiles, reports memory and collects garbage."""
     config = run.config
     done = run.progress.iteration
     rank = dist.get_rank()
+    recordings = _Recordings(run)
+    error = None
+    try:
+        recordings.open()
+    except ValueError as failure:
+        error = failure
+    raise_everywhere(error)
     profiler = build_profiler(config.profiling, config.log.tensorboard_dir, rank, done)
     history = _history(run) if config.profiling.record_memory_history else None
 
     def after_step(report: StepReport) -> None:
+        recordings.after_step(report)
         if profiler is not None:
             profiler.after_step(report.iteration)
         if history is not None and report.iteration % config.log.log_interval == 0:
@@ -36,12 +50,68 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
             print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
         manual_gc_after_step(config.train, report.iteration)
 
-    with manual_gc(config.train):
+    with contextlib.closing(recordings), manual_gc(config.train):
         try:
             yield after_step
         finally:
             if profiler is not None:
                 profiler.close()
+
+
+class _Recordings:
+    """Writes what flags ask for: the experts of each token, loads and placements, calibration, a timeline."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.trace: RoutingTrace | None = None
+        self.loads: LoadLog | None = None
+        self.factors: CalibrationLog | None = None
+        self.timeline: Timeline | None = None
+
+    def open(self) -> None:
+        """Open the files.
+
+        Raises:
+            ValueError: one of them cannot be written, or does not fit this run.
+        """
+        run = self.run
+        rank = dist.get_rank()
+        done = run.progress.iteration
+        settings = run.config.balance
+        trace_path = run.config.log.moe_routing_trace_path
+        if trace_path is not None:
+            path = Path(trace_path)
+            self.trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, first_step=done)
+        if settings.balance_log_dir is not None and run.groups.ep.rank() == 0:
+            self.loads = LoadLog(Path(settings.balance_log_dir), rank, done + 1)
+        if run.balancer is not None and run.balancer.record is not None:
+            run.balancer.record.check_start(done + 1)
+        elif settings.balance_calibrate == "on" and settings.balance_log_dir is not None and rank == 0:
+            self.factors = CalibrationLog(Path(settings.balance_log_dir), calibrated_job(run.config), done + 1)
+        if settings.balance_timeline is not None and run.balancer is not None:
+            self.timeline = run.balancer.timeline = Timeline(Path(settings.balance_timeline), rank)
+
+    def after_step(self, report: StepReport) -> None:
+        """Record an iteration. A resumed run continues from a checkpoint: earlier records must be on disk by then."""
+        run = self.run
+        intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
+        if self.trace is not None:
+            self.trace.flush()
+        if self.loads is not None and run.balancer is not None and run.balancer.layers:
+            self.loads.add(report.iteration, run.balancer.loads())
+            if any(report.iteration % interval == 0 for interval in intervals if interval):
+                self.loads.flush()
+        if self.factors is not None:
+            self.factors.add(report.iteration, report.calibration)
+            self.factors.flush()
+        if self.timeline is not None and report.iteration % run.config.log.log_interval == 0:
+            self.timeline.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        for record in (self.trace, self.loads, self.factors, self.timeline):
+            if record is not None:
+                record.flush(last=True)
 
 
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:

@@ -8,8 +8,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED, flag_of
-from megatron_balance.config.flags import in_words
+from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED
+from megatron_balance.config.flags import flag_of, in_words
 
 
 class Kind(enum.Enum):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
+from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.files.reading import MIB, read_object, shown
 from megatron_balance.messages import cleaned
@@ -51,15 +52,6 @@ TOKENIZER_FIELDS = (
 
 CHECKPOINT_FIELDS = (*MODEL_FIELDS, *TOKENIZER_FIELDS)
 """All fields that are read from a checkpoint."""
-
-FLAG_NAMES = {
-    "num_moe_experts": "--num-experts",
-    "layernorm_epsilon": "--norm-epsilon",
-    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
-    "add_bias_linear": "--disable-bias-linear",
-    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
-}
-"""Flags whose names differ from their fields' names."""
 
 NEGATED = {"add_bias_linear"}
 """Fields whose switches turn something off: given means False."""
@@ -159,8 +151,3 @@ def newest_of(root: Path, step: int | None) -> Path | None:
     directory = CheckpointDirectory(root)
     numbers = [step or directory.tracked() or 0, *directory.iterations()]
     return next((path for path in map(directory.path, numbers) if path.is_dir()), None)
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")

@@ -2,16 +2,12 @@
 
 arguments         build the parser, parse a command line, construct the RunConfig
 parser            our extensions of argparse: files of flags, reasons for refused flags and values, help with lists
-megatron_help     help of the flags that are derived from megatron-core's dataclasses
-named_values      help of the flags whose value is the name of a policy, an all-to-all or a codec
+flag_groups       the groups of `--help`, the fields that have flags, and the help of megatron-core's fields
 yaml_file         flags from a YAML file (--yaml-cfg)
-checks            flags against each other: what is required, the model's shape, batch sizes, data
-attention_checks  flags of norms across heads and of latent attention
-pipeline_checks   how pipeline stages share the layers
-moe_checks        flags of MoE layers, balancing and expert communication
-watch_checks      flags of profilers, memory and Weights & Biases
-data_args         blends of data sets that are named in a file
-machine_checks    flags against the machine: backend, packages, fused kernels
-upstream_flags    Megatron's flags that have no effect or are refused, with the reasons
 layer_frequency   the expressions of --moe-layer-freq
+upstream_flags    Megatron's flags that have no effect or are refused, with the reasons
+command_line      CommandLine: the values of all flags, which checks read and complete
+checks            flags against each other: what is required, the model's shape, pipeline stages, batch sizes, data
+moe_checks        flags of MoE layers, balancing and expert communication
+machine_checks    flags against the machine: backend, packages, fused kernels, profilers
 """

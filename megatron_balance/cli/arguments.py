@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,33 +22,26 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.checks import REQUIRED, Layout, check
-from megatron_balance.cli.data_args import data_in_files
+from megatron_balance.cli.checks import REQUIRED, check, data_in_files
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.cli.flag_groups import DIVIDED, GROUPS, field_help
 from megatron_balance.cli.layer_frequency import parse_layer_frequency
-from megatron_balance.cli.megatron_help import TEXTS
-from megatron_balance.cli.named_values import named_values
 from megatron_balance.cli.parser import HelpFormatter, Parser
-from megatron_balance.cli.upstream_flags import ACCEPTED, refusal
+from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.cli.yaml_file import read_flags
-from megatron_balance.config import log_config
-from megatron_balance.config import run_config as ours
-from megatron_balance.config.flags import add_flags, build, flag_names, in_words
+from megatron_balance.config.flags import add_flag, add_flags, build, flag_of, in_words
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
 
-INTERNAL_FIELDS = {
-    *("enable_autocast", "variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
-    *("virtual_pipeline_model_parallel_size", "gated_linear_unit", "bias_activation_fusion", "softmax_scale"),
-    *("num_microbatches_with_partial_activation_checkpoints", "hetereogenous_dist_checkpoint", "fused_single_qkv_rope"),
-    *("use_te_rng_tracker", "moe_token_dropping", "memory_efficient_layer_norm", "disable_parameter_transpose_cache"),
-    *("tp_only_amax_red", "activation_func_fp8_input_store", "moe_router_topk_limited_devices", "muon_split_qkv"),
-    *("store_param_remainders", "decoupled_weight_decay", "preserve_fp32_weights", "use_custom_fsdp", "nccl_ub"),
-    *("use_inference_optimized_layers", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
-    *("cuda_graph_use_single_mempool", "soap_shampoo_beta", "soap_precondition_frequency", "soap_use_kl_shampoo"),
-    *("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "grad_norm_skip_threshold"),
-    *("use_layer_wise_distributed_optimizer", "num_buckets", "param_name_patterns_for_fp32_local_accumulation"),
-    *("fsdp_all_gather_in_start_param_sync",),
-}
-"""Fields of megatron-core's dataclasses that have no flag: they are derived below, or internal to megatron-core."""
+
+def _window(text: str) -> tuple[int, int]:
+    """Parse `--window-size`: `128,0` or `(128,0)`."""
+    try:
+        left, right = (int(part) for part in text.strip("()[] ").split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
+    return left, right
+
 
 PRECISIONS = {
     "fp32": torch.float32,
@@ -64,37 +58,28 @@ OPTIMIZER_PRECISIONS = {
 }
 """Precisions in which the precision-aware optimizer may keep its state."""
 
+TURNED_OFF = (
+    *("masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
+    *("gradient_accumulation_fusion", "overlap_p2p_comm", "check_for_nan_in_grad", "align_param_gather"),
+    "barrier_with_L1_time",
+)
+"""Fields that upstream's flags turn off, whatever megatron-core's defaults are."""
+
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
-    "num_moe_experts": {"arg_names": ["--num-experts"]},
-    "window_size": {"type": lambda text: _window(text), "nargs": None, "metavar": "LEFT,RIGHT"},
-    "moe_layer_freq": {"type": lambda text: parse_layer_frequency(text), "default": 1, "metavar": "LAYERS"},
+    "window_size": {"type": _window, "nargs": None, "metavar": "LEFT,RIGHT"},
+    "moe_layer_freq": {"type": parse_layer_frequency, "default": 1, "metavar": "LAYERS"},
     "moe_router_load_balancing_type": {
         "nargs": "+",
         "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         "default": "aux_loss",
     },
     "cp_comm_type": {"nargs": "+", "choices": ["p2p", "all_gather", "a2a", "a2a+p2p"], "default": ["p2p"]},
-    "no_rope_freq": {"type": lambda text: parse_layer_frequency(text), "metavar": "LAYERS"},
-    "window_attn_skip_freq": {"type": lambda text: parse_layer_frequency(text), "metavar": "LAYERS"},
+    "no_rope_freq": {"type": parse_layer_frequency, "metavar": "LAYERS"},
+    "window_attn_skip_freq": {"type": parse_layer_frequency, "metavar": "LAYERS"},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
     "pipeline_model_parallel_layout": {"type": str, "metavar": "LAYOUT"},
-    "num_layers_in_first_pipeline_stage": {"arg_names": ["--decoder-first-pipeline-num-layers"]},
-    "num_layers_in_last_pipeline_stage": {"arg_names": ["--decoder-last-pipeline-num-layers"]},
-    "masked_softmax_fusion": {"arg_names": ["--no-masked-softmax-fusion"], "action": "store_false", "default": True},
-    "bias_dropout_fusion": {"arg_names": ["--no-bias-dropout-fusion"], "action": "store_false", "default": True},
-    "apply_rope_fusion": {"arg_names": ["--no-rope-fusion"], "action": "store_false", "default": True},
-    "persist_layer_norm": {"arg_names": ["--no-persist-layer-norm"], "action": "store_false", "default": True},
-    "gradient_accumulation_fusion": {
-        "arg_names": ["--no-gradient-accumulation-fusion"],
-        "action": "store_false",
-        "default": True,
-    },
-    "overlap_p2p_comm": {"arg_names": ["--no-overlap-p2p-communication"], "action": "store_false", "default": True},
-    "attention_softmax_in_fp32": {
-        "action": "store_true",
-        "arg_names": ["--attention-softmax-in-fp32"],
-        "default": False,
-    },
+    "attention_softmax_in_fp32": {"action": "store_true", "default": False},
+    **{name: {"action": "store_false", "default": True} for name in TURNED_OFF},
     "min_lr": {"default": 0.0},
     "q_lora_rank": {"default": None},
     "kv_lora_rank": {"default": 32},
@@ -102,20 +87,8 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "rope_type": {"choices": ["rope", "yarn"], "default": None},
     "optimizer": {"choices": ["adam", "sgd"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
-    "grad_reduce_in_fp32": {"arg_names": ["--accumulate-allreduce-grads-in-fp32"]},
-    "bucket_size": {"arg_names": ["--ddp-bucket-size"]},
-    "check_for_nan_in_grad": {
-        "arg_names": ["--no-check-for-nan-in-loss-and-grad"],
-        "action": "store_false",
-        "default": True,
-    },
-    "barrier_with_L1_time": {"action": "store_false", "default": True},
-    "align_param_gather": {"arg_names": ["--no-align-param-gather"], "action": "store_false", "default": True},
-    "average_in_collective": {"arg_names": ["--ddp-average-in-collective"]},
-    "pad_buckets_for_high_nccl_busbw": {"arg_names": ["--ddp-pad-buckets-for-high-nccl-busbw"]},
-    "reduce_scatter_with_fp32_accumulation": {"arg_names": ["--ddp-reduce-scatter-with-fp32-accumulation"]},
 }
-"""Upstream's flag names, types and defaults, where they differ from the field's."""
+"""Types and defaults of upstream's flags, where they differ from the field's."""
 
 SHORTHANDS = {
     "--recompute-activations": ("recompute_granularity", "selective"),
@@ -123,44 +96,11 @@ SHORTHANDS = {
 }
 """Upstream's switches that set the value of another flag."""
 
-MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-
-OF_MODELS = (TransformerConfig, ours.ModelConfig)
-
-DIVIDED = (*MEGATRON_CLASSES, ours.ModelConfig, ours.LaunchConfig)
-"""Dataclasses whose fields TEXTS divides among the groups of `--help`. A group that is not in TEXTS shows
-all remaining fields."""
-
-GROUPS = (
-    ("expert balancing (megatron_balance)", ours.BalanceConfig),
-    ("expert communication (megatron_balance)", ours.CommConfig),
-    *((title, cls) for title in ("model", "attention", "mixture of experts") for cls in OF_MODELS),
-    ("multi-latent attention", MLATransformerConfig),
-    *(("parallelism", cls) for cls in OF_MODELS),
-    ("data parallelism", DistributedDataParallelConfig),
-    ("data parallelism", ours.LaunchConfig),
-    ("precision", TransformerConfig),
-    ("recomputation", TransformerConfig),
-    ("training", ours.TrainConfig),
-    ("learning rate and weight decay", ours.SchedulerConfig),
-    ("optimizer", OptimizerConfig),
-    ("data", ours.DataConfig),
-    ("tokenizer", ours.TokenizerConfig),
-    ("checkpointing", ours.CheckpointConfig),
-    *(("kernels", cls) for cls in OF_MODELS),
-    ("processes", ours.LaunchConfig),
-    ("logging", log_config.LogConfig),
-    ("logging", TransformerConfig),
-    ("profiling", log_config.ProfilingConfig),
-    *(("other", cls) for cls in DIVIDED),
-)
-"""Titles of the groups of `--help`, and the dataclasses whose fields they show."""
-
 
 class Parsed(NamedTuple):
     """A checked command line."""
 
-    config: ours.RunConfig
+    config: RunConfig
     notices: list[str]
     """Decisions made for the user, one sentence each, to be logged once."""
 
@@ -181,22 +121,19 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--yaml-cfg", metavar="FILE", help="Read flags from a YAML file; flags on the command line override them."
     )
-    skip = INTERNAL_FIELDS | {field.name for field in _megatron_fields() if _is_without_effect(field)}
-    metadata = MEGATRON_FLAGS | named_values()
-    for texts in TEXTS.values():
-        metadata |= {name: metadata.get(name, {}) | {"help": text} for name, text in texts.items() if text}
-    groups: dict[str, Any] = {}
-    for title, cls in GROUPS:
-        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        here = TEXTS.get(title) if cls in DIVIDED else None
-        elsewhere = set() if here is None else {field.name for field in dataclasses.fields(cls)} - here.keys()
-        add_flags(group, cls, skip=skip | elsewhere, metadata=metadata)
-    for title, texts in TEXTS.items():
-        places = {name: place for place, name in enumerate(texts)}
-        groups[title]._group_actions.sort(key=lambda action, places=places: places.get(action.dest, -1))
+    fields = {field.name: cls for cls in reversed(DIVIDED) for field in dataclasses.fields(cls)}
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for title, shown in GROUPS.items():
+        if isinstance(shown, str):
+            for name in shown.split():
+                if name in fields:
+                    cls = fields[name]
+                    add_flag(groups[title], cls, name, field_help(cls).get(name, ""), MEGATRON_FLAGS.get(name, {}))
+        else:
+            add_flags(groups[title], shown, field_help(shown))
     for flag, (name, value) in SHORTHANDS.items():
         group = next(one for one in groups.values() if any(action.dest == name for action in one._group_actions))
-        text = f"Short for --{name.replace('_', '-')} {value}."
+        text = f"Short for {flag_of(name)} {value}."
         group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
     _mark_required(parser)
     parser.add_without_effect(ACCEPTED)
@@ -236,13 +173,13 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         taken = (saved.keys() & actions.keys()) - given
         vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
     _check_finite(parser, args)
-    values = vars(args)
-    values |= data_in_files(values)
-    layout, notices = check(values, given, machine)
+    vars(args).update(data_in_files(vars(args)))
+    line = check(vars(args), given, machine)
     try:
-        return Parsed(_run_config(values, layout), without_effect(given) + notices, _as_written(parser, values))
+        config = _run_config(line)
     except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
+    return Parsed(config, without_effect(given) + line.notices, _as_written(parser, vars(args)))
 
 
 def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
@@ -280,21 +217,17 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
-    flags: dict[str, argparse.Action] = {}
+    """Return the value of every flag that has an effect, as text."""
+    written: dict[str, str] = {}
+    seen = {"yaml_cfg"}
     for action in parser._actions:
-        # A flag without an effect has its own name as its destination, not that of a field
-        if action.dest in values and not action.dest.startswith("--") and action.dest != "yaml_cfg":
-            flags.setdefault(action.dest, action)
-    return {
-        action.option_strings[0]: _given(values[dest] == action.const)
-        if action.nargs == 0
-        else in_words(values[dest]) or "not given"
-        for dest, action in flags.items()
-    }
-
-
-def _given(given: bool) -> str:
-    return "given" if given else "not given"
+        # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
+        if action.dest in values and action.dest not in seen and not action.dest.startswith("--"):
+            value = values[action.dest]
+            text = ("given" if value == action.const else "") if action.nargs == 0 else in_words(value)
+            written[action.option_strings[0]] = text or "not given"
+            seen.add(action.dest)
+    return written
 
 
 def without_effect(given: Collection[str]) -> list[str]:
@@ -303,23 +236,13 @@ def without_effect(given: Collection[str]) -> list[str]:
     return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
 
 
-def _megatron_fields() -> list[dataclasses.Field]:
-    return [field for cls in MEGATRON_CLASSES for field in dataclasses.fields(cls)]
-
-
-def _is_without_effect(field: dataclasses.Field) -> bool:
-    """Return whether the flag of one of megatron-core's fields is refused, or accepted without effect."""
-    names = MEGATRON_FLAGS.get(field.name, {}).get("arg_names") or flag_names(field)
-    accepted = {entry.partition(" ")[0] for entry in ACCEPTED}
-    return any(refusal(name) or name in accepted for name in names)
-
-
-def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
+def _run_config(line: CommandLine) -> RunConfig:
     """Build the configuration from checked flags."""
-    dtype = torch.bfloat16 if values["bf16"] else torch.float16 if values["fp16"] else torch.float32
-    return ours.RunConfig(
-        transformer=_transformer_config(values, layout, dtype),
-        optimizer=build(
+    values = vars(line)
+    dtype = torch.bfloat16 if line.bf16 else torch.float16 if line.fp16 else torch.float32
+    special: dict[str, Any] = {
+        "transformer": _transformer_config(line, dtype),
+        "optimizer": build(
             OptimizerConfig,
             values,
             params_dtype=dtype,
@@ -328,67 +251,38 @@ def _run_config(values: Mapping[str, Any], layout: Layout) -> ours.RunConfig:
             store_param_remainders=False,
             **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
         ),
-        ddp=build(
+        "ddp": build(
             DistributedDataParallelConfig,
             values,
-            grad_reduce_in_fp32=values["grad_reduce_in_fp32"] or (values["bf16"] and not values["grad_reduce_in_bf16"]),
-            align_param_gather=layout.align_param_gather,
+            grad_reduce_in_fp32=line.grad_reduce_in_fp32 or (line.bf16 and not line.grad_reduce_in_bf16),
         ),
-        balance=build(ours.BalanceConfig, values),
-        comm=build(ours.CommConfig, values),
-        model=build(ours.ModelConfig, values, max_position_embeddings=layout.max_position_embeddings),
-        tokenizer=build(ours.TokenizerConfig, values, tokenizer_type=layout.tokenizer_type),
-        data=build(ours.DataConfig, values, split=layout.split),
-        train=build(ours.TrainConfig, values, global_batch_size=layout.global_batch_size),
-        checkpoint=build(ours.CheckpointConfig, values),
-        scheduler=build(ours.SchedulerConfig, values),
-        log=build(log_config.LogConfig, values),
-        profiling=build(log_config.ProfilingConfig, values),
-        launch=build(ours.LaunchConfig, values, distributed_backend=layout.backend),
-    )
+    }
+    parts = typing.get_type_hints(RunConfig)
+    return RunConfig(**{name: special.get(name) or build(cls, values) for name, cls in parts.items()})
 
 
-def _transformer_config(values: Mapping[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerConfig:
     activations = {"swiglu": F.silu, "quick_geglu": quick_gelu, "squared_relu": squared_relu}
-    activation = next((activations[name] for name in activations if values[name]), F.gelu)
-    latent = values["multi_latent_attention"]
+    latent = line.multi_latent_attention
     return build(
         MLATransformerConfig if latent else TransformerConfig,
-        values,
-        **({"rope_type": values["rope_type"] or "yarn"} if latent else {}),
+        vars(line),
+        **({"rope_type": line.rope_type or "yarn"} if latent else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        gated_linear_unit=values["swiglu"] or values["quick_geglu"],
-        activation_func=activation,
-        num_query_groups=values["num_query_groups"] if values["group_query_attention"] else None,
-        ffn_hidden_size=layout.ffn_hidden_size,
-        moe_ffn_hidden_size=layout.moe_ffn_hidden_size,
-        moe_token_dispatcher_type=layout.moe_token_dispatcher_type,
-        moe_shared_expert_overlap=layout.moe_shared_expert_overlap,
-        sequence_parallel=layout.sequence_parallel,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_size,
-        transformer_impl=layout.transformer_impl,
-        moe_router_load_balancing_type=_single(values["moe_router_load_balancing_type"]),
-        moe_aux_loss_coeff=_single(values["moe_aux_loss_coeff"]),
-        cp_comm_type=values["cp_comm_type"][0],
-        batch_p2p_comm=not layout.overlap_p2p_comm,
+        gated_linear_unit=line.swiglu or line.quick_geglu,
+        activation_func=next((activations[name] for name in activations if getattr(line, name)), F.gelu),
+        num_query_groups=line.num_query_groups if line.group_query_attention else None,
+        moe_router_load_balancing_type=_single(line.moe_router_load_balancing_type),
+        moe_aux_loss_coeff=_single(line.moe_aux_loss_coeff),
+        cp_comm_type=line.cp_comm_type[0],
+        batch_p2p_comm=not line.overlap_p2p_comm,
         cuda_graph_scope=[],
         # gloo may still read an output while the schedule frees it; NCCL orders the two by streams
-        deallocate_pipeline_outputs=layout.backend == "nccl",
-        **{name: getattr(layout, name) for name in layout.FUSIONS},
+        deallocate_pipeline_outputs=line.distributed_backend == "nccl",
     )
 
 
 def _single(value: Any) -> Any:
     """Return the element of a list of one: megatron-core takes any list to mean several auxiliary losses."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _window(text: str) -> tuple[int, int]:
-    """Parse `--window-size`: `128,0` or `(128,0)`."""
-    try:
-        left, right = (int(part) for part in text.strip("()[] ").split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give two integers such as 128,0") from error
-    return left, right

@@ -1,28 +1,25 @@
-"""Checks of flags against each other and the machine, before anything starts.
+"""Checks of flags against each other, before anything starts, and the settings that follow from them.
 
 Every error is a ValueError that names the flag, its value and the remedy.
 """
 
+import json
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any
 
-from megatron_balance.checkpoint import saved_flags
-from megatron_balance.cli.attention_checks import across_heads, latent_attention
-from megatron_balance.cli.machine_checks import (
-    ACTIVATIONS,
-    backends,
-    connections,
-    context_parallelism,
-    fusions,
-)
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine, check_watching, choose_fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
-from megatron_balance.cli.pipeline_checks import prediction, virtual_pipeline_size
 from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
-from megatron_balance.cli.watch_checks import watching
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.machine import Machine
+from megatron_balance.files.reading import MIB, read_object, read_text
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -64,6 +61,19 @@ AT_MOST = {
 
 MOST_MICROBATCHES = 1 << 16
 
+OTHER_LAYOUTS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+)
+"""Fields that divide the layers among pipeline stages without `--pipeline-model-parallel-layout`."""
+
+MAX_DIGITS = 4
+"""Of the numbers in a pipeline layout; megatron-core writes repetitions out."""
+
+MOST_BYTES = 16 * MIB
+"""Maximum size of a file that names data sets."""
+
 NO_EFFECT_WITHOUT_POLICY = tuple(
     field.name
     for field in fields(BalanceConfig)
@@ -71,41 +81,8 @@ NO_EFFECT_WITHOUT_POLICY = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Settings that follow from the flags and the machine."""
-
-    FUSIONS: ClassVar[tuple[str, ...]] = (
-        *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
-        *("persist_layer_norm", "gradient_accumulation_fusion", "moe_permute_fusion", "overlap_p2p_comm"),
-    )
-
-    backend: str
-    transformer_impl: str
-    global_batch_size: int
-    max_position_embeddings: int
-    ffn_hidden_size: int
-    moe_ffn_hidden_size: int | None
-    moe_token_dispatcher_type: str
-    moe_shared_expert_overlap: bool
-    sequence_parallel: bool
-    expert_tensor_parallel_size: int
-    virtual_pipeline_size: int | None
-    split: str | None
-    tokenizer_type: str
-    bias_activation_fusion: bool
-    masked_softmax_fusion: bool
-    bias_dropout_fusion: bool
-    apply_rope_fusion: bool
-    persist_layer_norm: bool
-    gradient_accumulation_fusion: bool
-    moe_permute_fusion: bool
-    overlap_p2p_comm: bool
-    align_param_gather: bool
-
-
-def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> tuple[Layout, list[str]]:
-    """Check the flags against each other and the machine.
+def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
+    """Check the flags against each other and the machine, and derive the settings that follow from them.
 
     Args:
         values: every flag's value by field name.
@@ -113,251 +90,387 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         machine: processes and libraries.
 
     Returns:
-        The derived layout, and notices for the log, one sentence each.
+        The values with all derived settings, and notices for the log.
 
     Raises:
         ValueError: the error names the flag, its value and the remedy.
     """
-    notices: list[str] = []
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
-    values = {**values, "tokenizer_type": _tokenizer_type(values, notices)}
-    _required(values)
-    values = {**values, "sequence_parallel": _sequence_parallel(values, notices)}
-    _available(values, given, notices)
-    backend, impl = backends(values, given, machine, notices)
-    connections(values, machine, notices)
-    watching(values, machine, notices)
-    context_parallelism(values, machine, impl)
-    data_parallel = _data_parallel_size(values, machine.world_size)
-    _model_shape(values)
-    virtual = virtual_pipeline_size(values)
-    if values["mtp_num_layers"]:
-        prediction(values, virtual or 1)
-    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
-    ffn = _ffn_hidden_size(values)
-    moe_ffn = check_moe(values, given, expert_tp=expert_tp, ffn_hidden_size=ffn, cuda=machine.cuda, notices=notices)
-    return Layout(
-        backend=backend,
-        transformer_impl=impl,
-        global_batch_size=_global_batch_size(values, data_parallel, virtual),
-        max_position_embeddings=_positions(values),
-        ffn_hidden_size=ffn,
-        moe_ffn_hidden_size=moe_ffn,
-        moe_token_dispatcher_type=token_dispatcher(values, given, backend=backend, cuda=machine.cuda, notices=notices),
-        moe_shared_expert_overlap=values["moe_shared_expert_overlap"] and values["moe_layer_impl"] == "megatron",
-        sequence_parallel=values["sequence_parallel"],
-        expert_tensor_parallel_size=expert_tp,
-        virtual_pipeline_size=virtual,
-        split=_data(values, notices),
-        tokenizer_type=values["tokenizer_type"],
-        **fusions(values, machine, impl, notices),
-        overlap_p2p_comm=virtual is not None and values["overlap_p2p_comm"],
-        # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
-        align_param_gather=virtual is not None and values["align_param_gather"],
-    ), notices
+    line = CommandLine(values, given, machine)
+    if line.tokenizer_type is None and line.vocab_file and line.merge_file:
+        line.tokenizer_type = "GPT2BPETokenizer"
+        line.notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")
+    _check_required(line)
+    if line.sequence_parallel and line.tensor_model_parallel_size == 1:
+        line.sequence_parallel = False
+        line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
+    refuse_idle(line)
+    _check_conditions(line)
+    check_machine(line)
+    check_watching(line)
+    data_parallel = _data_parallel_size(line)
+    _check_model(line)
+    line.expert_tensor_parallel_size = line.expert_tp
+    virtual = _virtual_pipeline_size(line)
+    if line.mtp_num_layers:
+        _check_prediction(line, virtual or 1)
+    if not line.ffn_hidden_size:
+        # The third matrix of SwiGLU makes up for the smaller width
+        line.ffn_hidden_size = int(line.hidden_size * 8 / 3 / 64) * 64 if line.swiglu else 4 * line.hidden_size
+    check_moe(line)
+    line.global_batch_size = _global_batch_size(line, data_parallel, virtual)
+    line.max_position_embeddings = line.max_position_embeddings or line.seq_length
+    if line.seq_length > line.max_position_embeddings:
+        positions = line.flags.max_position_embeddings
+        raise ValueError(f"{positions}: must be at least {line.flags.seq_length}")
+    line.moe_token_dispatcher_type = token_dispatcher(line)
+    line.moe_shared_expert_overlap = line.moe_shared_expert_overlap and line.moe_layer_impl == "megatron"
+    _check_data(line)
+    choose_fusions(line)
+    line.virtual_pipeline_model_parallel_size = virtual
+    line.overlap_p2p_comm = virtual is not None and line.overlap_p2p_comm
+    # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
+    line.align_param_gather = virtual is not None and line.align_param_gather
+    return line
 
 
-def _required(values: Mapping[str, Any]) -> None:
-    absent = {name for name, value in values.items() if value is None or value is False}
+def _check_required(line: CommandLine) -> None:
+    flag = line.flags
+    absent = {name for name, value in vars(line).items() if value is None or value is False}
     missing = [" or ".join(map(flag_of, names.split())) for names in REQUIRED if absent.issuperset(names.split())]
     if missing:
         hint = "; for --mock-data: NullTokenizer with --vocab-size" if "tokenizer_type" in absent else ""
         raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} required{hint}")
     if not absent & {"train_iters", "train_samples"}:
         raise ValueError("--train-iters, --train-samples: give only one of them")
-    if values["train_samples"] is not None and values["rampup_batch_size"] is None and values["lr_decay_iters"]:
+    if line.train_samples is not None and line.rampup_batch_size is None and line.lr_decay_iters:
         raise ValueError("--lr-decay-iters: with --train-samples use --lr-decay-samples")
-    at_least_one(values, AT_LEAST_ONE)
-    for name in AT_LEAST_ZERO:
-        if values[name] is not None and values[name] < 0:
-            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 0")
+    at_least(line, 1, AT_LEAST_ONE)
+    at_least(line, 0, AT_LEAST_ZERO)
     for name, most in AT_MOST.items():
-        if values[name] is not None and values[name] > most:
-            raise ValueError(f"{saved_flags.flag_of(name)} {values[name]}: give at most {most}")
-    if values["distributed_timeout_minutes"] <= 0:
-        raise ValueError(f"--distributed-timeout-minutes {values['distributed_timeout_minutes']}: give more than 0")
+        value = getattr(line, name)
+        if value is not None and value > most:
+            raise ValueError(f"{flag[name]}: give at most {most}")
+    if line.distributed_timeout_minutes <= 0:
+        raise ValueError(f"{flag.distributed_timeout_minutes}: give more than 0")
 
 
-def _tokenizer_type(values: Mapping[str, Any], notices: list[str]) -> str | None:
-    """Return the type of tokenizer; like upstream, GPT2BPETokenizer by default if its files are given."""
-    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
-        notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")
-        return "GPT2BPETokenizer"
-    return values["tokenizer_type"]
-
-
-def at_least_one(values: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise ValueError if any of these fields has a value below 1."""
+def at_least(line: CommandLine, least: int, names: Collection[str]) -> None:
+    """Refuse values of these fields that are less than `least`."""
+    flag = line.flags
     for name in names:
-        if values[name] is not None and values[name] < 1:
-            raise ValueError(f"{flag_of(name)} {values[name]}: give at least 1")
+        value = getattr(line, name)
+        if value is not None and value < least:
+            raise ValueError(f"{flag[name]}: give at least {least}")
 
 
-def _available(values: Mapping[str, Any], given: Collection[str], notices: list[str]) -> None:
-    """Raise ValueError for balancing flags that have no effect; add a notice for other flags without effect."""
-    refuse_idle(values, given)
-    for name, condition in NO_EFFECT_WITHOUT.items():
-        fields, _, value = condition.partition(" ")
-        needed = fields.split("|")
-        if name in given and not any(values[one] == value if value else values[one] for one in needed):
-            alternatives = " or ".join(map(flag_of, needed))
-            notices.append(f"{flag_of(name)} has no effect without {alternatives} {value}".rstrip())
-    positions = values["position_embedding_type"]
-    if "--no-position-embedding" in given and positions != "rope":
-        raise ValueError(
-            f"--no-position-embedding: goes with --position-embedding-type rope, not {positions}; leave it out, or use "
-            "--position-embedding-type none for a model without positions"
-        )
-
-
-def refuse_idle(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """Raise ValueError for balancing flags that have no effect."""
+def refuse_idle(line: CommandLine) -> None:
+    """Refuse flags of balancing that have no effect."""
+    chunks = line.moe_comm_chunks != "1"
+    decides = chunks or "auto" in (line.moe_comm_alltoall, line.moe_parallel_schedule)
+    read = {"balance_profile": decides, "balance_explain": chunks}
     for name in NO_EFFECT_WITHOUT_POLICY:
-        chunks = values["moe_comm_chunks"] != "1"
-        decides = chunks or "auto" in (values["moe_comm_alltoall"], values["moe_parallel_schedule"])
-        read = {"balance_profile": decides, "balance_explain": chunks}.get(name)
-        if name in given and values["balance_policy"] == "none" and not read:
+        if name in line.given and line.balance_policy == "none" and not read.get(name):
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
 
 
-def _sequence_parallel(values: Mapping[str, Any], notices: list[str]) -> bool:
-    """Return whether sequence parallelism is on; like upstream, switch it off without tensor parallelism."""
-    if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
-        notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
-        return False
-    return values["sequence_parallel"]
-
-
-def _data_parallel_size(values: Mapping[str, Any], world_size: int) -> int:
-    tensor = values["tensor_model_parallel_size"]
-    pipeline = values["pipeline_model_parallel_size"]
-    context = values["context_parallel_size"]
-    if world_size % (tensor * pipeline * context):
-        flags = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+def _check_conditions(line: CommandLine) -> None:
+    """Note flags that have no effect because of others."""
+    for condition, idle in NO_EFFECT_WITHOUT.items():
+        names, _, value = condition.partition(" ")
+        needed = names.split("|")
+        if any(getattr(line, name) == value if value else getattr(line, name) for name in needed):
+            continue
+        missing = f"{' or '.join(map(flag_of, needed))} {value}".rstrip()
+        line.notices += [
+            f"{flag_of(name)} has no effect without {missing}" for name in idle.split() if name in line.given
+        ]
+    if "--no-position-embedding" in line.given and line.position_embedding_type != "rope":
         raise ValueError(
-            f"{flags}{f' x --context-parallel-size {context}' if context > 1 else ''}: "
-            f"must divide the number of processes ({world_size}); change them or the number of processes"
+            "--no-position-embedding: goes with --position-embedding-type rope, not "
+            f"{line.position_embedding_type}; leave it out, or use --position-embedding-type none for a model "
+            "without positions"
         )
-    expert = values["expert_model_parallel_size"] * (values["expert_tensor_parallel_size"] or tensor)
-    if world_size % (expert * pipeline):
-        raise ValueError(
-            f"--expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor parallelism "
-            f"{values['expert_tensor_parallel_size'] or tensor} x --pipeline-model-parallel-size {pipeline}: must "
-            f"divide the number of processes ({world_size}); lower one of them (--expert-tensor-parallel-size 1)"
-        )
-    if values["use_tp_pp_dp_mapping"] and pipeline > 1 and expert != tensor * context:
-        raise ValueError(
-            f"--use-tp-pp-dp-mapping: with --pipeline-model-parallel-size {pipeline}, experts and attention must have "
-            f"as many replicas: --expert-model-parallel-size {values['expert_model_parallel_size']} x expert tensor "
-            f"parallelism {values['expert_tensor_parallel_size'] or tensor} must be --tensor-model-parallel-size "
-            f"{tensor} x --context-parallel-size {context}; or leave it out"
-        )
-    return world_size // (tensor * pipeline * context)
 
 
-def _model_shape(values: Mapping[str, Any]) -> None:
-    tensor = values["tensor_model_parallel_size"]
-    heads = values["num_attention_heads"]
-    hidden = values["hidden_size"]
-    if hidden % heads and values["kv_channels"] is None:
-        raise ValueError(f"--hidden-size {hidden}: must be a multiple of --num-attention-heads {heads}")
-    groups = values["num_query_groups"] if values["group_query_attention"] else None
+def _data_parallel_size(line: CommandLine) -> int:
+    flag = line.flags
+    size = line.machine.world_size
+    tensor = line.tensor_model_parallel_size
+    stages = line.pipeline_model_parallel_size
+    context = line.context_parallel_size
+    if size % (tensor * stages * context):
+        raise ValueError(
+            f"{flag.tensor_model_parallel_size} x {flag.pipeline_model_parallel_size}{_times_context(line)}: must "
+            f"divide the number of processes ({size}); change them or the number of processes"
+        )
+    experts = line.expert_model_parallel_size * line.expert_tp
+    if size % (experts * stages):
+        raise ValueError(
+            f"{flag.expert_model_parallel_size} x expert tensor parallelism {line.expert_tp} x "
+            f"{flag.pipeline_model_parallel_size}: must divide the number of processes ({size}); lower one of "
+            "them (--expert-tensor-parallel-size 1)"
+        )
+    if line.use_tp_pp_dp_mapping and stages > 1 and experts != tensor * context:
+        raise ValueError(
+            f"--use-tp-pp-dp-mapping: with {flag.pipeline_model_parallel_size}, experts and attention must have "
+            f"as many replicas: {flag.expert_model_parallel_size} x expert tensor parallelism {line.expert_tp} "
+            f"must be {flag.tensor_model_parallel_size} x {flag.context_parallel_size}; or leave it out"
+        )
+    return size // (tensor * stages * context)
+
+
+def _times_context(line: CommandLine) -> str:
+    return f" x {line.flags.context_parallel_size}" if line.context_parallel_size > 1 else ""
+
+
+def _check_model(line: CommandLine) -> None:
+    """Check the model's shape, its activation and its precision."""
+    flag = line.flags
+    heads = line.num_attention_heads
+    tensor = line.tensor_model_parallel_size
+    context = line.context_parallel_size
+    if line.hidden_size % heads and line.kv_channels is None:
+        raise ValueError(f"{flag.hidden_size}: must be a multiple of {flag.num_attention_heads}")
+    groups = line.num_query_groups if line.group_query_attention else None
     if groups is not None and (groups < 1 or heads % groups):
-        raise ValueError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
+        raise ValueError(f"{flag.num_query_groups}: must divide {flag.num_attention_heads}")
     if heads % tensor:
-        raise ValueError(f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size {tensor}")
-    context = values["context_parallel_size"]
-    if context > 1 and values["seq_length"] % (2 * context):
+        raise ValueError(f"{flag.num_attention_heads}: must be a multiple of {flag.tensor_model_parallel_size}")
+    if context > 1 and line.seq_length % (2 * context):
+        raise ValueError(f"{flag.seq_length}: must be a multiple of 2 x {flag.context_parallel_size}")
+    if line.sequence_parallel and line.seq_length % (tensor * context):
         raise ValueError(
-            f"--seq-length {values['seq_length']}: must be a multiple of 2 x --context-parallel-size {context}"
-        )
-    if values["sequence_parallel"] and values["seq_length"] % (tensor * context):
-        parallel = f"--tensor-model-parallel-size {tensor}"
-        parallel += f" x --context-parallel-size {context}" if context > 1 else ""
-        raise ValueError(
-            f"--seq-length {values['seq_length']}: with --sequence-parallel it must be a multiple of {parallel}"
+            f"{flag.seq_length}: with --sequence-parallel it must be a multiple of "
+            f"{flag.tensor_model_parallel_size}{_times_context(line)}"
         )
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
-        if isinstance(values[name], list) and len(values[name]) != values["num_layers"]:
-            raise ValueError(
-                f"{flag_of(name)}: the list has {len(values[name])} entries for --num-layers {values['num_layers']}"
-            )
-    if values["qk_layernorm_across_heads"]:
-        across_heads(values)
-    if values["multi_latent_attention"]:
-        latent_attention(values)
-    elif values["rope_type"] == "yarn":
+        layers = getattr(line, name)
+        if isinstance(layers, list) and len(layers) != line.num_layers:
+            raise ValueError(f"{flag_of(name)}: the list has {len(layers)} entries for {flag.num_layers}")
+    if line.qk_layernorm_across_heads:
+        _check_norm_across_heads(line, groups)
+    if line.multi_latent_attention:
+        _check_latent_attention(line)
+    if line.rope_type == "yarn" and not line.multi_latent_attention:
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
-    activations = [name for name in ACTIVATIONS if values[name]]
+    activations = [flag_of(name) for name in ACTIVATIONS if getattr(line, name)]
     if len(activations) > 1:
-        raise ValueError(f"{' and '.join(map(flag_of, activations))}: choose one activation")
-    if values["grad_reduce_in_bf16"] and (not values["bf16"] or values["grad_reduce_in_fp32"]):
+        raise ValueError(f"{' and '.join(activations)}: choose one activation")
+    if line.grad_reduce_in_bf16 and (not line.bf16 or line.grad_reduce_in_fp32):
         raise ValueError("--grad-reduce-in-bf16: needs --bf16, and not --accumulate-allreduce-grads-in-fp32")
-    if values["bf16"] and values["fp16"]:
+    if line.bf16 and line.fp16:
         raise ValueError("--bf16 and --fp16: choose one precision")
-    if values["recompute_granularity"] == "full" and not (
-        values["recompute_method"] and values["recompute_num_layers"]
-    ):
+    if line.recompute_granularity == "full" and not (line.recompute_method and line.recompute_num_layers):
         raise ValueError("--recompute-granularity full: also give --recompute-method uniform --recompute-num-layers 1")
-    if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
+    if line.optimizer == "sgd" and line.use_distributed_optimizer:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
-    if values["overlap_param_gather"] and not (values["use_distributed_optimizer"] and values["overlap_grad_reduce"]):
+    if line.overlap_param_gather and not (line.use_distributed_optimizer and line.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
 
 
-def _positions(values: Mapping[str, Any]) -> int:
-    sequence = values["seq_length"]
-    positions = values["max_position_embeddings"] or values["seq_length"]
-    if sequence > positions:
-        raise ValueError(f"--max-position-embeddings {positions}: must be at least --seq-length {sequence}")
-    return positions
+def _check_norm_across_heads(line: CommandLine, groups: int | None) -> None:
+    flag = line.flags
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if getattr(line, name):
+            raise ValueError(f"--qk-layernorm-across-heads and {flag[name]}: choose one norm")
+    if line.normalization != "RMSNorm":
+        raise ValueError(f"{flag.normalization}: --qk-layernorm-across-heads needs --normalization RMSNorm")
+    if groups and groups % line.tensor_model_parallel_size:
+        raise ValueError(
+            f"{flag.num_query_groups}: with --qk-layernorm-across-heads it must be a multiple of "
+            f"{flag.tensor_model_parallel_size}"
+        )
 
 
-def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
-    """Return the inner width; default: 4 x hidden, for SwiGLU with its third matrix 2/3 of that in multiples of 64."""
-    if values["ffn_hidden_size"]:
-        return values["ffn_hidden_size"]
-    return int(values["hidden_size"] * 4 * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * values["hidden_size"]
+def _check_latent_attention(line: CommandLine) -> None:
+    flag = line.flags
+    tensor = line.tensor_model_parallel_size
+    if line.position_embedding_type != "rope":
+        raise ValueError(
+            f"{flag.position_embedding_type}: --multi-latent-attention has rotary embeddings itself; use "
+            "--position-embedding-type rope"
+        )
+    # Without it, megatron-core sums the gradients of the queries' norm over ranks that have all of them
+    if tensor > 1 and not line.sequence_parallel:
+        raise ValueError(f"{flag.tensor_model_parallel_size}: with --multi-latent-attention, add --sequence-parallel")
+    # Without Transformer Engine, these projections are split, too
+    widths = {
+        "--q-lora-rank": line.q_lora_rank or 0,
+        "--kv-lora-rank plus --qk-pos-emb-head-dim": line.kv_lora_rank + line.qk_pos_emb_head_dim,
+    }
+    for name, width in widths.items():
+        if width % tensor:
+            raise ValueError(f"{name} {width}: must be a multiple of {flag.tensor_model_parallel_size}")
+    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
 
 
-def _global_batch_size(values: Mapping[str, Any], data_parallel: int, virtual: int | None) -> int:
-    step = values["micro_batch_size"] * data_parallel
-    total = values["global_batch_size"] or step
+def _virtual_pipeline_size(line: CommandLine) -> int | None:
+    """Return the number of model chunks in each pipeline stage; None without the interleaved schedule."""
+    flag = line.flags
+    if line.pipeline_model_parallel_layout is not None:
+        return _layout_chunks(line)
+    stages = line.pipeline_model_parallel_size
+    ends = line.account_for_embedding_in_pipeline_split + line.account_for_loss_in_pipeline_split
+    layers = line.num_layers + ends
+    uneven = line.num_layers_in_first_pipeline_stage or line.num_layers_in_last_pipeline_stage
+    if layers % stages and not uneven:
+        raise ValueError(f"--num-layers {layers}: must be a multiple of {flag.pipeline_model_parallel_size}")
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    wanted = [name for name in names if getattr(line, name) is not None]
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise ValueError(f"{' and '.join(map(flag_of, wanted))}: give one of them")
+    (name,) = wanted
+    value = getattr(line, name)
+    if stages == 1:
+        raise ValueError(f"{flag[name]}: needs --pipeline-model-parallel-size above 1")
+    _refuse_batched_messages(line, "the interleaved schedule")
+    held = layers // stages
+    if value < 1 or uneven or held % value:
+        raise ValueError(f"{flag[name]}: must divide the {held} layers of a stage")
+    return value if name == "num_virtual_stages_per_pipeline_rank" else held // value
+
+
+def _refuse_batched_messages(line: CommandLine, schedule: str) -> None:
+    # In a batch, the two messages between the same two ranks could not be distinguished
+    if line.pipeline_model_parallel_size == 2 and not line.overlap_p2p_comm:
+        raise ValueError(
+            f"--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with {schedule}"
+        )
+
+
+def _layout_chunks(line: CommandLine) -> int | None:
+    """Check `--pipeline-model-parallel-layout` and return the number of model chunks in each stage, as above."""
+    text = line.pipeline_model_parallel_layout
+    stages = line.pipeline_model_parallel_size
+    flag = line.flags.pipeline_model_parallel_layout
+    for name in OTHER_LAYOUTS:
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: not with {flag}; leave one of them out")
+    if any(len(number) > MAX_DIGITS for number in re.findall(r"\d+", text)):
+        raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
+    try:
+        layout = PipelineParallelLayerLayout.from_str(text, stages)
+        layout.validate_layer_layout(line.num_layers, line.mtp_num_layers)
+    except (AssertionError, IndexError) as error:
+        raise ValueError(
+            f"{flag}: {error}; describe --pipeline-model-parallel-size {stages} stages or a multiple, with E, a t for "
+            "each of --num-layers, an m for each of --mtp-num-layers, and L"
+        ) from error
+    if line.mtp_num_layers and LayerType.mtp not in layout.layout[-1][-1]:
+        raise ValueError(f"{flag}: puts multi-token prediction before the last stage; write m before L")
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if chunks == 1:
+        return None
+    if stages == 1:
+        raise ValueError(f"{flag}: describes {chunks} stages, but --pipeline-model-parallel-size is 1; raise it")
+    _refuse_batched_messages(line, flag)
+    return chunks
+
+
+def _check_prediction(line: CommandLine, virtual: int) -> None:
+    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
+    flag = line.flags
+    if line.position_embedding_type == "learned_absolute":
+        raise ValueError(
+            f"{flag.position_embedding_type}: {flag.mtp_num_layers} shifts tokens by a place; use rope (or none "
+            "for a model without positions)"
+        )
+    if line.recompute_granularity == "full" and (line.recompute_method, line.recompute_num_layers) != ("uniform", 1):
+        raise ValueError(
+            f"{flag.recompute_method} {flag.recompute_num_layers}: with {flag.mtp_num_layers} use "
+            "--recompute-method uniform --recompute-num-layers 1"
+        )
+    ends = line.account_for_embedding_in_pipeline_split + line.account_for_loss_in_pipeline_split
+    chunks = line.pipeline_model_parallel_size * virtual
+    if line.account_for_loss_in_pipeline_split and line.num_layers + ends == chunks:
+        raise ValueError(
+            "--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which "
+            f"{flag.mtp_num_layers} copies; leave it out"
+        )
+
+
+def _global_batch_size(line: CommandLine, data_parallel: int, virtual: int | None) -> int:
+    flag = line.flags
+    step = line.micro_batch_size * data_parallel
+    total = line.global_batch_size or step
+    microbatches = total // step
     if total % step:
         raise ValueError(
-            f"--global-batch-size {total}: must be a multiple of {step}, which is --micro-batch-size "
-            f"{values['micro_batch_size']} times the data-parallel size {data_parallel}"
+            f"{flag.global_batch_size}: must be a multiple of {step}, which is {flag.micro_batch_size} times the "
+            f"data-parallel size {data_parallel}"
         )
-    if total // step > MOST_MICROBATCHES:
+    if microbatches > MOST_MICROBATCHES:
         raise ValueError(
-            f"--global-batch-size {total}: makes {total // step} microbatches of {step}; give at most "
+            f"{flag.global_batch_size}: makes {microbatches} microbatches of {step}; give at most "
             f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
         )
-    stages = values["pipeline_model_parallel_size"]
-    if virtual and total // step % stages:
+    if virtual and microbatches % line.pipeline_model_parallel_size:
         raise ValueError(
-            f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches ({total // step}) "
-            f"that is a multiple of --pipeline-model-parallel-size {stages}"
+            f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches "
+            f"({microbatches}) that is a multiple of {flag.pipeline_model_parallel_size}"
         )
     return total
 
 
-def _data(values: Mapping[str, Any], notices: list[str]) -> str | None:
-    """Check the sources of samples; return `--split`, or its default for a single blend."""
-    per_split = [values[f"{split}_data_path"] for split in ("train", "valid", "test")]
-    sources = [bool(values["data_path"]), any(per_split), values["mock_data"]]
-    if sum(sources) != 1:
+def _check_data(line: CommandLine) -> None:
+    """Check the sources of samples, and set the default of `--split` for a single blend."""
+    flag = line.flags
+    per_split = any((line.train_data_path, line.valid_data_path, line.test_data_path))
+    if bool(line.data_path) + per_split + line.mock_data != 1:
         raise ValueError("give one of --data-path, --train-data-path (with --valid-/--test-data-path) and --mock-data")
-    if any(per_split) and values["split"]:
+    if per_split and line.split:
         raise ValueError("--split: goes with --data-path; leave it out with --train-data-path")
-    if values["data_cache_path"] is None:
-        for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
-            if values[name]:
-                raise ValueError(f"{flag_of(name)}: also give --data-cache-path")
-    if values["data_path"] and values["dataloader_fast_cache_load"]:
+    for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
+        if getattr(line, name) and line.data_cache_path is None:
+            raise ValueError(f"{flag[name]}: also give --data-cache-path")
+    if line.data_path and line.dataloader_fast_cache_load:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
-    if values["data_path"] and values["split"] is None:
-        notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
-        return DEFAULT_SPLIT
-    return values["split"]
+    if line.data_path and line.split is None:
+        line.split = DEFAULT_SPLIT
+        line.notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+
+
+def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the values of `--data-path`, or of the paths per split, that files hold; empty if no file is given.
+
+    Args:
+        values: all flags by field name.
+
+    Raises:
+        ValueError: a file cannot be read or has another form, or a flag gives the same data.
+    """
+    blend = values["data_args_path"]
+    per_split = values["per_split_data_args_path"]
+    found: dict[str, list[str]] = {}
+    if blend is not None:
+        found["data_path"] = read_text(blend, MOST_BYTES, "--data-args-path").split()
+        if not found["data_path"]:
+            raise ValueError(f"--data-args-path {blend}: names no data; write the words of --data-path into it")
+    if per_split is not None:
+        found |= _data_per_split(per_split)
+    for name in found:
+        if values[name]:
+            source = "--data-args-path" if name == "data_path" else "--per-split-data-args-path"
+            raise ValueError(f"{source} and {flag_of(name)}: give one of them")
+    return found
+
+
+def _data_per_split(path: str) -> dict[str, list[str]]:
+    flag = f"--per-split-data-args-path {path}"
+    blends = read_object(path, MOST_BYTES, "--per-split-data-args-path")
+    found = {}
+    for split in ("train", "valid", "test"):
+        words = blends.get(split, [])
+        words = words.split() if isinstance(words, str) else words
+        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+            raise ValueError(f"{flag}: {split} is {json.dumps(words)[:80]}; give a list, or a text of words")
+        found[f"{split}_data_path"] = [str(word) for word in words]
+    if not found["train_data_path"]:
+        raise ValueError(f"{flag}: has no data under the key train")
+    return found

@@ -1,11 +1,10 @@
-"""Checks of flags against the machine: its backend, its packages and their kernels. Called by checks.py."""
+"""Checks of flags against the machine: its backend, packages, kernels and profilers. Called by checks.py."""
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
 
-from megatron_balance.config.flags import flag_of
-from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.config.flags import flag_of, in_words
+from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS
 
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """Activations other than GELU."""
@@ -13,53 +12,107 @@ ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 
-def backends(
-    values: Mapping[str, Any], given: Collection[str], machine: Machine, notices: list[str]
-) -> tuple[str, str]:
-    """Return the collective backend and the transformer implementation, with fallbacks for upstream's defaults.
+def check_machine(line: CommandLine) -> None:
+    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults.
 
     Raises:
         ValueError: a requested feature or an installed package does not work here; the error names the remedy.
     """
-    backend = values["distributed_backend"]
-    impl = values["transformer_impl"]
-    if backend == "nccl" and not machine.cuda:
-        if "distributed_backend" in given:
+    machine = line.machine
+    if line.distributed_backend == "nccl" and not machine.cuda:
+        if "distributed_backend" in line.given:
             raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
-        backend = "gloo"
-        notices.append("no CUDA here: --distributed-backend gloo")
-    if values["average_in_collective"] and backend == "gloo":
+        line.distributed_backend = "gloo"
+        line.notices.append("no CUDA here: --distributed-backend gloo")
+    if line.average_in_collective and line.distributed_backend == "gloo":
         raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
-    if impl == "transformer_engine" and not (machine.cuda and machine.transformer_engine):
-        if "transformer_impl" in given:
+    if line.transformer_impl == "transformer_engine" and not line.has_engine:
+        if "transformer_impl" in line.given:
             raise ValueError(
                 "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
                 f"({INSTALL}); use --transformer-impl local"
             )
-        impl = "local"
-        notices.append("no Transformer Engine here: --transformer-impl local")
-    _packages(values, machine, impl)
-    return backend, impl
+        line.transformer_impl = "local"
+        line.notices.append("no Transformer Engine here: --transformer-impl local")
+    _check_packages(line)
+    _note_connections(line)
+    _check_context_parallelism(line)
 
 
-def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
-    """Raise ValueError for a context parallelism that this machine's attention does not compute."""
-    context = values["context_parallel_size"]
-    (kind, *others) = values["cp_comm_type"]
-    flag = f"--context-parallel-size {context}"
+def _check_packages(line: CommandLine) -> None:
+    """Refuse packages that megatron-core cannot use, and flags that need a missing package."""
+    machine = line.machine
+    absent = not line.has_engine
+    if machine.cuda and machine.unfit:
+        raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
+    unbuilt = sorted(machine.unbuilt.intersection(EXPECTED_MODULES))
+    if machine.cuda and unbuilt and (line.transformer_impl == "local" or absent):
+        raise ValueError(
+            f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
+        )
+    needs_engine = {
+        "fp32_residual_connection": line.transformer_impl == "local" and (line.bf16 or line.fp16),
+        "moe_router_fusion": absent,
+        "moe_permute_fusion": absent,
+    }
+    for name, missing in needs_engine.items():
+        if getattr(line, name) and missing:
+            raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+    selective = (line.recompute_granularity == "selective" and line.recompute_modules) or ()
+    # megatron-core's recomputation of these modules asks Transformer Engine whether it uses 8-bit numbers
+    again = ("layernorm", "moe_act") if line.moe_layer_impl == "megatron" else ("layernorm",)
+    if not machine.transformer_engine and (named := [module for module in again if module in selective]):
+        raise ValueError(
+            f"--recompute-modules {' '.join(named)}: needs the package transformer-engine ({INSTALL}); leave it out of "
+            "the modules"
+        )
+    check_expert_gemm(line)
+    if line.cross_entropy_loss_fusion and line.cross_entropy_fusion_impl == "te" and absent:
+        raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
+
+
+def check_expert_gemm(line: CommandLine) -> None:
+    """Refuse the products of a missing package for `--moe-expert-gemm`."""
+    if line.moe_expert_gemm == "te" and not line.has_engine:
+        raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
+
+
+def _note_connections(line: CommandLine) -> None:
+    """Add a notice if all kernels go through one queue, in which exchanges and transfers hold up computation."""
+    hidden = []
+    if line.balance_policy != "none" and line.balance_overlap == "blockwise":
+        hidden.append("--balance-overlap blockwise")
+    if line.moe_comm_chunks != "1":
+        hidden.append(line.flags.moe_comm_chunks)
+    if not (line.machine.cuda and line.machine.connections == "1" and line.num_moe_experts and hidden):
+        return
+    kept = ""
+    if line.tensor_model_parallel_size > 1:
+        kept = f", unless what {line.flags.tensor_model_parallel_size} overlaps with it matters more"
+    line.notices.append(
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
+        f"little, because messages that wait hold up the experts behind them; unset it{kept}"
+    )
+
+
+def _check_context_parallelism(line: CommandLine) -> None:
+    """Refuse a context parallelism that this machine's attention does not compute."""
+    context = line.context_parallel_size
+    flag = line.flags.context_parallel_size
+    (kind, *others) = line.cp_comm_type
     if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
-        words = " ".join([kind, *others])
         raise ValueError(
-            f"--cp-comm-type {words}: entries that differ between layers are not supported; give one for all"
+            f"{line.flags.cp_comm_type}: entries that differ between layers are not supported; give one for all"
         )
-    sizes = values["hierarchical_context_parallel_sizes"] or []
-    written = " ".join(map(str, sizes))
+    sizes = line.hierarchical_context_parallel_sizes or []
+    written = f"--hierarchical-context-parallel-sizes {in_words(sizes)}"
     if sizes and kind != "a2a+p2p":
-        raise ValueError(f"--hierarchical-context-parallel-sizes {written}: belongs to --cp-comm-type a2a+p2p")
+        raise ValueError(f"{written}: belongs to --cp-comm-type a2a+p2p")
     if context == 1:
         return
-    if machine.cuda and impl == "local":
+    if line.machine.cuda and line.transformer_impl == "local":
         raise ValueError(
             f"{flag}: on CUDA, only Transformer Engine's attention has context parallelism; use --transformer-impl "
             f"transformer_engine ({INSTALL}), or leave it out"
@@ -67,99 +120,86 @@ def context_parallelism(values: Mapping[str, Any], machine: Machine, impl: str) 
     if kind == "a2a+p2p" and len(sizes) != 2:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
     if sizes and math.prod(sizes) != context:
-        raise ValueError(f"--hierarchical-context-parallel-sizes {written}: their product must be {flag}")
-    tensor = values["tensor_model_parallel_size"]
-    heads = values["num_attention_heads"]
-    groups = values["num_query_groups"] if values["group_query_attention"] else heads
+        raise ValueError(f"{written}: their product must be {flag}")
+    tensor = line.tensor_model_parallel_size
+    heads = line.num_attention_heads
+    groups = line.num_query_groups if line.group_query_attention else heads
     sharing = {"a2a": context, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
         if count % (tensor * sharing) and sharing > 1:
             exchanging = flag if kind == "a2a" else f"{sharing} (--hierarchical-context-parallel-sizes)"
             raise ValueError(
                 f"{flag_of(name)} {count}: with --cp-comm-type {kind} it must be a multiple of "
-                f"--tensor-model-parallel-size {tensor} x {exchanging}; or use --cp-comm-type p2p"
+                f"{line.flags.tensor_model_parallel_size} x {exchanging}; or use --cp-comm-type p2p"
             )
-    if kind == "a2a" and impl == "local" and values["softmax_type"] != "vanilla":
-        raise ValueError(
-            f"--softmax-type {values['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p"
-        )
+    if kind == "a2a" and line.transformer_impl == "local" and line.softmax_type != "vanilla":
+        raise ValueError(f"{line.flags.softmax_type}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 
 
-def connections(values: Mapping[str, Any], machine: Machine, notices: list[str]) -> None:
-    """Add a notice if all kernels go through one queue, in which exchanges and transfers hold up computation."""
-    blockwise = values["balance_policy"] != "none" and values["balance_overlap"] == "blockwise"
-    chunks = values["moe_comm_chunks"]
-    hidden = ["--balance-overlap blockwise"] * blockwise + [f"--moe-comm-chunks {chunks}"] * (chunks != "1")
-    if not (machine.cuda and machine.connections == "1" and values["num_moe_experts"] and hidden):
-        return
-    kept = ""
-    tensor = values["tensor_model_parallel_size"]
-    if tensor > 1:
-        kept = f", unless what --tensor-model-parallel-size {tensor} overlaps with it matters more"
-    notices.append(
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
-        f"little, because messages that wait hold up the experts behind them; unset it{kept}"
-    )
-
-
-def _packages(values: Mapping[str, Any], machine: Machine, impl: str) -> None:
-    """Raise ValueError for packages that megatron-core cannot use, and for flags that need a missing package."""
-    if machine.cuda and machine.unfit:
-        raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
-    unbuilt = sorted(machine.unbuilt.intersection(EXPECTED_MODULES))
-    if machine.cuda and unbuilt and (impl == "local" or not machine.transformer_engine):
-        raise ValueError(
-            f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "
-            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
-        )
-    absent = not (machine.cuda and machine.transformer_engine)
-    needs_engine = {
-        "fp32_residual_connection": impl == "local" and (values["bf16"] or values["fp16"]),
-        "moe_router_fusion": absent,
-        "moe_permute_fusion": absent,
-    }
-    for name, missing in needs_engine.items():
-        if values[name] and missing:
-            raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
-    selective = (values["recompute_granularity"] == "selective" and values["recompute_modules"]) or ()
-    # megatron-core's recomputation of these modules asks Transformer Engine whether it uses 8-bit numbers
-    again = ("layernorm", "moe_act") if values["moe_layer_impl"] == "megatron" else ("layernorm",)
-    if not machine.transformer_engine and (named := [module for module in again if module in selective]):
-        raise ValueError(
-            f"--recompute-modules {' '.join(named)}: needs the package transformer-engine ({INSTALL}); leave it out of "
-            "the modules"
-        )
-    expert_gemm(values, absent)
-    if values["cross_entropy_loss_fusion"] and values["cross_entropy_fusion_impl"] == "te" and absent:
-        raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
-
-
-def expert_gemm(values: Mapping[str, Any], absent: bool) -> None:
-    """Raise ValueError if `--moe-expert-gemm` names a package that is `absent`."""
-    if values["moe_expert_gemm"] == "te" and absent:
-        raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
-
-
-def fusions(values: Mapping[str, Any], machine: Machine, impl: str, notices: list[str]) -> dict[str, bool]:
-    """Return the layout's fields for fused kernels: whether each one is both requested and available."""
+def choose_fusions(line: CommandLine) -> None:
+    """Set for each fused kernel whether it is both requested and available."""
+    machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
-    engine = machine.transformer_engine
-    real = machine.cuda and not values["dry_run"]
+    real = machine.cuda and not line.dry_run
     # With Transformer Engine, only the output layer, which is megatron-core's, uses one of apex's kernels
-    wanted = [name for name in KERNELS if values[name] and (name != "masked_softmax_fusion" or impl == "local")]
-    missing = [f"--no-{name.replace('_', '-')}" for name in wanted if real and not machine.fuses(name)]
+    local = line.transformer_impl == "local"
+    wanted = [name for name in KERNELS if getattr(line, name) and (name != "masked_softmax_fusion" or local)]
+    missing = [flag_of(name) for name in wanted if real and not machine.fuses(name)]
     if missing:
-        notices.append(f"no kernels of apex here: {' '.join(missing)}")
+        line.notices.append(f"no kernels of apex here: {' '.join(missing)}")
     # The fused SwiGLU kernel supports neither a clamp nor an offset
-    plain_gate = values["activation_func_clamp_value"] is None and not values["glu_linear_offset"]
-    gated = values["swiglu"] and values["bias_swiglu_fusion"] and not values["add_bias_linear"] and plain_gate
-    gelu = not any(values[name] for name in ACTIVATIONS)
-    plain = gelu and values["bias_gelu_fusion"] and values["add_bias_linear"] and not values["num_moe_experts"]
-    return {
-        "bias_activation_fusion": machine.cuda and (gated or plain),
-        "bias_dropout_fusion": machine.cuda and values["bias_dropout_fusion"],
-        "apply_rope_fusion": real and engine and values["apply_rope_fusion"] and not values["multi_latent_attention"],
-        "persist_layer_norm": real and (machine.apex or impl != "local") and values["persist_layer_norm"],
-        "moe_permute_fusion": real and values["moe_permute_fusion"],
-        **{name: real and values[name] and machine.fuses(name) for name in KERNELS},
-    }
+    plain_gate = line.activation_func_clamp_value is None and not line.glu_linear_offset
+    gated = line.swiglu and line.bias_swiglu_fusion and not line.add_bias_linear and plain_gate
+    gelu = not any(getattr(line, name) for name in ACTIVATIONS)
+    plain = gelu and line.bias_gelu_fusion and line.add_bias_linear and not line.num_moe_experts
+    line.bias_activation_fusion = machine.cuda and (gated or plain)
+    line.bias_dropout_fusion = machine.cuda and line.bias_dropout_fusion
+    line.apply_rope_fusion = (
+        real and machine.transformer_engine and line.apply_rope_fusion and not line.multi_latent_attention
+    )
+    line.persist_layer_norm = real and (machine.apex or not local) and line.persist_layer_norm
+    line.moe_permute_fusion = real and line.moe_permute_fusion
+    for name in KERNELS:
+        setattr(line, name, real and getattr(line, name) and machine.fuses(name))
+
+
+def check_watching(line: CommandLine) -> None:
+    """Check the flags of logs and profilers; add a notice for those without an effect on this machine.
+
+    Raises:
+        ValueError: something cannot be watched this way; the error names the remedy.
+    """
+    flag = line.flags
+    machine = line.machine
+    if line.profile:
+        _check_profile(line)
+    if line.record_memory_history and not machine.cuda:
+        raise ValueError("--record-memory-history: records memory of a CUDA device; leave it out on a CPU")
+    if line.log_device_memory_used and not machine.cuda:
+        line.notices.append("--log-device-memory-used has no effect without CUDA")
+    if line.log_memory_interval is not None and line.log_memory_interval % line.log_interval:
+        raise ValueError(f"{flag.log_memory_interval}: must be a multiple of {flag.log_interval}")
+    if line.manual_gc_interval < 0:
+        raise ValueError(f"{flag.manual_gc_interval}: give 0 (never) or more")
+    if not line.wandb_project:
+        return
+    if not machine.wandb:
+        raise ValueError(f"{flag.wandb_project}: needs the package wandb; pip install wandb, or leave the flag out")
+    if line.wandb_exp_name == "":
+        raise ValueError("--wandb-exp-name: is empty; give the run a name, or leave the flag out")
+    if not (line.wandb_save_dir or line.save):
+        raise ValueError(f"{flag.wandb_project}: also give --wandb-save-dir or --save, for its local files")
+
+
+def _check_profile(line: CommandLine) -> None:
+    flag = line.flags
+    if not 0 <= line.profile_step_start < line.profile_step_end:
+        raise ValueError(f"{flag.profile_step_start} {flag.profile_step_end}: give 0 or more, and a later end")
+    if line.use_pytorch_profiler and line.tensorboard_dir is None:
+        raise ValueError("--use-pytorch-profiler: also give --tensorboard-dir, where it writes traces")
+    if not line.use_pytorch_profiler and not line.machine.cuda:
+        raise ValueError("--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler")
+    size = line.machine.world_size
+    absent = [rank for rank in line.profile_ranks if not 0 <= rank < size]
+    if absent:
+        line.notices.append(f"--profile-ranks {in_words(absent)}: no such rank among {size}")

@@ -100,7 +100,8 @@ class Parser(argparse.ArgumentParser):
             except ValueError as error:
                 self.error(f"@{path}: line {number}: {cleaned(line, 80)!r}: {error}")
             if other := next((word for word in words if word.startswith("@")), None):
-                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: such a file cannot name others; give both")
+                remedy = "a flags file cannot include another; pass both on the command line"
+                self.error(f"@{path}: line {number}: {cleaned(other, 80)!r}: {remedy}")
             flags += words
         return flags
 

@@ -287,55 +287,43 @@ REFUSED_VALUES = {
 """Flag -> the choices of upstream's that are refused -> the reason."""
 
 NO_EFFECT_WITHOUT = {
-    "mtp_loss_scaling_factor": "mtp_num_layers",
-    "num_query_groups": "group_query_attention",
-    **dict.fromkeys(
-        ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "no_rope_freq",
-         "use_rope_scaling"),
-        "position_embedding_type rope",
-    ),
-    "rope_scaling_factor": "use_rope_scaling",
-    "window_attn_skip_freq": "window_size",
-    "cross_entropy_fusion_impl": "cross_entropy_loss_fusion",
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps"), "optimizer adam"),
-    "sgd_momentum": "optimizer sgd",
-    "decoupled_min_lr": "decoupled_lr",
-    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "fp16"),
-    **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "lr_decay_style WSD"),
-    **dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"), "recompute_granularity"),
-    **dict.fromkeys(
-        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor",
-         "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-        "multi_latent_attention",
-    ),
-    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
-    "moe_router_group_score_topk": "moe_router_num_groups",
-    "moe_token_drop_policy": "moe_expert_capacity_factor",
-    **dict.fromkeys(("moe_shared_expert_gate", "moe_shared_expert_overlap"), "moe_shared_expert_intermediate_size"),
-    "eval_iters": "eval_interval",
-    "exit_signal": "exit_signal_handler",
-    "manual_gc_interval": "manual_gc",
-    "tensorboard_queue_size": "tensorboard_dir",
-    **dict.fromkeys(
-        ("tensorboard_log_interval", "log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard",
-         "log_memory_to_tensorboard", "moe_per_layer_logging"),
-        "tensorboard_dir|wandb_project",
-    ),
-    **dict.fromkeys(("wandb_exp_name", "wandb_save_dir", "wandb_entity"), "wandb_project"),
-    **dict.fromkeys(("log_timers_to_tensorboard", "timing_log_option"), "timing_log_level"),
-    **dict.fromkeys(("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"), "profile"),
-    "memory_snapshot_path": "record_memory_history",
-    **dict.fromkeys(
-        ("save_interval", "keep_last", "save_retain_interval", "async_save", "no_save_optim", "no_save_rng",
-         "log_progress"),
-        "save",
-    ),
-    **dict.fromkeys(
-        ("ckpt_step", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_fully_parallel_load"), "load"
-    ),
-}  # fmt: skip
-"""Field -> the field, or field and value, or alternative fields, without which its flag has no effect; a notice
-reports this."""
+    "mtp_num_layers": "mtp_loss_scaling_factor",
+    "group_query_attention": "num_query_groups",
+    "position_embedding_type rope": """
+        rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
+        use_rope_scaling""",
+    "use_rope_scaling": "rope_scaling_factor",
+    "window_size": "window_attn_skip_freq",
+    "cross_entropy_loss_fusion": "cross_entropy_fusion_impl",
+    "optimizer adam": "adam_beta1 adam_beta2 adam_eps",
+    "optimizer sgd": "sgd_momentum",
+    "decoupled_lr": "decoupled_min_lr",
+    "fp16": "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "lr_decay_style WSD": "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+    "recompute_granularity": "recompute_method recompute_num_layers recompute_modules",
+    "multi_latent_attention": """
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor
+        original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim""",
+    "moe_router_enable_expert_bias": "moe_router_bias_update_rate",
+    "moe_router_num_groups": "moe_router_group_score_topk",
+    "moe_expert_capacity_factor": "moe_token_drop_policy",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_gate moe_shared_expert_overlap",
+    "eval_interval": "eval_iters",
+    "exit_signal_handler": "exit_signal",
+    "manual_gc": "manual_gc_interval",
+    "tensorboard_dir": "tensorboard_queue_size",
+    "tensorboard_dir|wandb_project": """
+        tensorboard_log_interval log_validation_ppl_to_tensorboard log_world_size_to_tensorboard
+        log_memory_to_tensorboard moe_per_layer_logging""",
+    "wandb_project": "wandb_exp_name wandb_save_dir wandb_entity",
+    "timing_log_level": "log_timers_to_tensorboard timing_log_option",
+    "profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+    "record_memory_history": "memory_snapshot_path",
+    "save": "save_interval keep_last save_retain_interval async_save no_save_optim no_save_rng log_progress",
+    "load": "ckpt_step no_load_optim no_load_rng exit_on_missing_checkpoint ckpt_fully_parallel_load",
+}
+"""A field, a field and its value, or alternative fields -> the fields whose flags have no effect without it, which a
+notice reports."""
 
 
 @functools.cache

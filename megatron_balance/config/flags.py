@@ -21,10 +21,13 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_balance.messages import described
+
+FlagGroup = argparse._ArgumentGroup | argparse.ArgumentParser
+"""What flags are added to."""
 
 ROLES = {
     **dict.fromkeys(("dir", "save", "load", "checkpoint"), "DIR"),
@@ -34,6 +37,30 @@ ROLES = {
     **dict.fromkeys(("dropout", "fraction", "percent"), "FRACTION"),
 }
 """Last word of a field's name -> what stands for its value in `--help`."""
+
+FLAG_NAMES = {
+    "num_moe_experts": "--num-experts",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "add_bias_linear": "--disable-bias-linear",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "persist_layer_norm": "--no-persist-layer-norm",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "bucket_size": "--ddp-bucket-size",
+    "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
+    "align_param_gather": "--no-align-param-gather",
+    "average_in_collective": "--ddp-average-in-collective",
+    "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
+}
+"""Flags of megatron-core's fields whose names are not the fields' names."""
 
 
 def flag_field(default: Any, **argparse_meta: Any) -> Any:
@@ -66,40 +93,45 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def add_flags(
-    group: "argparse._ArgumentGroup | argparse.ArgumentParser",
-    cls: type,
-    *,
-    skip: Collection[str] = (),
-    metadata: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
-) -> list[str]:
+def add_flags(group: FlagGroup, cls: type, texts: Mapping[str, str] | None = None) -> list[str]:
     """Add one flag per field of dataclass `cls` and return the names of the added fields.
 
-    Fields in `skip`, fields whose type has no text form (callables, process groups, ...) and fields that the parser
-    already has (two dataclasses may share `bf16`) are left out. `metadata[field]` overrides the field's own
-    `argparse_meta`.
+    Private fields, fields whose type has no text form (callables, process groups, ...) and fields that the parser
+    already has are left out.
+
+    Args:
+        texts: help by field name; by default, the docstrings of the fields.
     """
+    texts = field_docs(cls) if texts is None else texts
     taken = {action.dest for action in group._actions}
-    hints = typing.get_type_hints(cls)
-    added = []
-    for field in dataclasses.fields(cls):
-        if field.name in skip or field.name in taken or field.name.startswith("_") or not field.init:
-            continue
-        meta = dict(field.metadata.get("argparse_meta", {})) | dict(metadata.get(field.name, {}))
-        options = _argparse_options(hints[field.name], _default(field))
-        if options is None and not meta:
-            continue
-        options = options or {"default": _default(field)}
-        flags = meta.pop("arg_names", None) or _names(field.name, negated=options.get("action") == "store_false")
-        keywords: dict[str, Any] = {"help": field_docs(cls).get(field.name, ""), **options, **meta, "dest": field.name}
-        if "action" not in keywords:
-            keywords["help"] = with_default(keywords["help"], keywords["default"])
-            if not keywords.get("choices"):
-                keywords.setdefault("metavar", metavar(field.name, keywords.get("type")))
-        keywords["help"] = keywords["help"].replace("%", "%%")
-        group.add_argument(*flags, **keywords)
-        added.append(field.name)
-    return added
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in taken and field.name[0] != "_"]
+    return [name for name in names if add_flag(group, cls, name, texts.get(name, ""))]
+
+
+def add_flag(
+    group: FlagGroup, cls: type, name: str, text: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
+) -> bool:
+    """Add the flag of a field of dataclass `cls`; return False if its type has no text form.
+
+    Args:
+        text: the help, to which the default is added.
+        metadata: arguments of `add_argument` that override those of the field.
+    """
+    field = {field.name: field for field in dataclasses.fields(cls)}[name]
+    meta = dict(field.metadata.get("argparse_meta", {})) | dict(metadata)
+    options = _argparse_options(typing.get_type_hints(cls)[name], _default(field))
+    if options is None and not meta:
+        return False
+    options = options or {"default": _default(field)}
+    flags = meta.pop("arg_names", None) or _names(name, negated=options.get("action") == "store_false")
+    keywords: dict[str, Any] = {"help": text, **options, **meta, "dest": name}
+    if "action" not in keywords:
+        keywords["help"] = with_default(text, keywords["default"])
+        if not keywords.get("choices"):
+            keywords.setdefault("metavar", metavar(name, keywords.get("type")))
+    keywords["help"] = keywords["help"].replace("%", "%%")
+    group.add_argument(*flags, **keywords)
+    return True
 
 
 def flag_names(field: dataclasses.Field) -> list[str]:
@@ -116,7 +148,7 @@ def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
 
 def flag_of(name: str) -> str:
     """Return the name of a field's flag on the command line."""
-    return f"--{name.replace('_', '-')}"
+    return FLAG_NAMES.get(name) or f"--{name.replace('_', '-')}"
 
 
 def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
@@ -167,6 +199,8 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _names(name: str, negated: bool) -> list[str]:
+    if name in FLAG_NAMES:
+        return [FLAG_NAMES[name]]
     spelled = name.replace("_", "-")
     return [f"--no-{spelled}", f"--disable-{spelled}"] if negated else [f"--{spelled}"]
 

@@ -8,6 +8,7 @@ import torch
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.arguments import parse_args
+from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.convert.architectures import PREDICTED
 from megatron_balance.convert.config_fields import EXPERTS
@@ -88,7 +89,7 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
     saved = {**saved_flags.fields_of(run_config(model, None)), **saved}
     for name in ("moe_router_topk", *GROUPS):
         value = DEFAULTS.get(name) if saved[name] is None else saved[name]
-        number_in(value, 1, EXPERTS, saved_flags.flag_of(name), whole=True)
+        number_in(value, 1, EXPERTS, flag_of(name), whole=True)
     if "sinkhorn" in str(saved["moe_router_load_balancing_type"]):
         raise ValueError("config.json cannot express the weights of --moe-router-load-balancing-type sinkhorn")
     changed = {name: theirs for name, (theirs, _) in _differences(model, saved).items()}
@@ -105,7 +106,7 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
         raise ValueError(f"the settings of this run are not those of a {model.model_type}: {error}") from error
     if left:
         texts = [
-            f"{saved_flags.flag_of(name)} {theirs} (config.json can only mean {implied})"
+            f"{flag_of(name)} {theirs} (config.json can only mean {implied})"
             for name, (theirs, implied) in left.items()
         ]
         raise ValueError(f"config.json of a {model.model_type} cannot express {', '.join(texts)}")

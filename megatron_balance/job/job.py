@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,15 +151,13 @@ def _member(launch: Launch) -> agreement.Member:
     return agreement.Member(launch.rank, launch.world_size, launch.rank == launch.store_rank)
 
 
-def start(
-    launch: Launch, backend: str, timeout_minutes: float, facts: Callable[[], agreement.Facts] = dict
-) -> dist.Store:
+def start(launch: Launch, backend: str, timeout_minutes: float, facts: agreement.Facts | None = None) -> dist.Store:
     """Join the job: select this process's device, compare `facts` with all ranks, and initialize torch.distributed.
 
     A process without a launcher is a job of one process, with a key-value store on a free local port.
 
     Args:
-        facts: returns the values that must be the same on all ranks; not called in a job of one process.
+        facts: the values that must be the same on all ranks.
 
     Returns:
         The job's key-value store.
@@ -178,7 +176,7 @@ def start(
     if launch.world_size > 1:
         meeting = dist.PrefixStore(AGREEMENT, store)
         where = f"{launch.address}:{launch.port}"
-        agreement.agree(meeting, _member(launch), facts(), timeout_minutes=timeout_minutes, where=where)
+        agreement.agree(meeting, _member(launch), facts or {}, timeout_minutes=timeout_minutes, where=where)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     return store

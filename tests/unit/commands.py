@@ -3,7 +3,9 @@
 import dataclasses
 
 from megatron_balance.cli.arguments import Parsed, build_parser, parse_args
-from megatron_balance.cli.checks import Layout, Machine, check
+from megatron_balance.cli.checks import check
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.device.machine import Machine
 
 CPU = Machine(world_size=8, cuda=False, transformer_engine=False, apex=False)
 
@@ -28,7 +30,7 @@ def parse(flags: str = "", world_size: int = 8) -> Parsed:
     return parse_args(argv(flags), dataclasses.replace(CPU, world_size=world_size))
 
 
-def layout_on(machine: Machine, flags: str = "", given: tuple[str, ...] = ()) -> tuple[Layout, list[str]]:
+def checked_on(machine: Machine, flags: str = "", given: tuple[str, ...] = ()) -> CommandLine:
     """Call only `check`, for which `machine` defines the available libraries."""
     return check(vars(PARSER.parse_args(argv(flags))), given, machine)
 

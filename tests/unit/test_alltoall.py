@@ -13,7 +13,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, TURNS, Chooser, find_all_to_all
 from megatron_balance.profile.cluster_profile import builtin
-from tests.unit.commands import CPU, GPU, argv, layout_on
+from tests.unit.commands import CPU, GPU, argv, checked_on
 
 
 @given(st.integers(1, 5), st.integers(1, 5))
@@ -163,12 +163,12 @@ def test_contradictions(flags: str, said: str) -> None:
 def test_gloo_sends_no_messages_from_gpus(name: str) -> None:
     flags = f"{EP8} --distributed-backend gloo --transformer-impl local --moe-comm-alltoall {name}"
     if name == "flat":
-        assert layout_on(GPU, flags)[0].moe_token_dispatcher_type == "alltoall"
+        assert checked_on(GPU, flags).moe_token_dispatcher_type == "alltoall"
         return
     with pytest.raises(ValueError, match=rf"--moe-comm-alltoall {name}: .*use --distributed-backend nccl"):
-        layout_on(GPU, flags)
+        checked_on(GPU, flags)
 
 
 def test_zfp_needs_the_cpu() -> None:
     with pytest.raises(ValueError, match=r"--moe-comm-codec zfp: .*use fp8 or int8"):
-        layout_on(GPU, f"{EP8} --moe-comm-codec zfp")
+        checked_on(GPU, f"{EP8} --moe-comm-codec zfp")

@@ -1,11 +1,11 @@
-"""app/capacity.py: whether a layout fits a described cluster."""
+"""A dry run says whether a layout fits a described cluster."""
 
 from pathlib import Path
 
 import pytest
 
 from megatron_balance.app import launch
-from megatron_balance.app.capacity import GIB, REMEDIES, read_cluster, verdict
+from megatron_balance.app.dry_run import GIB, REMEDIES, read_cluster, verdict
 from megatron_balance.job.groups import Topology
 from megatron_balance.profile.cluster import Cluster, read
 from tests.distributed.runs import BASE

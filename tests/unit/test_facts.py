@@ -21,10 +21,14 @@ def parsed(flags: str = "", cuda: bool = False) -> Parsed:
     return parse_args(f"{BASE} {flags}".split(), Machine(1, cuda=cuda, transformer_engine=False, apex=False))
 
 
+def gathered(flags: str = "", cuda: bool = False) -> facts.Facts:
+    command_line = parsed(flags, cuda)
+    return facts.gather(command_line.config, command_line.flags, Topology(1, 1))
+
+
 def changed(flags: str = "", ours: str = "") -> dict[str, str]:
     """Return the facts that these flags change, without consequences of other facts."""
-    topology = Topology(1, 1)
-    before, after = (facts.gather(parsed(one), topology) for one in (ours, f"{ours} {flags}"))
+    before, after = (gathered(one) for one in (ours, f"{ours} {flags}"))
     own = {name: value for name, value in after.items() if before.get(name) != value}
     return {name: value for name, value in own.items() if not name.startswith(facts.CONSEQUENCE)}
 
@@ -52,7 +56,7 @@ def test_a_file_of_flags_counts_by_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_every_setting_of_a_run_is_a_fact() -> None:
-    names = {name.rpartition(".")[2] for name in facts.gather(parsed(), Topology(1, 1)) if facts.CONSEQUENCE in name}
+    names = {name.rpartition(".")[2] for name in gathered() if facts.CONSEQUENCE in name}
     fields = {
         field.name
         for part in dataclasses.fields(RunConfig)
@@ -62,12 +66,12 @@ def test_every_setting_of_a_run_is_a_fact() -> None:
 
 
 def test_a_machine_with_other_devices_is_another_fact() -> None:
-    with_cuda, without = (facts.gather(parsed(cuda=cuda), Topology(1, 1)) for cuda in (True, False))
+    with_cuda, without = (gathered(cuda=cuda) for cuda in (True, False))
     assert with_cuda["setting launch.distributed_backend"] != without["setting launch.distributed_backend"]
 
 
 def test_facts_have_no_addresses_in_them() -> None:
-    assert not [value for value in facts.gather(parsed(), Topology(1, 1)).values() if " at 0x" in value]
+    assert not [value for value in gathered().values() if " at 0x" in value]
 
 
 def test_the_documents_say_what_may_differ() -> None:
@@ -109,7 +113,8 @@ def test_the_content_of_a_calibration_is_a_fact(tmp_path: Path) -> None:
     found = []
     for content in ("1", "2"):
         record.write_text(content)
-        found.append(facts.gather(parse_args(f"{flags} {record}".split(), machine), Topology(2, 2)))
+        config, _, flags_as_written = parse_args(f"{flags} {record}".split(), machine)
+        found.append(facts.gather(config, flags_as_written, Topology(2, 2)))
     name = f"the content of --balance-calibrate {record}"
     assert {fact for fact in found[0] if found[0][fact] != found[1][fact]} == {name}
-    assert not any("content of --balance-calibrate" in fact for fact in facts.gather(parsed(), Topology(1, 1)))
+    assert not any("content of --balance-calibrate" in fact for fact in gathered())

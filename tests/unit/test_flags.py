@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_balance.cli.arguments import build_parser
-from megatron_balance.config.flags import add_flags, build, field_docs, flag_field, flag_names
+from megatron_balance.config.flags import add_flag, add_flags, build, field_docs, flag_field, flag_names
 
 
 class Color(enum.Enum):
@@ -149,11 +149,11 @@ def test_help_survives_percent_signs(parser: argparse.ArgumentParser) -> None:
     assert "with 100% detail" in " ".join(parser.format_help().split())
 
 
-def test_skip_and_metadata() -> None:
+def test_metadata_override_those_of_the_field() -> None:
     parser = argparse.ArgumentParser()
-    metadata = {"count": {"arg_names": ["--how-many"], "default": 9}, "callback": {"type": str}}
-    added = add_flags(parser, Example, skip={"rate", "mode"}, metadata=metadata)
-    assert "rate" not in added and "mode" not in added and "callback" in added
+    assert add_flag(parser, Example, "count", "", {"arg_names": ["--how-many"], "default": 9})
+    assert add_flag(parser, Example, "callback", "", {"type": str})
+    assert not add_flag(parser, Example, "either", "")
     values = parser.parse_args(["--callback", "f"])
     assert (values.count, values.callback) == (9, "f")
     assert parser.parse_args(["--how-many", "4"]).count == 4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_balance.app import launch
+from megatron_balance.app import launch, preflight
 from megatron_balance.job.endings import Ending
 from tests.distributed.runs import BASE
 
@@ -78,7 +78,7 @@ def test_nobody_else_ends_the_program_as_if_it_were_done(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "build_tokenizer", fail)
+    monkeypatch.setattr(preflight, "build_tokenizer", fail)
     with pytest.raises(SystemExit) as ended:
         launch.pretrain(BASE.split())
     assert ended.value.code == status if not said else str(ended.value.code).startswith(said)

@@ -21,7 +21,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device import cpu, machine
 from megatron_balance.device.attention import TorchNorm
 from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS, Machine, unfit_engine
-from tests.unit.commands import CPU, GPU, argv, layout_on
+from tests.unit.commands import CPU, GPU, argv, checked_on
 
 NEITHER = Machine(8, cuda=True, transformer_engine=False, apex=False)
 APEX = dataclasses.replace(NEITHER, apex=True)
@@ -60,14 +60,14 @@ def without(computer: Machine, *modules: str) -> Machine:
 def test_fusions_are_those_that_the_machine_has(
     computer: Machine, flags: str, impl: str, fused: str, noticed: str
 ) -> None:
-    layout, notices = layout_on(computer, f"{ROPE} {flags}", tuple(flags.split()))
-    assert layout.transformer_impl == impl
+    line = checked_on(computer, f"{ROPE} {flags}", tuple(flags.split()))
+    assert line.transformer_impl == impl
     names = {
         **{"gradient": "gradient_accumulation_fusion", "softmax": "masked_softmax_fusion"},
         **{"rope": "apply_rope_fusion", "persist": "persist_layer_norm"},
     }
-    assert " ".join(word for word, name in names.items() if getattr(layout, name)) == fused
-    said = [notice for notice in notices if "apex" in notice]
+    assert " ".join(word for word, name in names.items() if getattr(line, name)) == fused
+    said = [notice for notice in line.notices if "apex" in notice]
     assert said == ([f"no kernels of apex here: {noticed}"] if noticed else [])
 
 
@@ -81,8 +81,8 @@ def test_models_are_built_without_the_kernel_of_weight_gradients(computer: Machi
 
 
 def test_what_was_not_wanted_is_not_noticed() -> None:
-    _, notices = layout_on(NEITHER, f"{NO_GRADIENT} {NO_SOFTMAX}")
-    assert not any("apex" in notice for notice in notices)
+    line = checked_on(NEITHER, f"{NO_GRADIENT} {NO_SOFTMAX}")
+    assert not any("apex" in notice for notice in line.notices)
 
 
 @pytest.mark.parametrize("computer", [CPU, APEX, NEITHER], ids=["cpu", "apex", "neither"])
@@ -97,14 +97,14 @@ def test_what_was_not_wanted_is_not_noticed() -> None:
 )
 def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        layout_on(computer, flags)
-    layout, _ = layout_on(GPU, flags)
-    assert layout.moe_permute_fusion == ("permute" in flags)
+        checked_on(computer, flags)
+    line = checked_on(GPU, flags)
+    assert line.moe_permute_fusion == ("permute" in flags)
 
 
 def test_products_of_experts_are_those_of_our_layer() -> None:
     with pytest.raises(ValueError, match="--moe-expert-gemm te: needs --moe-layer-impl balanced"):
-        layout_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
+        checked_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
 
 
 BOUND = (
@@ -124,27 +124,27 @@ BOUND = (
     ],
 )
 def test_rooms_for_the_most_rows(flags: str, said: str) -> None:
-    layout_on(GPU, BOUND)
+    checked_on(GPU, BOUND)
     with pytest.raises(ValueError, match=f"--moe-flex-rows bound: {said}; or use counted"):
-        layout_on(GPU, f"{BOUND} {flags}")
+        checked_on(GPU, f"{BOUND} {flags}")
     with pytest.raises(ValueError, match="needs --disable-bias-linear"):
-        layout_on(GPU, BOUND.replace("--disable-bias-linear", ""))
+        checked_on(GPU, BOUND.replace("--disable-bias-linear", ""))
 
 
 def test_a_dry_run_wants_no_kernels() -> None:
     """On a machine without kernels, a dry run stands for a machine with all kernels."""
-    layout, notices = layout_on(CPU, "--dry-run --moe-permute-fusion")
-    assert not layout.moe_permute_fusion and not layout.gradient_accumulation_fusion
-    assert not any("apex" in notice for notice in notices)
+    line = checked_on(CPU, "--dry-run --moe-permute-fusion")
+    assert not line.moe_permute_fusion and not line.gradient_accumulation_fusion
+    assert not any("apex" in notice for notice in line.notices)
 
 
 @pytest.mark.parametrize("module", EXPECTED_MODULES)
 def test_apex_without_what_is_taken_for_granted(module: str) -> None:
     for computer in (without(APEX, module), without(GPU, module)):
         with pytest.raises(ValueError, match=f"apex has no {module}.*APEX_CUDA_EXT=1, or uninstall"):
-            layout_on(computer, "--transformer-impl local", ("transformer_impl",))
+            checked_on(computer, "--transformer-impl local", ("transformer_impl",))
     # Transformer Engine has its own norms and optimizer
-    assert layout_on(without(GPU, module))[0].transformer_impl == "transformer_engine"
+    assert checked_on(without(GPU, module)).transformer_impl == "transformer_engine"
 
 
 @pytest.mark.parametrize("there", [{"apex"}, {"apex", "amp_C", *SOFTMAX}, {"transformer_engine"}, set()])
@@ -173,13 +173,13 @@ def test_versions_of_transformer_engine(installed: str | None, range: str, fits:
     assert (unfit is None) == fits
     computer = dataclasses.replace(GPU, unfit=unfit)
     if fits:
-        layout_on(computer)
+        checked_on(computer)
     else:
         with pytest.raises(
             ValueError, match=f"Transformer Engine {installed}.*asks for .*>=2.9.*pip install".replace("+", "[+]")
         ):
-            layout_on(computer)
-        layout_on(dataclasses.replace(computer, cuda=False))
+            checked_on(computer)
+        checked_on(dataclasses.replace(computer, cuda=False))
 
 
 def test_what_pip_installs_is_what_the_check_accepts() -> None:
@@ -242,6 +242,6 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
     ],
 )
 def test_one_queue_hides_nothing(computer: Machine, connections: str, flags: str, said: str) -> None:
-    _, notices = layout_on(dataclasses.replace(computer, connections=connections), flags)
-    found = [notice for notice in notices if "CUDA_DEVICE_MAX_CONNECTIONS=1" in notice]
+    line = checked_on(dataclasses.replace(computer, connections=connections), flags)
+    found = [notice for notice in line.notices if "CUDA_DEVICE_MAX_CONNECTIONS=1" in notice]
     assert len(found) == bool(said) and all(said in notice and "unset it" in notice for notice in found)

@@ -8,14 +8,16 @@ import pytest
 
 from megatron_balance.cli import arguments
 from megatron_balance.cli.arguments import build_parser
-from megatron_balance.cli.checks import Layout, Machine, check
+from megatron_balance.cli.checks import check
+from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.device.machine import Machine
 from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, counts, reasons, table, without
 
 UNSET = object()
 
 
-def parse(words: list[str], ranks: int) -> tuple[Layout, list[str]]:
-    """Return the layout and the notices of a command line on GPUs, or raise the error that a user sees."""
+def parse(words: list[str], ranks: int) -> CommandLine:
+    """Return a checked command line on GPUs, with all notices, or raise the error that a user sees."""
     machine = Machine(ranks, cuda=True, transformer_engine=True, apex=True, wandb=True)
     parser = build_parser()
     said = io.StringIO()
@@ -25,8 +27,9 @@ def parse(words: list[str], ranks: int) -> tuple[Layout, list[str]]:
     except SystemExit as error:
         raise ValueError(said.getvalue()) from error
     given = arguments.given_fields(parser, words)
-    layout, notices = check(values, given, machine)
-    return layout, arguments.without_effect(given) + notices
+    line = check(values, given, machine)
+    line.notices[:0] = arguments.without_effect(given)
+    return line
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
@@ -37,9 +40,9 @@ def test_script_at_its_own_size(script: Script) -> None:
         with pytest.raises(ValueError, match=flag) as error:
             parse(without(words, script.refused[:position]), script.ranks)
         assert why[flag] in str(error.value) or "unrecognized arguments" in str(error.value)
-    layout, notices = parse([*script.kept, *FILES], script.ranks)
-    assert layout.backend == "nccl"
-    assert tuple(notice.split()[0].rstrip(":") for notice in notices) == script.noticed
+    line = parse([*script.kept, *FILES], script.ranks)
+    assert line.distributed_backend == "nccl"
+    assert tuple(notice.split()[0].rstrip(":") for notice in line.notices) == script.noticed
 
 
 def test_the_page_has_the_outcomes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_balance.app.dry_run import in_words
-from megatron_balance.app.memory import Chunk, Kept, Tokens, chunk_activations, layer, peak
+from megatron_balance.app.memory import ChunkParts, Kept, Tokens, chunk_activations, layer, peak
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
@@ -52,7 +52,7 @@ def test_what_is_recomputed_is_stored_otherwise(module: str) -> None:
 
 @pytest.mark.parametrize(("method", "boundaries", "stored"), [("uniform", 2, 0), ("block", 2, 2)])
 def test_full_recomputation_keeps_what_lies_between_layers(method: str, boundaries: int, stored: int) -> None:
-    chunk = Chunk((False,) * 4, False, False)
+    chunk = ChunkParts((False,) * 4, False, False)
     one = layer(parsed(), False, TOKENS).stored
     config = parsed(f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 2")
     kept = chunk_activations(config, chunk, TOKENS, 128)
@@ -61,7 +61,9 @@ def test_full_recomputation_keeps_what_lies_between_layers(method: str, boundari
 
 
 def test_the_head_keeps_a_softmax_in_full_precision() -> None:
-    plain, head = (chunk_activations(parsed(), Chunk((), False, last), TOKENS, 128).stored for last in (False, True))
+    plain, head = (
+        chunk_activations(parsed(), ChunkParts((), False, last), TOKENS, 128).stored for last in (False, True)
+    )
     assert head - plain == 256 * (4 * 128 + 9 + 2 * 2 * 64)
 
 

@@ -1,17 +1,17 @@
 """Mistakes that people make: each one ends with a sentence that names flag, value and remedy, before the rank joins."""
 
-import html
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_balance.app import launch
+from megatron_balance.app.preflight import preflight
 from megatron_balance.job.endings import Ending
 from tests import mistakes
-from tests.mistakes import MISTAKES, VALID, Mistake
+from tests.mistakes import JOINING, MISTAKES, NOT_DRY, REFUSALS, VALID, Mistake
 
-BEFORE = [mistake for mistake in MISTAKES if not mistake.joins]
+BEFORE = [mistake for mistake in MISTAKES if mistake.name not in JOINING]
 NAMES = [mistake.name for mistake in BEFORE]
 
 
@@ -48,14 +48,15 @@ def started(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.parametrize("flags", [(), ("--dry-run",), ("--eval-interval", "10")], ids=" ".join)
 def test_without_a_mistake_it_joins(started: Any, flags: tuple[str, ...]) -> None:
-    assert started(Mistake("none", "", ()), *flags) == "joined"
+    assert started(Mistake("none"), *flags) == "joined"
 
 
 @pytest.mark.parametrize("mistake", BEFORE, ids=NAMES)
-def test_a_mistake_is_told_before_the_rank_joins(started: Any, mistake: Mistake) -> None:
+def test_a_mistake_is_told_before_the_rank_joins(started: Any, files: Path, mistake: Mistake) -> None:
     output = started(mistake)
-    assert not mistakes.problems(mistake, output), output
-    if mistake.dry:
+    told = mistakes.message(output, files)
+    assert mistakes.is_told(mistake.told, told), told
+    if mistake.name not in NOT_DRY:
         assert started(mistake, "--dry-run") == output
 
 
@@ -63,7 +64,7 @@ def test_a_mistake_is_told_before_the_rank_joins(started: Any, mistake: Mistake)
 def test_only_ranks_that_read_samples_need_the_data(started: Any, rank: int) -> None:
     """The stages are ranks 0-1, 2-3, 4-5 and 6-7; rank 0 also builds the caches of indices."""
     layout = "--pipeline-model-parallel-size 4 --num-layers 4 --expert-model-parallel-size 2 --global-batch-size 16"
-    mistake = Mistake("absent", f"{layout} --data-path absent", (), environment={"RANK": str(rank)})
+    mistake = Mistake("absent", f"RANK={rank} {layout} --data-path absent")
     output = started(mistake)
     assert ("absent.bin: no such file" in output) == (rank in (0, 1, 6, 7))
     assert ("joined" in output) == (rank in (2, 3, 4, 5))
@@ -72,47 +73,42 @@ def test_only_ranks_that_read_samples_need_the_data(started: Any, rank: int) -> 
 def test_a_directory_that_cannot_be_written(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     for flag in ("--save", "--tensorboard-dir", "--moe-routing-trace-path", "--data-cache-path"):
-        told = started(Mistake("unwritable", f"{flag} new/directory", ()))
+        told = started(Mistake("unwritable", f"{flag} new/directory"))
         assert f"{flag} new/directory: this user may not write to " in told and "choose a writable" in told
 
 
 def test_evaluation_without_data_is_a_notice(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Megatron-LM, the run goes on."""
     monkeypatch.chdir(files)
-    argv = Mistake("", "--split 1,0,0 --eval-interval 5", ()).argv
+    argv = Mistake("", "--split 1,0,0 --eval-interval 5").argv
     monkeypatch.setenv("WORLD_SIZE", "8")
-    asked = launch._asked(argv, launch.job.Launch.from_environment())
     told = "--eval-interval 5 has no effect: there are no validation data (--split 1,0,0)"
-    assert told in asked.parsed.notices
+    assert told in preflight(argv).notices
 
 
-def test_the_table_is_one_of_different_mistakes() -> None:
-    assert len(MISTAKES) >= 40
-    assert len(set(NAMES)) == len(NAMES)
+@pytest.mark.parametrize("mistake", REFUSALS, ids=[mistake.name for mistake in REFUSALS])
+def test_flags_are_refused(mistake: Mistake) -> None:
+    told = mistakes.refusal(mistake)
+    assert mistakes.is_told(mistake.told, told), told
+
+
+def test_the_tables_are_complete() -> None:
+    assert len(MISTAKES) >= 60 and len(REFUSALS) >= 140
+    assert len(set(NAMES)) == len(NAMES) and {*NOT_DRY} <= {mistake.name for mistake in MISTAKES}
     for mistake in MISTAKES:
-        assert len(mistake.said) >= 2, mistake.name
-        assert set(mistake.without.split()) <= set(VALID)
-
-
-def test_the_page_has_what_is_told() -> None:
-    page = (mistakes.ENTRY_POINT.parent / "docs/measurements/mistakes.md").read_text()
-    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    told = {cells[0]: html.unescape(" ".join(cells[2:-1])).replace("\\|", "|") for cells in table}
-    assert told.keys() == {"mistake", "none: `--help`", *(mistake.name for mistake in MISTAKES)}
-    for mistake in MISTAKES:
-        assert all(part in told[mistake.name] for part in mistake.said), mistake.name
+        assert mistake.told and {*mistake.without} <= {*VALID}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])
 def test_a_mistake_of_a_real_process(files: Path, mistake: Mistake) -> None:
     ended = mistakes.run(mistake, files)
-    assert ended.returncode in (1, 2)
-    assert not mistakes.problems(mistake, ended.stderr), ended.stderr
+    assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr
+    assert mistakes.is_told(mistake.told, mistakes.message(ended.stderr, files)), ended.stderr
 
 
 def test_a_split_without_documents_in_a_real_process(files: Path) -> None:
     """megatron-core would repeat the empty set for ever."""
     mistake = next(one for one in MISTAKES if one.name == "split without documents")
     ended = mistakes.run(mistake, files)
-    assert ended.returncode == 1 and not mistakes.problems(mistake, ended.stderr), ended.stderr
+    assert ended.returncode == 1 and mistakes.is_told(mistake.told, mistakes.message(ended.stderr, files))

@@ -37,12 +37,6 @@ def parsed(flags: str, machine: Machine = CPU) -> Parsed:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--profile", "--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler"),
-        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler: also give --tensorboard-dir"),
-        ("--profile --profile-step-start 5 --profile-step-end 5", "--profile-step-start 5 --profile-step-end 5: give"),
-        ("--record-memory-history", "--record-memory-history: records memory of a CUDA device"),
-        ("--log-memory-interval 3", "--log-memory-interval 3: must be a multiple of --log-interval 2"),
-        ("--manual-gc --manual-gc-interval -1", "--manual-gc-interval -1: give 0"),
         ("--wandb-project p", "--wandb-project p: also give --wandb-save-dir or --save"),
         ("--wandb-project p --save s --wandb-exp-name=", "--wandb-exp-name: is empty"),
     ],
@@ -50,11 +44,6 @@ def parsed(flags: str, machine: Machine = CPU) -> Parsed:
 def test_mistakes(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parsed(flags)
-
-
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(ValueError, match="needs the package wandb; pip install wandb"):
-        parsed("--wandb-project p --save s", replace(CPU, wandb=False))
 
 
 @pytest.mark.parametrize(

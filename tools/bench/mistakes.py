@@ -32,16 +32,12 @@ def main() -> None:
             start = time.perf_counter()
             ended = mistakes.run(mistake, directory)
             seconds = time.perf_counter() - start
-            told = mistakes.message(ended.stderr).partition(": error: ")[2].strip()
-            # As Markdown, in which <...> would be HTML
-            told = told.replace(str(directory), "DIR").replace("|", "\\|").replace("<", "&lt;")
-            variables = [f"{variable}={value}" for variable, value in mistake.environment.items()]
-            words = [*variables, *(f"without {flag}" for flag in mistake.without.split()), mistake.flags]
-            flags = " ".join(word for word in words if word)
-            print(f"| {mistake.name} | {f'`{flags}`' if flags else ''} | {told} | {seconds:.1f} |", flush=True)
-            for problem in mistakes.problems(mistake, ended.stderr):
+            told = mistakes.message(ended.stderr, directory)
+            flags = f"`{mistakes.cell(mistake.changes)}`" if mistake.changes else ""
+            print(f"| {mistake.name} | {flags} | {mistakes.cell(told)} | {seconds:.1f} |", flush=True)
+            if not mistakes.is_told(mistake.told, told):
                 failed = True
-                print(f"{mistake.name}: {problem}", file=sys.stderr)
+                print(f"{mistake.name}: not as in the table", file=sys.stderr)
     sys.exit(int(failed))
 
 

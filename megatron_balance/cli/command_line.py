@@ -1,0 +1,54 @@
+"""CommandLine: the values of all flags, which checks read, complete and name in their messages."""
+
+import argparse
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_balance.config.flags import flag_of, in_words
+from megatron_balance.device.machine import Machine
+
+
+class CommandLine(argparse.Namespace):
+    """Every flag's value as an attribute with the name of its field. Checks replace values that they derive.
+
+    Args:
+        values: the flags' values by field name.
+        given: fields whose flags the user wrote.
+        machine: the processes and the libraries that the flags are checked against.
+    """
+
+    def __init__(self, values: Mapping[str, Any], given: Collection[str], machine: Machine) -> None:
+        super().__init__(**values)
+        self.given = given
+        self.machine = machine
+        self.notices: list[str] = []
+        """Sentences for the log, about decisions made for the user."""
+        self.flags = WrittenFlags(self)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a field that only some versions of megatron-core have; None if it is absent."""
+        return getattr(self, name, None)
+
+    @property
+    def expert_tp(self) -> int:
+        """The expert-tensor-parallel size; by default, the tensor-parallel size."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether Transformer Engine can be used."""
+        return self.machine.cuda and self.machine.transformer_engine
+
+
+class WrittenFlags:
+    """For messages: each attribute is a flag as it is written, with its current value, such as `--num-experts 8`."""
+
+    def __init__(self, line: CommandLine) -> None:
+        self._line = line
+
+    def __getattr__(self, name: str) -> str:
+        value = getattr(self._line, name)
+        return flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {in_words(value)}".rstrip()
+
+    def __getitem__(self, name: str) -> str:
+        return getattr(self, name)
