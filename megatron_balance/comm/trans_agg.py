@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import Message, TransferPlan
+from megatron_balance.placement.trans_plan import ExpertPiece, TransPlan
 
 AHEAD = 2
 """Number of rounds whose receives are posted early on gloo, where a sender waits until the receiver is ready."""
@@ -60,7 +61,7 @@ class _Step(NamedTuple):
 class _Prepared(NamedTuple):
     """A Trans or an Agg of this rank: a function of a plan and a placement, so it is used as long as these last."""
 
-    plan: TransferPlan
+    plan: TransPlan
     placement: Placement
     steps: list[_Step]
     sent: list[torch.Tensor]
@@ -68,7 +69,7 @@ class _Prepared(NamedTuple):
 
 
 class ExpertTransfer:
-    """Executes TransferPlans, or parts of them, over an expert-parallel group.
+    """Executes TransPlans, or parts of them, over an expert-parallel group.
 
     Every rank of the group calls every method, with the same plans in the same order. Both methods return when this
     rank's part is complete, or, with NCCL, queued on the current stream: one batch of messages per round, over a
@@ -90,12 +91,12 @@ class ExpertTransfer:
         self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def trans(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
+    def trans(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
         """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
         self._run(self._ready(plan, placement, slots, adds=False))
 
     @torch.no_grad()
-    def agg(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
+    def agg(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
         """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
 
         The plan runs backward: a rank that relayed weights adds up the gradients it receives before it sends them on.
@@ -107,7 +108,7 @@ class ExpertTransfer:
         if prepared.sent:
             torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _ready(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+    def _ready(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         kept = self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS))
         for prepared in kept:
             if prepared.plan is plan and prepared.placement is placement:
@@ -117,7 +118,7 @@ class ExpertTransfer:
         self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS)).append(prepared)
         return prepared
 
-    def _prepare(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+    def _prepare(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         steps = _steps(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
         if not adds:
             arriving = [[piece.tensors for piece in step.received] for step in steps]
@@ -320,7 +321,7 @@ def cut(tensors: Sequence[torch.Tensor], chunk: int, chunks: int) -> list[torch.
 
 
 def _steps(
-    plan: TransferPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
+    plan: TransPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
 ) -> list[_RoundPart]:
     """Return this rank's part of every round that it takes part in, in the order of Trans."""
 
@@ -332,15 +333,14 @@ def _steps(
     def tensors_in(expert: int, chunk: int, chunks: int) -> list[torch.Tensor]:
         return cut(expert_of(expert), chunk, chunks)
 
-    def piece(message: Message, peer: int) -> _Piece:
-        tensors = tensors_in(message.expert, message.chunk, message.chunks)
-        return _Piece(message.expert, message.chunk, peer, tensors)
+    def piece(message: ExpertPiece, peer: int) -> _Piece:
+        tensors = tensors_in(message.expert, message.piece, message.pieces)
+        return _Piece(message.expert, message.piece, peer, tensors)
 
-    _, source_M, target_M, *_ = plan.messages_5M
-    (own_M,) = ((source_M == rank) | (target_M == rank)).nonzero()
+    (own_M,) = ((plan.source_M == rank) | (plan.target_M == rank)).nonzero()
     steps: defaultdict[int, _RoundPart] = defaultdict(lambda: _RoundPart([], []))
-    for number, fields in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
-        message = Message(*fields)
+    for *fields, number in np.stack([column_M[own_M] for column_M in plan.columns], axis=1).tolist():
+        message = ExpertPiece(*fields)
         if message.source == rank:
             steps[number].sent.append(piece(message, message.target))
         else:

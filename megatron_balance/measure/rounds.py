@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import Message, TransferPlan
+from megatron_balance.placement.trans_plan import ExpertPiece, TransPlan
 from megatron_balance.profile.cluster_profile import Fit
 
 SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
-"""Batches, and the experts that a rank sends and receives: as along routes of few batches, and along chains."""
+"""Batches, and the experts that a rank sends and receives: from few large batches to many small ones."""
 
 MOST_SENT = 64 << 20
 """Maximum bytes that a rank sends: the loads of all sizes have their memory at the same time."""
@@ -109,7 +109,7 @@ class _Experts:
         return self.slots[slot]
 
 
-def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement]:
+def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
     """Return a plan in which every rank sends its experts to other ranks in turn, a piece of each in every batch.
 
     Args:
@@ -121,11 +121,9 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement
         for rank in range(num_ranks)
         for index in range(load.experts)
     ]
-    rounds = tuple(
-        tuple(Message(*route, chunk=chunk, chunks=load.batches) for route in routes) for chunk in range(load.batches)
-    )
+    rounds = tuple(tuple(ExpertPiece(*route, piece, load.batches) for route in routes) for piece in range(load.batches))
     owners = Placement.identity(num_ranks * load.experts, num_ranks, load.experts)
-    return TransferPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
+    return TransPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
 
 
 def trans_call(

@@ -11,7 +11,8 @@ import numpy as np
 from megatron_balance.comm.ownership_transfer import Field
 from megatron_balance.comm.trans_agg import Slots
 from megatron_balance.cost.calibration import Factors
-from megatron_balance.cost.loads import COMPUTED, condensed
+from megatron_balance.cost.core import COMPUTED
+from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import Overlap, owners
 from megatron_balance.cost.sending import Sending
 from megatron_balance.device import clock
@@ -19,7 +20,7 @@ from megatron_balance.device.host_memory import Reading
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import Action, Operation
@@ -72,19 +73,19 @@ class LayerState:
     _initial: Placement = field(init=False)
     """Experts that only their first owners host: what reports compare with."""
 
-    _transfers: tuple[Placement, TransferPlan] | None = None
+    _transfers: tuple[Placement, TransPlan] | None = None
     """A placement and its messages, the same objects as long as the placement lasts."""
 
     _beside: tuple[Placement, tuple[int, int]] | None = None
     """A placement and its rounds that overlap with the non-MoE computation, from its plan."""
 
-    _parts: tuple[TransferPlan, dict[Operation, tuple[TransferPlan, TransferPlan]]] | None = None
+    _parts: tuple[TransPlan, dict[Operation, tuple[TransPlan, TransPlan]]] | None = None
     """Messages and their `_both_parts`, the same objects as long as the messages last."""
 
     _counts_BDE: np.ndarray | None = None
     """The result of `counts_BDE` for the loads that there were."""
 
-    _sent: tuple[TransferPlan, int, tuple[float, float]] | None = None
+    _sent: tuple[TransPlan, int, tuple[float, float]] | None = None
     """A plan, a rank and its `_sending`."""
 
     def __post_init__(self) -> None:
@@ -100,10 +101,10 @@ class LayerState:
         return owners_host(self.placement).trimmed
 
     @property
-    def transfers(self) -> TransferPlan:
+    def transfers(self) -> TransPlan:
         """The messages of Trans, and of Agg in reverse."""
         if self._transfers is None or self._transfers[0] is not self.placement:
-            self._transfers = self.placement, self.manager.cost.transfers(self.placement)
+            self._transfers = self.placement, self.manager.cost.trans_plan(self.placement)
         return self._transfers[1]
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
@@ -137,7 +138,7 @@ class LayerState:
         self.observed = True
         self.prediction_error = error if error is not None else 0.0
 
-    def part(self, action: Action) -> TransferPlan:
+    def part(self, action: Action) -> TransPlan:
         """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
 
         Of two parts, one overlaps with the non-MoE computation and has the rounds that fit there, because that time is
@@ -151,7 +152,7 @@ class LayerState:
         return under_experts if (action.part == 1) == forward else under_others
 
     @property
-    def _both_parts(self) -> dict[Operation, tuple[TransferPlan, TransferPlan]]:
+    def _both_parts(self) -> dict[Operation, tuple[TransPlan, TransPlan]]:
         """The rounds of Trans and of Agg that overlap with the experts, and those that fit the other computation."""
         if self._parts is None or self._parts[0] is not self.transfers:
             if self._beside is None or self._beside[0] is not self.placement:
@@ -164,17 +165,17 @@ class LayerState:
 
     def sent_bytes(self, action: Action, rank: int) -> int:
         """Return the bytes that a rank sends in a Trans, an Agg or a part of one."""
-        _, source_M, target_M, _, chunks_M = self.part(action).messages_5M
+        plan = self.part(action)
         cost = self.manager.cost
         if action.operation is Operation.TRANS:
-            sent_M = source_M == rank
+            sent_M = plan.source_M == rank
             size = cost.param_bytes
         else:
-            sent_M = target_M == rank
+            sent_M = plan.target_M == rank
             size = cost.grad_bytes
-        return round(float((size / chunks_M[sent_M]).sum()))
+        return round(float((size / plan.pieces_M[sent_M]).sum()))
 
-    def close(self, placement: Placement, transfers: TransferPlan) -> None:
+    def close(self, placement: Placement, transfers: TransPlan) -> None:
         """Record the finished iteration, in which `placement` was in force and `transfers` were executed.
 
         The device has finished the one before, because the host has waited for this one's loads.
@@ -234,7 +235,7 @@ class LayerState:
         totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
         return f"layer {number}: {totals} ms expected ({changes}): {self.placement}"
 
-    def _sending(self, plan: TransferPlan, rank: int) -> tuple[float, float]:
+    def _sending(self, plan: TransPlan, rank: int) -> tuple[float, float]:
         """Return the uncalibrated seconds of a rank's parts of Trans and Agg."""
         if self._sent is None or self._sent[0] is not plan or self._sent[1] != rank:
             trans_D, agg_D = self.manager.cost.transport.rank_seconds(plan)
@@ -313,8 +314,8 @@ class LayerState:
 
 
 def both_parts(
-    plan: TransferPlan, beside: tuple[int, int]
-) -> tuple[tuple[TransferPlan, TransferPlan], tuple[TransferPlan, TransferPlan]]:
+    plan: TransPlan, beside: tuple[int, int]
+) -> tuple[tuple[TransPlan, TransPlan], tuple[TransPlan, TransPlan]]:
     """Return the rounds of Trans, and those of Agg, that overlap with the experts, and those that fit the other part.
 
     Args:
@@ -345,7 +346,7 @@ class Iteration:
     """One layer's finished iteration."""
 
     placement: Placement
-    transfers: TransferPlan
+    transfers: TransPlan
     """The messages of Trans, and of Agg in reverse."""
     loads: Sequence[np.ndarray]
     """[D, E] int32 of each microbatch."""

@@ -40,7 +40,7 @@ from megatron_balance.observe.calibration_log import Record
 from megatron_balance.observe.profiling import record_function
 from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
@@ -242,13 +242,13 @@ class Balancer:
         else:
             self._started[action] = self._start_agg(state, state.part(action))
 
-    def _start_trans(self, state: LayerState, plan: TransferPlan) -> AsyncWork:
+    def _start_trans(self, state: LayerState, plan: TransPlan) -> AsyncWork:
         # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
         with record_function("Trans"):
             work = functools.partial(self.transfer.trans, plan, state.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
 
-    def _start_agg(self, state: LayerState, plan: TransferPlan) -> AsyncWork | None:
+    def _start_agg(self, state: LayerState, plan: TransPlan) -> AsyncWork | None:
         if not len(plan):
             return None
         with record_function("Agg"):

@@ -1,15 +1,13 @@
-"""Compares ways to send one expert to k guests: chains, trees and direct sends, on a slow network (testbed.py).
+"""Compares the routes of one expert to k guests on a slow network (testbed.py).
 
     python tools/bench/relays.py [--layouts 2x4 4x2] [--mib 8 32] [--guests 1 3 7] [--chunks 4 16]
                                  [--link-mbit 400] [--repeats 9]
 
-Rank 0 owns the expert, the last k ranks are its guests. `chain-c` and `tree-c` are `plan_transfers` with c pieces and
-one or two sends per rank; with `direct` the owner sends the whole expert to every guest; with `doubling` every rank
-that has it passes on the whole expert until all have it. `exchanged-c` and `by-node-c` are the routes of few batches
-of `placement/relays.py`. All plans take turns in one job, with the same ExpertTransfer,
-and an untimed Trans and Agg of each must produce the right weights and sums. Times are from the first rank's start to
-the last rank's end. `links` is the time that the busiest node's link needs for the plan's messages, and the limit is
-that of the best plan. For CPU time, see alltoall.py.
+Rank 0 owns the expert, the last k ranks are its guests. With `direct` the owner sends the whole expert to one guest
+after the other. `exchanged-c` and `by-node-c` are the routes of `placement/trans_plan.py` with c pieces. All plans
+take turns in one job, with the same ExpertTransfer, and an untimed Trans and Agg of each must produce the right
+weights and sums. Times are from the first rank's start to the last rank's end. `links` is the time that the busiest
+node's link needs for the plan's messages, and the limit is that of the best plan. For CPU time, see alltoall.py.
 """
 
 import argparse
@@ -27,16 +25,13 @@ from alltoall import Row, Sample, layout, meet, timed
 from megatron_balance.comm.trans_agg import ExpertTransfer
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
+from megatron_balance.placement.trans_plan import ROUTES, ExpertPiece, TransPlan, hops, plan_hops
 from namespaces import TestbedUnavailable
 from testbed import Testbed
 from traffic import limit
 
 EXPERT = 0
 KINDS = ("trans", "agg")
-SHAPES = {"chain": 1, "tree": 2}
-"""Number of sends per rank."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +52,17 @@ class Case:
         return Placement.identity(self.num_ranks, self.num_ranks, 1).with_hosts((EXPERT, rank) for rank in ranks)
 
     @property
-    def plans(self) -> dict[str, TransferPlan]:
+    def plans(self) -> dict[str, TransPlan]:
         """Plans by name."""
         guests = range(self.num_ranks - self.guests, self.num_ranks)
-        doubling = plan_transfers(self.placement, self.node_size, 1, fanout=self.guests)
-        relayed = {
-            f"{shape}-{chunks}": plan_transfers(self.placement, self.node_size, chunks, fanout)
-            for shape, fanout in SHAPES.items()
-            for chunks in self.chunks
-        }
         few = {
             f"{route.replace(' ', '-')}-{chunks}": plan_hops(hops(self.placement, self.node_size, route), chunks)
             for route in ROUTES[1:]
             for chunks in (1, *self.chunks)
         }
-        return {"direct": direct(guests), "doubling": doubling, **relayed, **few}
+        return {"direct": direct(guests), **few}
 
-    def bytes_between(self, plan: TransferPlan) -> np.ndarray:
+    def bytes_between(self, plan: TransPlan) -> np.ndarray:
         """Return the bytes that a plan sends from each rank to each rank, [D, D]."""
         bytes_DD = np.zeros((self.num_ranks, self.num_ranks))
         for _, source, target, _, chunks in itertools.chain.from_iterable(plan.rounds):
@@ -81,9 +70,9 @@ class Case:
         return bytes_DD
 
 
-def direct(guests: Sequence[int]) -> TransferPlan:
+def direct(guests: Sequence[int]) -> TransPlan:
     """Return the plan in which the owner, rank 0, sends the whole expert to one guest after the other."""
-    return TransferPlan.of((Message(EXPERT, 0, guest, 0),) for guest in guests)
+    return TransPlan.of((ExpertPiece(EXPERT, 0, guest, 0),) for guest in guests)
 
 
 class Kept:
@@ -131,9 +120,7 @@ def measure(case: Case) -> dict[tuple[str, str], list[Sample]]:
     return samples
 
 
-def _check(
-    transfer: ExpertTransfer, plan: TransferPlan, placement: Placement, kept: Kept, rank: int, guests: int
-) -> None:
+def _check(transfer: ExpertTransfer, plan: TransPlan, placement: Placement, kept: Kept, rank: int, guests: int) -> None:
     kept.weights[1].zero_()
     for gradient in kept.gradients:
         gradient.fill_(1.0)
