@@ -157,7 +157,7 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
     """
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.observe.load_log import read_loads
-    from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
+    from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution, recorded
 
     transformer = config.transformer
     ranks = transformer.expert_model_parallel_size
@@ -171,8 +171,8 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
         return EvenLoads(ranks, experts, topk, tokens)
     if Path(load).is_dir():
         _, found = next(iter(read_loads(Path(load)).items()))
-        return Loads(recorded(found.counts, ranks, experts, first), topk, tokens, seed)
-    return Loads(distribution(load, ranks, experts, seed), topk, tokens, seed)
+        return DrawnLoads(recorded(found.counts, ranks, experts, first), topk, tokens, seed)
+    return DrawnLoads(distribution(load, ranks, experts, seed), topk, tokens, seed)
 
 
 def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[str]) -> dict[str, Any]:

@@ -31,10 +31,9 @@ from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import attention_flops, mlp_flops
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
-from megatron_balance.simulate.layers import LayerModel
+from megatron_balance.simulate.layers import LayerModel, RowExchange
 from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
-from megatron_balance.simulate.programs import Stage
-from megatron_balance.simulate.wire import Wire
+from megatron_balance.simulate.programs import StageSchedule
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order
@@ -169,7 +168,7 @@ class _StageBuilder:
             overlaps={number: state.overlap[:2] for number, state in states.items()},
         )
 
-    def _stage(self, teams: int) -> Stage:
+    def _stage(self, teams: int) -> StageSchedule:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
         schedule = compute_order(passes, blocks)
@@ -189,7 +188,7 @@ class _StageBuilder:
         if ddp.overlap_param_gather:
             late = _parts(one_after_another(gathers), others)
             gathers = []
-        return Stage(
+        return StageSchedule(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
             teams=teams,
@@ -209,29 +208,29 @@ class _StageBuilder:
         comm = self.config.comm
         return LayerModel(
             cost=cost,
-            wire=self._wire(ranks_D),
+            rows=self._rows(ranks_D),
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
             repeats=self.transformer.recompute_granularity == "full",
         )
 
-    def _wire(self, ranks_D: np.ndarray) -> Wire:
+    def _rows(self, ranks_D: np.ndarray) -> RowExchange:
         modules = (module for chunk in self.run.model for module in chunk.modules())
         parallel = next(module.parallel for module in modules if isinstance(module, BalancedMoELayer))
         groups = self.run.groups
         transformer = self.transformer
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
-        wire = whole if parallel.exchange_group is groups.tp_ep else self.profile
+        profile = whole if parallel.exchange_group is groups.tp_ep else self.profile
         names = (self.config.comm.moe_comm_alltoall,)
         if names == ("auto",):
-            names = (DEFAULT, "2dh", "1dh") if Network.of(wire).has_both_levels else (DEFAULT,)
+            names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
-        return Wire(
+        return RowExchange(
             network=TeamNetwork(self.fabric, ranks_D, Network.of(whole)),
             profile=whole,
-            models=tuple(ExchangeModel.of(wire, one) for one in names),
+            models=tuple(ExchangeModel.of(profile, one) for one in names),
             steps=parallel.steps,
             shards=shards,
             copies=parallel.copies,

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 
 AHEAD = 2
 """Number of rounds whose receives are posted early on gloo, where a sender waits until the receiver is ready."""
@@ -82,7 +83,7 @@ class _PostedRound(NamedTuple):
 class _Prepared(NamedTuple):
     """A Trans or an Agg of this rank: a function of a plan and a placement, so it is used as long as these last."""
 
-    plan: TransferPlan
+    plan: TransPlan
     placement: Placement
     rounds: list[_PostedRound]
     sent: list[torch.Tensor]
@@ -113,12 +114,12 @@ class TransAgg:
         self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def trans(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
+    def trans(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
         """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
         self._run(self._ready(plan, placement, slots, adds=False).rounds)
 
     @torch.no_grad()
-    def agg(self, plan: TransferPlan, placement: Placement, slots: Slots) -> None:
+    def agg(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
         """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
 
         The plan runs backward: a rank that passed on weights adds up the gradients it receives before it sends them on.
@@ -130,7 +131,7 @@ class TransAgg:
         if prepared.sent:
             torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _ready(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+    def _ready(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         for prepared in self._prepared.get(slots, {}).get(adds, ()):
             if prepared.plan is plan and prepared.placement is placement:
                 return prepared
@@ -138,7 +139,7 @@ class TransAgg:
         self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS)).append(prepared)
         return prepared
 
-    def _prepare(self, plan: TransferPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+    def _prepare(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         rounds = _own_rounds(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
         if adds:
             rounds = [_OwnRound(sent=part.received, received=part.sent) for part in reversed(rounds)]
@@ -278,7 +279,7 @@ def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.
 
 
 def _own_rounds(
-    plan: TransferPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
+    plan: TransPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
 ) -> list[_OwnRound]:
     """Return this rank's part of every round that it takes part in, in the order of Trans."""
 
@@ -290,11 +291,11 @@ def _own_rounds(
     def piece_of(expert: int, piece: int, pieces: int) -> list[torch.Tensor]:
         return cut(expert_of(expert), piece, pieces)
 
-    _, source_M, target_M, *_ = plan.messages_5M
-    (own_M,) = ((source_M == rank) | (target_M == rank)).nonzero()
+    (own_M,) = ((plan.source_M == rank) | (plan.target_M == rank)).nonzero()
     rounds: defaultdict[int, _OwnRound] = defaultdict(lambda: _OwnRound([], []))
-    for number, message in zip(plan.round_M[own_M].tolist(), plan.messages_5M[:, own_M].T.tolist(), strict=True):
-        expert, source, target, piece, pieces = message
+    for expert, source, target, piece, pieces, number in np.stack(
+        [each[own_M] for each in plan.columns], axis=1
+    ).tolist():
         slices = rounds[number].sent if source == rank else rounds[number].received
         peer = target if source == rank else source
         for tag, tensor in enumerate(piece_of(expert, piece, pieces)):

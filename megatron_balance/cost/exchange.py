@@ -15,7 +15,6 @@ In the shapes, L counts the ranks of a node. Matrices [D, D] hold the bytes from
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,25 +41,26 @@ class ExchangeModel:
         line = profile.link("all_to_all") if name == DEFAULT else profile.all_to_alls.get(name)
         return cls(name, Network.of(profile), line)
 
+    def crossing(self, bytes_DD: np.ndarray) -> Crossing:
+        """Return what ranks send and receive in the stages of one exchange."""
+        return self.network.crossing(np.stack(stages(self.name, bytes_DD, self.network.node_size)))
+
     def seconds(self, bytes_DD: np.ndarray) -> float:
         """Return the seconds of one exchange; 0 if no bytes leave their rank."""
-        found = stages(self.name, bytes_DD, self.network.node_size)
-        stages_BDD = np.stack(found)
+        stages_BDD = np.stack(stages(self.name, bytes_DD, self.network.node_size))
         if not stages_BDD.any():
             return 0.0
         if self.line is None:
             return float(self.network.batch_seconds(stages_BDD).sum())
-        carried = self.network.byte_seconds(self.network.crossing(stages_BDD)).sum()
-        return self.line.alpha + self.scale * float(carried)
+        return self.line.alpha + self.scale * float(self.network.byte_seconds(self.network.crossing(stages_BDD)).sum())
 
     @functools.cached_property
     def scale(self) -> float:
         """Measured seconds per byte over those of the network; 1 if nothing was measured."""
         if self.line is None:
             return 1.0
-        even_DD = np.ones((self.network.num_ranks, self.network.num_ranks)) / max(1, self.network.num_ranks - 1)
-        stages_BDD = np.stack(stages(self.name, even_DD, self.network.node_size))
-        carried = self.network.byte_seconds(self.network.crossing(stages_BDD)).sum()
+        ranks = self.network.num_ranks
+        carried = self.network.byte_seconds(self.crossing(np.ones((ranks, ranks)) / max(1, ranks - 1))).sum()
         return self.line.beta / float(carried) if carried else 1.0
 
     @functools.cached_property
@@ -70,15 +70,6 @@ class ExchangeModel:
             return self.line.alpha
         ones_BDD = np.stack(stages(self.name, np.ones((self.network.num_ranks,) * 2), self.network.node_size))
         return float(self.network.latency(self.network.crossing((ones_BDD > 0) * 1.0)).sum())
-
-    def one_stage_seconds(self, bytes_: Crossing) -> np.ndarray:
-        """Return [...] the seconds beyond `latency` of exchanges in one stage, in which ranks send these bytes."""
-        return self.scale * self.network.byte_seconds(bytes_)
-
-
-def predict(names: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
-    """Return the seconds that each member takes to exchange bytes_DD."""
-    return {name: ExchangeModel.of(profile, name).seconds(bytes_DD) for name in names}
 
 
 def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterProfile:

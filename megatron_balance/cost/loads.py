@@ -1,21 +1,16 @@
 """What a placement makes ranks compute, send and receive, summed over experts.
 
-Loads are arrays [..., 5, B, D] of tokens: what each rank computes, sends and receives within its node, and sends to and
-receives from other nodes, in each of B microbatches. The loads of a layer are the sum of those of its experts, so a
-search updates them by what one expert adds.
+`cost/core.py` explains loads, [..., 5, B, D]. The loads of a layer are the sum of the loads of its experts, so a search
+updates them by what one expert adds.
 
 In the shapes, A counts experts, or ways to place one expert.
 """
 
 import numpy as np
 
-from megatron_balance.cost.loops import add_loads
-from megatron_balance.cost.network import Crossing, Network
+from megatron_balance.cost.core import FEATURES, add_loads
+from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import shares
-
-COMPUTED = 0
-FEATURES = 5
 
 MOST_GROUPS = 8
 """Maximum number of load matrices of an iteration that plans are made for."""
@@ -61,21 +56,20 @@ def expert_loads(
     Args:
         split: a name in SPLITS.
         counts_ABD: tokens of each source rank, float64.
-        shares_AD, primary_A: as `shares` of a placement, and its primary hosts.
+        shares_AD, primary_A: as `Tables.shares_ED`, and the primary hosts.
     """
-    ways, microbatches, ranks = counts_ABD.shape
-    loads_AFBD = np.zeros((ways, FEATURES, microbatches, ranks))
-    arrays = (np.ascontiguousarray(counts_ABD), np.ascontiguousarray(shares_AD, np.int64), np.array(primary_A))
-    add_loads(loads_AFBD, *arrays, network.node_size, split == "local_first")
+    loads_AFBD = np.zeros((len(counts_ABD), FEATURES, *counts_ABD.shape[1:]))
+    counts_ABD = np.ascontiguousarray(counts_ABD, np.float64)
+    shares_AD = np.ascontiguousarray(shares_AD, np.int64)
+    add_loads(loads_AFBD, counts_ABD, shares_AD, np.array(primary_A), network.node_size, split == "local_first")
     return loads_AFBD
 
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
-    _, microbatches, ranks = counts_EBD.shape
     counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
-    loads_1FBD = np.zeros((1, FEATURES, microbatches, ranks))
-    alone_ED = (owner_E[:, None] == np.arange(ranks)).astype(np.int64)
+    loads_1FBD = np.zeros((1, FEATURES, *counts_EBD.shape[1:]))
+    alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
     add_loads(loads_1FBD, counts_EBD, alone_ED, owner_E, network.node_size, False)
     return loads_1FBD[0]
 
@@ -84,22 +78,7 @@ def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placem
     """Return [5, B, D]: the loads of all experts of a placement."""
     counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
     loads_1FBD = np.zeros((1, FEATURES, *counts_BDE.shape[:2]))
-    shares_ED = shares(placement)
-    primary_E = np.array(placement.primary, dtype=np.int64)
-    add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
+    tables = placement.tables
+    is_local = split == "local_first"
+    add_loads(loads_1FBD, counts_EBD, tables.shares_ED, tables.hosting.primary_E, network.node_size, is_local)
     return loads_1FBD[0]
-
-
-def _by_node(counts_EBD: np.ndarray, size: int) -> np.ndarray:
-    """Return [E, B, N, L], with zeros for ranks that the last node lacks."""
-    experts, microbatches, ranks = counts_EBD.shape
-    if ranks % size:
-        counts_EBD = np.pad(counts_EBD, ((0, 0), (0, 0), (0, -ranks % size)))
-    return counts_EBD.reshape(experts, microbatches, -(-ranks // size), size)
-
-
-def crossing_of(loads_XFBD: np.ndarray) -> Crossing:
-    """Return the tokens that ranks exchange, [2, ..., B, D]."""
-    first = loads_XFBD.ndim - 3
-    loads_FXBD = loads_XFBD.transpose(first, *range(first), -2, -1)
-    return Crossing(loads_FXBD[1:3], loads_FXBD[3:5])

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_balance.cost.core import Prices, add_loads, carry, layer_work, rank_work
 from megatron_balance.cost.exchange import ExchangeModel
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, crossing_of, placement_loads
-from megatron_balance.cost.loops import Prices, add_loads
-from megatron_balance.cost.network import Crossing, Network
+from megatron_balance.cost.loads import by_microbatch, placement_loads
+from megatron_balance.cost.network import Network
 from megatron_balance.cost.sending import Sending, SendingModel
+from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS, traffic_of
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 Amount = TypeVar("Amount", float, np.ndarray)
@@ -145,7 +146,8 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile what predictions need, so that no plan takes seconds for it."""
-        add_loads.prepare()
+        for loop in (add_loads, carry, layer_work, rank_work):
+            loop.prepare()
         self.transport.prepare()
 
     @cached_property
@@ -154,24 +156,24 @@ class CostModel:
         return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.overlap is not None)
 
     @cached_property
-    def prices(self) -> Prices:
-        """The numbers that compiled loops take."""
-        network = self.network
-        near = self.network.near
-        far = self.network.far
-        token = self.token_bytes * self.exchange.scale
-        line = self.profile.forward
-        back = self.profile.backward
-        prices = near.beta * token, far.beta * token, near.one_way, far.one_way, network.adapters, self.coding
-        return Prices(
-            network.node_size,
-            self.split == "local_first",
-            np.array([*prices, self.transport.far], dtype=np.float64),
-            self.transport.numbers_27,
-            self.transport.least_rounds,
-            np.array(self.rate_D, dtype=np.float64),
-            (line.seconds_per_token + back.seconds_per_token) / self.rate_D,
+    def prices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The numbers that compiled loops take: packed Prices, and each rank's rate and seconds of a token, [D]."""
+        prices = Prices(
+            links=self.network.links(self.token_bytes * self.exchange.scale),
+            sending=self.transport.prices,
+            local_first=self.split == "local_first",
+            coding=float(self.coding),
         )
+        return packed(prices), np.array(self.rate_D, dtype=np.float64), self._seconds_per_token / self.rate_D
+
+    @cached_property
+    def _links_1(self) -> np.ndarray:
+        return packed(self.network.links(self.token_bytes * self.exchange.scale))
+
+    @property
+    def _seconds_per_token(self) -> float:
+        """Seconds in which a rank of average speed computes a token, forward and backward."""
+        return self.profile.forward.seconds_per_token + self.profile.backward.seconds_per_token
 
     @cached_property
     def rate_D(self) -> np.ndarray:
@@ -207,8 +209,10 @@ class CostModel:
 
     def work_of(self, loads_XFBD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first two arguments of `time_of` for `expert_loads` of all experts, each [X]."""
-        computed_X = (loads_XFBD[..., COMPUTED, :, :] / self.rate_D).max(-1).sum(-1)
-        return self.exchange_seconds(crossing_of(loads_XFBD)).sum(-1), computed_X
+        shape = loads_XFBD.shape[:-3]
+        loads_XFBD = np.ascontiguousarray(loads_XFBD, np.float64).reshape(-1, *loads_XFBD.shape[-3:])
+        exchanging_X, computed_X = layer_work(loads_XFBD, *self.prices)
+        return exchanging_X.reshape(shape), computed_X.reshape(shape)
 
     def rank_seconds(self, loads_XFBD: np.ndarray, rates: np.ndarray | None = None) -> np.ndarray:
         """Return [X, B, D]: each rank's computation and exchanges beyond latencies, FlexMoE's Eq. 7 and 8.
@@ -218,33 +222,20 @@ class CostModel:
         Args:
             rates: speeds of the ranks, if the loads are not those of all ranks.
         """
-        line = self.profile.forward
-        back = self.profile.backward
-        per_token = line.seconds_per_token + back.seconds_per_token
-        exchange = self.exchange
-        network = self.network
-        per_exchange = 4 * self.token_bytes * exchange.scale
-        busy_XBD = (
-            per_exchange * network.near.beta * network.near.busiest(loads_XFBD[..., 1, :, :], loads_XFBD[..., 2, :, :])
-        )
-        if len(network.first_N) > 1:
-            far_XBD = network.far.busiest(loads_XFBD[..., 3, :, :], loads_XFBD[..., 4, :, :])
-            busy_XBD = np.maximum(busy_XBD, per_exchange * network.far.beta * far_XBD)
-        return busy_XBD + loads_XFBD[..., COMPUTED, :, :] * (per_token / (self.rate_D if rates is None else rates))
-
-    def exchange_seconds(self, tokens: Crossing) -> np.ndarray:
-        """Return [...] the seconds of one exchange beyond its latency, Eq. 1 on the busiest link or adapter."""
-        seconds = self.exchange.one_stage_seconds(tokens.scaled(self.token_bytes))
-        if self.coding:
-            seconds = seconds + self.coding * (tokens.near_2XD + tokens.far_2XD).max((0, -1))
-        return seconds
+        loads_XF = np.moveaxis(loads_XFBD, -3, -1)
+        shape = loads_XF.shape[:-1]
+        per_token_X = np.broadcast_to(
+            self._seconds_per_token / (self.rate_D if rates is None else rates), shape
+        ).flatten()
+        loads_XF = np.ascontiguousarray(loads_XF, np.float64).reshape(-1, loads_XF.shape[-1])
+        return rank_work(loads_XF, per_token_X, self._links_1).reshape(shape)
 
     def time_of(self, exchanging: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
         """Return the layer's time from sums over microbatches; arrays of one shape give arrays of seconds.
 
         Args:
-            exchanging: `exchange_seconds` of one of the layer's four exchanges. The combine returns what the dispatch
-                brought, and gradients travel the same way back.
+            exchanging: seconds of one of the layer's four exchanges beyond its latency (Eq. 1). The combine returns the
+                rows of the dispatch, and gradients travel the same way back.
             computed: tokens of the rank that computes longest, at the mean rate.
             trans, agg: seconds of Trans and Agg before any are hidden.
         """
@@ -296,11 +287,11 @@ class CostModel:
         """Return the routes and pieces of a placement's experts with the fewest seconds, and their seconds."""
         return self.transport.best(placement)
 
-    def transfers(self, placement: Placement) -> TransferPlan:
+    def trans_plan(self, placement: Placement) -> TransPlan:
         """Return the messages that Trans sends, and Agg in reverse."""
         return self.transport.plan(placement)
 
-    def plan_seconds(self, plan: TransferPlan) -> tuple[float, float]:
+    def plan_seconds(self, plan: TransPlan) -> tuple[float, float]:
         """Return the seconds of Trans and of Agg that execute a plan."""
         return tuple(float(ends[-1]) if len(ends) else 0.0 for ends in self.transport.progress(plan))  # pyright: ignore
 

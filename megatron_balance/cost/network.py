@@ -4,7 +4,7 @@ The ranks of a node exchange messages over its fabric. Messages to other nodes u
 its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in
 which its busiest resource carries its bytes:
 
-    a rank's link into the fabric     bytes within the node, each way; see `sharing` where ranks take turns
+    a rank's link into the fabric     bytes within the node, each way; see `core.take_turns`
     a rank's share of an adapter      bytes to and from other nodes, each way
     all adapters of a node            the same bytes of all ranks of the node, each way
 
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.core import Links, carry
+from megatron_balance.device.compiled import packed
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 
@@ -36,13 +38,6 @@ class Level(NamedTuple):
     """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
     independent, 1/2 if they take turns."""
 
-    def busiest(self, sent: np.ndarray, received: np.ndarray) -> np.ndarray:
-        """Return the amounts that take as long, each sent while as much is received."""
-        most = np.maximum(sent, received)
-        if self.one_way == 1:
-            return most
-        return self.one_way * most + (1 - self.one_way) * np.minimum(sent, received)
-
 
 class Crossing(NamedTuple):
     """Amounts that ranks send to and receive from other ranks, such as tokens, bytes or messages."""
@@ -56,6 +51,19 @@ class Crossing(NamedTuple):
     def scaled(self, factor: float) -> "Crossing":
         """Return the amounts in another unit, such as bytes for tokens."""
         return Crossing(self.near_2XD * factor, self.far_2XD * factor)
+
+
+class Busy(NamedTuple):
+    """Seconds for which exchanges use each resource."""
+
+    near_XD: np.ndarray
+    """Links of ranks within their node; with a shared fabric, when it has carried each rank's bytes."""
+    far_XD: np.ndarray
+    """Shares of ranks in adapters."""
+    node_XN: np.ndarray
+    """All adapters of each node."""
+    longest_X: np.ndarray
+    """The busiest resource."""
 
 
 @dataclass(frozen=True)
@@ -110,45 +118,29 @@ class Network:
         near_2XD = np.stack([near_XDD.sum(-1), near_XDD.sum(-2)]) - diagonal_XD
         return Crossing(near_2XD, total_2XD - near_2XD)
 
-    def near_seconds(self, bytes_: Crossing) -> np.ndarray:
-        """Return [..., D] the seconds after which the fabric of each rank's node has carried the rank's bytes."""
-        return self.sharing(self.near.beta * self.near.busiest(*bytes_.near_2XD))
+    @cached_property
+    def _links_1(self) -> np.ndarray:
+        return packed(self.links(1.0))
 
-    def sharing(self, work_XD: np.ndarray) -> np.ndarray:
-        """Return [X, D] when each rank has done its work, with the ranks of its node in a fabric that they may share.
+    def links(self, unit: float) -> Links:
+        """Return the links for compiled loops, in seconds per unit of so many bytes."""
+        near, far = self.near, self.far
+        adapters = float(self.adapters)
+        return Links(self.node_size, near.beta * unit, far.beta * unit, near.one_way, far.one_way, adapters)
 
-        Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such
-        as memory. All get the same rate, which grows when others are done, up to 1 / `one_way` of that in a full node.
-
-        Args:
-            work_XD: the seconds of each rank if all ranks of a full node have as much.
-        """
-        if self.near.one_way == 1:
-            return work_XD
-        size = self.node_size
-        nodes = len(self.first_N)
-        work_XNS = np.zeros((*work_XD.shape[:-1], nodes * size))
-        work_XNS[..., : self.num_ranks] = work_XD
-        work_XNS = work_XNS.reshape(*work_XD.shape[:-1], nodes, size)
-        order_XNS = work_XNS.argsort(-1)
-        steps_XNS = np.diff(np.take_along_axis(work_XNS, order_XNS, -1), prepend=0.0)
-        at_work_S = np.arange(size, 0, -1) / size
-        done_XNS = np.empty_like(work_XNS)
-        ends_XNS = (steps_XNS * np.maximum(at_work_S, self.near.one_way)).cumsum(-1)
-        np.put_along_axis(done_XNS, order_XNS, ends_XNS, -1)
-        return done_XNS.reshape(*work_XD.shape[:-1], -1)[..., : self.num_ranks]
+    def busy(self, bytes_: Crossing) -> "Busy":
+        """Return the seconds for which links and adapters carry these bytes."""
+        amount_XFD = np.concatenate([bytes_.near_2XD, bytes_.far_2XD])
+        shape = amount_XFD.shape[1:-1]
+        amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
+        near_XD, far_XD, node_XN, longest_X = carry(amount_XFD, self._links_1)
+        return Busy(
+            *(seconds_X.reshape(*shape, -1) for seconds_X in (near_XD, far_XD, node_XN)), longest_X.reshape(shape)
+        )
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""
-        seconds = self.near_seconds(bytes_).max(-1)
-        if len(self.first_N) == 1:
-            return seconds
-        far = self.far.busiest(*bytes_.far_2XD).max(-1)
-        # Adapters that are not shared are no busier than the busiest rank
-        if self.adapters < self.node_size:
-            node_2XN = np.add.reduceat(bytes_.far_2XD, self.first_N, axis=-1)
-            far = np.maximum(far, self.far.busiest(*node_2XN / self.adapters).max(-1))
-        return np.maximum(seconds, self.far.beta * far)
+        return self.busy(bytes_).longest_X
 
     def latency(self, messages: Crossing) -> np.ndarray:
         """Return [...] the seconds of a batch of empty messages; 0 without messages."""

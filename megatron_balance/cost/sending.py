@@ -1,64 +1,263 @@
-"""Seconds of Trans and Agg, and the routes and pieces with which they take the fewest.
+"""Seconds of Trans and Agg: as batches of messages, along the routes and in the pieces that take the fewest.
 
-Two families of routes compete. The routes of `placement/relays.py` take few batches, in which a rank sends and receives
-several messages. Chains and trees take a batch for each piece and hop, in which a rank sends at most one message and
-receives at most one. They pay where they save bytes: between nodes whose ranks share adapters.
+A rank's batch takes a launch, a little for each message, and the time of its bytes on the rank's link or on its share
+of the node's adapters. The thread that launches it takes its own time, and nothing is sent before. An expert is sent as
+one message for each of its tensors; a cut inside a tensor makes two messages of it. All batches of a Trans or an Agg
+together take some seconds more, to start.
 
-A piece of b bytes takes alpha + beta * b seconds on a link within a node, and other such seconds between nodes: the
-profile's lines of `trans` and `agg`. A batch takes no less than the thread that launches it (`cost/batches.py`). The
-messages that an expert takes beyond one for each piece take their seconds in proportion to the bytes.
+In the shapes, F is the kind of link (within a node, between nodes), W the direction (sent, received), X a batch, M a
+message, and R a message of one round.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED, BatchModel, fewest_pieces
-from megatron_balance.cost.few_batches import LEAST_ALPHA, ROUNDING, few_batches, few_batches_each
+from megatron_balance.cost.core import (
+    LEAST_ALPHA,
+    MOST_PIECES,
+    SendingLine,
+    SendingPrices,
+    few_batches,
+    few_batches_each,
+    link_times,
+    take_turns,
+)
 from megatron_balance.cost.network import Network
-from megatron_balance.placement.links import LOOPS, find_links, link_lines
+from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.relays import ROUTES, Hops, hops, plan_hops
-from megatron_balance.placement.transfers import EMPTY_PLAN, TransferPlan, plan_transfers, schedule_links
+from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, Hops, TransPlan, hops, plan_hops
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
-FANOUTS = {"chain": 1, "tree": 2, "doubling": 16}
-"""Further routes, as `fanout` of `plan_transfers`: one that doubles reaches up to 2**16 ranks."""
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PIECES)
+"""Numbers of pieces to choose from for routes of few batches."""
 
-LEAST_CHUNKS = 4
-"""Minimum number of pieces along chains and trees of a large expert whose plan is executed in two parts."""
+MOST_STAGED = 512 * 2**20
+"""Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
+
 
 LEAST_ROUNDS = 2
-"""Minimum number of rounds of such a plan along other routes."""
+"""Minimum number of rounds of a large expert whose plan is executed in two parts."""
 
-UNAVOIDABLE = 1.05
-"""Time of the best routes over a lower bound for all routes, up to which no trees are tried."""
+LARGE = 8
+"""Number of latencies of a message that a large expert takes to send, at least."""
 
-WORTHWHILE = 1.2
-"""Time of few batches over that of chains or trees, up to which few batches are chosen. The latter is a lower bound,
-and their many batches keep the thread busy that launches them."""
-
-USUAL_CHUNKS = 8
+USUAL_PIECES = 8
 """Number of pieces for which a message between nodes is compared with one within a node."""
-
 
 MOST_CHOICES = 8
 """Number of placements whose routes and pieces are kept, because a plan chooses them and a report reads them."""
+
+
+class BatchLoads(NamedTuple):
+    """What the ranks send and receive in batches."""
+
+    amount_FWXD: np.ndarray
+    """Experts."""
+    number_FWXD: np.ndarray
+    """Pieces of experts."""
+
+    @classmethod
+    def of(
+        cls, network: Network, source_M: np.ndarray, target_M: np.ndarray, amount_M: np.ndarray, batch_M: np.ndarray
+    ) -> "BatchLoads":
+        """Return the loads of pieces, each of which is in a batch."""
+        batches = int(batch_M.max()) + 1
+        ranks = network.num_ranks
+        is_far_M = network.node_D[source_M] != network.node_D[target_M]
+        place_M = (is_far_M * 2 * batches + batch_M) * ranks
+        place_2M = np.concatenate([place_M + source_M, place_M + batches * ranks + target_M])
+        shape = (2, 2, batches, ranks)
+        size = 4 * batches * ranks
+        amount = np.bincount(place_2M, np.concatenate([amount_M, amount_M]), size)
+        return cls(amount.reshape(shape), np.bincount(place_2M, minlength=size).reshape(shape))
+
+
+class BatchTimes(NamedTuple):
+    """Seconds of batches, by what they wait for."""
+
+    latency_XD: np.ndarray
+    """Each rank's time to launch one message for each of its pieces, and that of empty messages."""
+    tensor_XD: np.ndarray
+    """Each rank's time to launch further messages, because experts have several tensors."""
+    byte_FXD: np.ndarray
+    """Each rank's time on links of its node, and on its share of the adapters."""
+    node_WXN: np.ndarray
+    """Time of all adapters of a node, for what is sent and for what is received."""
+
+    @property
+    def total_2X(self) -> np.ndarray:
+        """[2, X] the latency and the time in proportion to experts, if all ranks begin and end batches together."""
+        bytes_X = np.maximum(self.byte_FXD.max((0, -1)), self.node_WXN.max((0, -1)))
+        return np.stack([self.latency_XD.max(-1), self.tensor_XD.max(-1) + bytes_X])
+
+
+@dataclass(frozen=True)
+class BatchModel:
+    """Predicts the seconds of batches with the profile's lines of `trans` or `agg`."""
+
+    profile: ClusterProfile
+    network: Network
+    kind: str
+    size: float
+    """Bytes of an expert."""
+
+    @cached_property
+    def lines(self) -> tuple[Fit, Fit]:
+        """Lines of a batch of one message in each direction, within a node and between nodes."""
+        near, far = (self.profile.link(self.kind, level) for level in LEVELS)
+        return near, far
+
+    @property
+    def start(self) -> float:
+        """Seconds beyond those of batches."""
+        return self.profile.starts.get(self.kind, 0.0)
+
+    def times(self, loads: BatchLoads) -> BatchTimes:
+        """Return the seconds of batches."""
+        near, far = self.lines
+        network = self.network
+        amount_FXD = loads.amount_FWXD.max(1)
+        share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0])
+        share_FXD = np.stack([share_XD, np.ones_like(share_XD)])
+        alpha_F, beta_F = np.array([near[:2], far[:2]]).T
+        launch_F, message_F = np.array([self.profile.launch(self.kind, level)[:2] for level in LEVELS]).T
+        alone_FXD, launch_FXD = (seconds_F[:, None, None] * share_FXD for seconds_F in (alpha_F, launch_F))
+        message_FXD = message_F[:, None, None] * share_FXD
+        operations_FXD = loads.number_FWXD.sum(1)
+        latency_XD = np.maximum(
+            (alone_FXD * (operations_FXD > 0)).max(0),
+            (launch_FXD * (operations_FXD > 0)).max(0) + (message_FXD * operations_FXD).sum(0),
+        )
+        tensor_XD = (self.profile.tensors - 1) * (message_FXD * loads.amount_FWXD.sum(1)).sum(0)
+        byte_FXD = amount_FXD * self.size * beta_F[:, None, None] * share_FXD
+        node_WXN = np.add.reduceat(loads.amount_FWXD[1] * self.size, network.first_N, axis=-1)
+        return BatchTimes(latency_XD, tensor_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
+
+    def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
+        """Return [X, D] the share of a full batch's time that a node's messages within it take.
+
+        The lines hold for batches in which every rank sends and receives as much as its busiest one. Where the ranks of
+        a node share its fabric, less takes less time (`core.take_turns`).
+        """
+        network = self.network
+        one_way = network.near.one_way
+        if one_way >= 1:
+            return np.ones_like(amount_XD)
+        done_XD = both_WXD.mean(0)
+        take_turns(done_XD, network.node_size, one_way)
+        done_XN, most_XN = (np.maximum.reduceat(part_XD, network.first_N, axis=-1) for part_XD in (done_XD, amount_XD))
+        share_XN = np.divide(done_XN, most_XN, out=np.ones_like(done_XN), where=most_XN > 0)
+        return np.clip(share_XN, one_way, 1.0)[..., network.node_D]
+
+    def progress(self, plan: TransPlan, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds after which each round of a plan is complete, and [D] those after which each rank is.
+
+        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
+        adapters of a node carry the bytes of its ranks' messages in the order of rounds.
+
+        Args:
+            backward: whether the rounds run backward, and messages go from targets to sources.
+        """
+        network = self.network
+        free_D, carried_WN = np.zeros(network.num_ranks), np.zeros((2, len(network.first_N)))
+        """When each node's adapters have sent and received all bytes so far."""
+        if not len(plan):
+            return np.zeros(0), free_D
+        columns = plan.columns
+        if backward:
+            order_M = np.argsort(-plan.round_M, kind="stable")
+            columns = [column_M[order_M] for column_M in columns]
+            columns[-1] = len(plan) - 1 - columns[-1]
+        _, source_M, target_M, _, pieces_M, round_M = columns
+        ends_WM = np.stack([target_M, source_M] if backward else [source_M, target_M])
+        times = self.times(BatchLoads.of(network, *ends_WM, 1 / pieces_M, round_M))
+        is_far_M = network.node_D[source_M] != network.node_D[target_M]
+        latency_M = (times.latency_XD + times.tensor_XD)[round_M, ends_WM].max(0)
+        byte_M = times.byte_FXD[is_far_M * 1, round_M, ends_WM].max(0)
+        finished = []
+        lasts = np.bincount(round_M).cumsum().tolist()
+        for number, (first, last) in enumerate(zip([0, *lasts], lasts, strict=False)):
+            some = slice(first, last)
+            ends_WR = ends_WM[:, some]
+            far_R = is_far_M[some]
+            start_R = np.maximum(free_D[ends_WR].max(0), self.start)
+            end_R = start_R + byte_M[some]
+            if far_R.any():
+                node_WR = network.node_D[ends_WR[:, far_R]]
+                carried_R = _carry(carried_WN, node_WR, start_R[far_R], times.node_WXN[:, number])
+                end_R[far_R] = np.maximum(end_R[far_R], carried_R)
+            end_R += latency_M[some]
+            for rank_R in ends_WR:
+                np.maximum.at(free_D, rank_R, end_R)
+            finished.append(float(free_D.max()))
+        return np.array(finished), free_D
+
+
+def _carry(carried_WN: np.ndarray, node_WR: np.ndarray, start_R: np.ndarray, seconds_WN: np.ndarray) -> np.ndarray:
+    """Add one round's messages to the adapters of their nodes, and return [R] when these have carried them."""
+    for carried_N, node_R, seconds_N in zip(carried_WN, node_WR, seconds_WN, strict=True):
+        first_N = np.full(len(carried_N), np.inf)
+        np.minimum.at(first_N, node_R, start_R)
+        carried_N[:] = np.where(first_N < np.inf, np.maximum(carried_N, first_N) + seconds_N, carried_N)
+    return carried_WN[np.arange(2)[:, None], node_WR].max(0)
+
+
+def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_rounds: int) -> tuple[int, float, float]:
+    """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
+
+    The seconds are upper bounds: those of ranks that begin and end every batch together.
+
+    Args:
+        models: of the batches of Trans and of Agg.
+        found: at least one hop.
+        least_rounds: minimum number of batches.
+    """
+    stages = int(found.stage_M.max()) + 1
+    first_X, after_X, number_AX = _windows(stages)
+    by_stage = BatchLoads.of(models[0].network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
+    sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
+    loads = BatchLoads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
+    pieces_A = np.array(PIECES)
+    staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * models[1].size
+    staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
+    fits_A = (pieces_A + stages - 1 >= least_rounds) & (staged_A <= max(MOST_STAGED, staged_A.min()))
+    trans_A, agg_A = (
+        model.start + number_AX @ latency_X + number_AX @ bytes_X / pieces_A
+        for model, (latency_X, bytes_X) in ((model, model.times(loads).total_2X) for model in models)
+    )
+    best = int(np.where(fits_A, trans_A, np.inf).argmin())
+    return PIECES[best], float(trans_A[best]), float(agg_A[best])
+
+
+@functools.cache
+def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `plan_hops` sends in one batch: of each piece, a stage, from a first one up to one before another.
+
+    The last result is [A, X]: how often a batch with these stages occurs, for each number of pieces of PIECES.
+    """
+    windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
+    number_AX = np.zeros((len(PIECES), len(windows)))
+    for row, pieces in zip(number_AX, PIECES, strict=True):
+        for batch in range(pieces + stages - 1):
+            row[windows.index((max(0, batch - pieces + 1), min(batch, stages - 1) + 1))] += 1
+    first_X, after_X = np.array(windows).T
+    return first_X, after_X, number_AX
 
 
 class Sending(NamedTuple):
     """How a placement's experts reach their guests, and the seconds that it takes."""
 
     route: str
-    """A name in ROUTES or FANOUTS."""
-    chunks: int
-    """Number of pieces, as in `plan_hops` or `plan_transfers`."""
+    """A name in ROUTES."""
+    pieces: int
+    """Number of pieces, as in `plan_hops`."""
     trans: float
-    """Seconds; those of ROUTES are upper bounds."""
+    """Seconds, an upper bound."""
     agg: float
 
 
@@ -77,8 +276,8 @@ class SendingModel:
 
     @staticmethod
     def prepare() -> None:
-        """Compile what predictions need, so that none of them takes seconds for it."""
-        for loop in (*LOOPS, schedule_links, few_batches, few_batches_each):
+        """Compile the loops, so that no prediction takes seconds for it."""
+        for loop in (few_batches, few_batches_each, link_times, take_turns):
             loop.prepare()
 
     @cached_property
@@ -90,17 +289,19 @@ class SendingModel:
         """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
-        near, far = (line.seconds(self.param_bytes / USUAL_CHUNKS) for line in self._lines[0])
+        near, far = (line.seconds(self.param_bytes / USUAL_PIECES) for line in self._lines[0])
         return far / near if near else 1.0
 
     @cached_property
-    def _lines(self) -> tuple[tuple[Fit, Fit], tuple[Fit, Fit]]:
+    def _lines(self) -> list[list[Fit]]:
         """Lines of a piece of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
-        trans, agg = (tuple(self._line(kind, level, 2) for level in LEVELS) for kind in ROUNDS)
-        return trans, agg  # pyright: ignore[reportReturnType]
+        return [[self._line(kind, level, 2) for level in LEVELS] for kind in ROUNDS]
 
     def _line(self, kind: str, level: str, ways: int) -> Fit:
-        """Return the line of a rank that sends or receives experts, or does both (`ways` is 2)."""
+        """Return the line of a rank that sends or receives experts, or does both (`ways` is 2).
+
+        The messages that an expert takes beyond one for each piece take seconds in proportion to the bytes.
+        """
         line = self.profile.link(kind, level)
         launch = self.profile.launch(kind, level)
         size = self.param_bytes if kind == ROUNDS[0] else self.grad_bytes
@@ -115,21 +316,16 @@ class SendingModel:
         return trans, agg
 
     def best(self, placement: Placement) -> Sending:
-        """Return the routes and pieces with the fewest seconds of Trans; ties go to fewer batches, then fewer pieces.
-
-        Chains and trees are chosen only if they are WORTHWHILE.
-        Trees are tried if all else takes much longer than what no routes avoid: each guest receives its experts, and
-        the ranks that have an expert double at most.
-        """
+        """Return the route and the pieces with the fewest seconds of Trans; ties go to fewer batches and pieces."""
         return self._chosen(placement)[0] if placement.added_hosts else NOTHING
 
-    def plan(self, placement: Placement) -> TransferPlan:
+    def plan(self, placement: Placement) -> TransPlan:
         """Return the messages of `best`."""
         if not placement.added_hosts:
             return EMPTY_PLAN
         sending, found = self._chosen(placement)
-        if not isinstance(found, TransferPlan):
-            found = self._messages(placement, sending, found)
+        if not isinstance(found, TransPlan):
+            found = plan_hops(found or hops(placement, self.profile.node_size, sending.route), sending.pieces)
             self._keep(placement, sending, found)
         return found
 
@@ -139,111 +335,31 @@ class SendingModel:
             self._keep(placement, sending, None)
 
     @cached_property
-    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransferPlan | None]]:
-        """Results of `_choose` for the latest placements; None where they are another rank's."""
+    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransPlan | None]]:
+        """Choices for the latest placements, with their hops or plans; None where another rank has chosen."""
         return {}
 
-    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan | None]:
-        """Return `_choose`; several threads may call this."""
+    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransPlan | None]:
+        """Return the choice for a placement with guests; several threads may call this."""
         choice = self._choice_of.get(placement)
         if choice is None:
-            choice = self._choose(placement)
+            choice = min(self._choices(placement), key=lambda each: each[0].trans)
             self._keep(placement, *choice)
         return choice
 
-    def _keep(self, placement: Placement, sending: Sending, found: Hops | TransferPlan | None) -> None:
+    def _keep(self, placement: Placement, sending: Sending, found: Hops | TransPlan | None) -> None:
         if len(self._choice_of) >= MOST_CHOICES:
             self._choice_of.clear()
         self._choice_of[placement] = sending, found
 
-    def _messages(self, placement: Placement, sending: Sending, found: Hops | None) -> TransferPlan:
-        route = sending.route
-        node_size = self.profile.node_size
-        if route in FANOUTS:
-            return plan_transfers(placement, node_size, sending.chunks, FANOUTS[route], self.far)
-        return plan_hops(found or hops(placement, node_size, route), sending.chunks)
-
-    def _choose(self, placement: Placement) -> tuple[Sending, Hops | TransferPlan]:
-        """Return the best choice, and its hops or its plan; there is at least one guest.
-
-        The seconds of chains and trees are lower bounds, so they are chosen only if their plan is faster, too.
-        """
-        choices = self._choices(placement)
-        sending, found = self._best(choices)
-        if found is not None:
-            return sending, found
-        plan = self._messages(placement, sending, None)
-        trans, agg = (float(ends[-1]) for ends in self.progress(plan))
-        few, few_hops = self._best([choice for choice in choices if choice[1] is not None])
-        assert few_hops is not None
-        return (sending._replace(trans=trans, agg=agg), plan) if trans < few.trans else (few, few_hops)
-
-    def _choices(self, placement: Placement) -> list[tuple[Sending, Hops | None]]:
-        """Return what `best` chooses from; routes of few batches come first, with their hops."""
-        choices: list[tuple[Sending, Hops | None]] = [*self._in_batches(placement)]
-        lines, received = self.chains(placement)
-        choices.append((Sending("chain", *self.fewest_seconds(lines)), None))
-        # Most experts have one host
-        most = max((len({*ranks}) for ranks in placement.hosts if len(ranks) > 1), default=1)
-        least = np.array([[received, 0.0], [1.0, np.log2(most) - 1]])
-        if min(sending.trans for sending, _ in choices) > UNAVOIDABLE * self.fewest_seconds(least)[1]:
-            for route in ("tree", "doubling"):
-                lines, _ = self._routed(*placement.tables.guests_3M, route)
-                choices.append((Sending(route, *self.fewest_seconds(lines)), None))
-        return choices
-
-    @staticmethod
-    def _best(choices: Sequence[tuple[Sending, Hops | None]]) -> tuple[Sending, Hops | None]:
-        return min(choices, key=lambda choice: choice[0].trans * (WORTHWHILE if choice[1] is None else 1))
-
-    def _in_batches(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
-        """Yield the best choice of pieces for each route of few batches that differs from those before it."""
+    def _choices(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
+        """Yield the best number of pieces for each route; skip a route that has no more stages than an earlier one."""
         stages = 0
         for route in ROUTES:
             found = hops(placement, self.profile.node_size, route)
             if int(found.stage_M.max()) + 1 > stages:
                 stages = int(found.stage_M.max()) + 1
                 yield Sending(route, *fewest_pieces(self._batches, found, self.least_rounds)), found
-
-    def along_chains(self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray) -> Sending:
-        """Return an estimate of `best` for guests in any order, at least one: owners, experts and ranks.
-
-        The seconds are those of chains, or those of few batches if these are fewer.
-        """
-        lines, _ = self._routed(owner_M, expert_M, rank_M, "chain")
-        chain = Sending("chain", *self.fewest_seconds(lines))
-        trans, agg = self.seconds_of(*map(float, lines.max(0)))
-        return chain if chain.trans <= trans else chain._replace(trans=trans, agg=agg)
-
-    def chains(self, placement: Placement) -> tuple[np.ndarray, float]:
-        """Return `link_lines` of all experts' chains, and the busiest rank's time of receiving; there are guests."""
-        return self._routed(*placement.tables.guests_3M, "chain")
-
-    def _routed(
-        self, owner_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, route: str
-    ) -> tuple[np.ndarray, float]:
-        """Return `link_lines` of guests in any order along a route of FANOUTS."""
-        ranks = self.profile.num_ranks
-        node_size = self.profile.node_size
-        found = find_links(
-            owner_M, expert_M, rank_M, num_ranks=ranks, node_size=node_size, fanout=FANOUTS[route], far=self.far
-        )
-        return link_lines(found, ranks, node_size, self.network.adapters)
-
-    def fewest_seconds(self, lines: np.ndarray) -> tuple[int, float, float]:
-        """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
-
-        The seconds are lower bounds; ties go to fewer pieces.
-
-        Args:
-            lines: pairs as in `link_lines`, at least one.
-        """
-        busy_B, extra_B = lines.T.clip(0.0)
-        chunks_A = np.unique([self.fewest_chunks, *self.best_chunks(busy_B, extra_B)])
-        time_A = (np.multiply.outer(chunks_A, busy_B) + extra_B).max(1)
-        trans_A = self.trans_seconds(time_A, chunks_A)
-        best = trans_A.argmin()
-        return int(chunks_A[best]), float(trans_A[best]), float(self.agg_seconds(time_A[best], chunks_A[best]))
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
         """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
@@ -253,24 +369,47 @@ class SendingModel:
 
         The unit is an expert within a node; arguments are numbers, or arrays of one shape.
         """
-        numbers = self.numbers_27, self.far, self.least_rounds
         if np.ndim(busy) == 0:
-            return few_batches(float(busy), float(extra), *numbers)
-        trans_K, agg_K = few_batches_each(np.ravel(busy), np.ravel(extra), *numbers)
-        return trans_K.reshape(np.shape(busy)), agg_K.reshape(np.shape(busy))
+            return few_batches(float(busy), float(extra), self.prices_1)
+        trans_A, agg_A = few_batches_each(np.ravel(busy), np.ravel(extra), self.prices_1)
+        return trans_A.reshape(np.shape(busy)), agg_A.reshape(np.shape(busy))
 
     @cached_property
-    def numbers_27(self) -> np.ndarray:
-        """[2, 7] what `few_batches` takes, of Trans and of Agg."""
+    def prices_1(self) -> np.ndarray:
+        """`prices` as a record."""
+        return packed(self.prices)
+
+    @cached_property
+    def prices(self) -> SendingPrices:
+        """The numbers that `few_batches` takes."""
         sizes = self.param_bytes, self.grad_bytes
-        launches = [2 * self.profile.launch(kind, LEVELS[0]).beta for kind in ROUNDS]
-        rows = zip(self._lines, sizes, launches, self._starts, strict=True)
-        return np.array([(*near[:2], *far[:2], *others) for (near, far), *others in rows])
+        trans, agg = (
+            SendingLine(
+                *near[:2],
+                *far[:2],
+                float(size),
+                2 * self.profile.launch(kind, LEVELS[0]).beta,
+                float(batches.start),
+            )
+            for kind, (near, far), size, batches in zip(ROUNDS, self._lines, sizes, self._batches, strict=True)
+        )
+        return SendingPrices(trans, agg, float(self.far), self.least_rounds)
 
     @cached_property
-    def _starts(self) -> tuple[float, float]:
-        """Seconds of Trans and of Agg beyond those of their batches."""
-        trans, agg = (model.start for model in self._batches)
+    def least_rounds(self) -> int:
+        """Minimum number of rounds: plans of large experts are split between rounds, and batches have MOST_STAGED."""
+        near, far = (line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for line in self._lines[0])
+        is_split = self.in_parts and max(near, far) >= LARGE
+        return LEAST_ROUNDS if is_split or self.grad_bytes > MOST_STAGED else 1
+
+    def expert_seconds(self, *, far: bool) -> tuple[float, float]:
+        """Return the seconds of Trans and Agg of one expert to another node if there are several, or within a node."""
+        index = int(far and self.profile.num_ranks > self.profile.node_size)
+        sizes = self.param_bytes, self.grad_bytes
+        trans, agg = (
+            batches.start + lines[index].seconds(size)
+            for batches, lines, size in zip(self._batches, self._lines, sizes, strict=True)
+        )
         return trans, agg
 
     def at_least(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
@@ -281,122 +420,44 @@ class SendingModel:
         one_way = self.network.near.one_way
         lines = [[self._line(kind, level, 1) for level in LEVELS] for kind in ROUNDS]
         trans, agg = (
-            (start + min(near.alpha * one_way, far.alpha), near.beta * one_way * size, far.beta * size)
-            for (near, far), size, start in zip(lines, (self.param_bytes, self.grad_bytes), self._starts, strict=True)
+            (
+                model.start + min(near.alpha * one_way, far.alpha),
+                near.beta * one_way * model.size,
+                far.beta * model.size,
+            )
+            for (near, far), model in zip(lines, self._batches, strict=True)
         )
         return trans, agg
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
 
-        The second result is [A], the time that a piece spends on the other links of its chain. The unit is an expert
-        within a node. An expert enters each node once, where `find_links` does.
+        The second result is [A], the time that a piece spends on links other than the slowest one, if guests pass it on
+        one after another. The unit is an expert within a node. An expert enters each node once.
 
         Args:
             guests_AD: bool, ranks that receive the expert.
         """
-        network = self.network
-        rows_A = np.arange(len(owner_A))
-        times_AD = guests_AD.astype(np.float64)
-        if len(network.first_N) == 1:
-            times_AD[rows_A, owner_A] += guests_AD.any(1)
-            return times_AD, np.maximum(guests_AD.sum(1) - 1.0, 0.0)
-        at_home_AD = network.is_near_DD[owner_A]
-        place_AD = np.where(guests_AD, self._place_DD[owner_A], network.node_size)
-        first_AN = np.minimum.reduceat(place_AD, network.first_N, axis=1)
-        times_AD += (self.far - 1) * (guests_AD & ~at_home_AD & (place_AD == first_AN[:, network.node_D]))
-        extra_A = np.maximum(times_AD.sum(1) - times_AD.max(1), 0.0)
-        near_A = (guests_AD & at_home_AD).any(1)
-        times_AD[rows_A, owner_A] += np.where(near_A, 1.0, self.far * guests_AD.any(1))
-        return times_AD, extra_A
+        return link_times(owner_A, guests_AD, self.network.node_size, float(self.far))
 
-    @cached_property
-    def _place_DD(self) -> np.ndarray:
-        """[D, D]: for each owner, the order in which the ranks of a node receive its experts."""
-        rank_D = np.arange(self.network.num_ranks)
-        return (rank_D - rank_D[:, None]) % self.network.node_size
-
-    def best_chunks(self, busy: float | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Return the best number of pieces where experts that take m `busy` cross a link and x `extra` follows.
-
-        An expert of b bytes in c pieces takes (m * c + x) * (alpha + beta * b / c) seconds, which is least at
-        c = sqrt(x * beta * b / (m * alpha)).
-        """
-        latencies = np.where(self._is_far(busy), self._latencies["inter"], self._latencies["intra"])
-        chunks = np.rint(np.sqrt(extra / busy * latencies))
-        return np.minimum(np.maximum(chunks, self.fewest_chunks), MOST_PIECES)
-
-    @cached_property
-    def fewest_chunks(self) -> int:
-        """Minimum number of pieces: one that fits MOST_STAGED; in two parts up to LEAST_CHUNKS, if each piece takes at
-        least four latencies to send.
-
-        A plan is split between pieces.
-        """
-        fewest = min(MOST_PIECES, max(1, math.ceil(self.grad_bytes / MOST_STAGED)))
-        return max(fewest, min(LEAST_CHUNKS, int(max(self._latencies.values()) / 4))) if self.in_parts else fewest
-
-    @cached_property
-    def least_rounds(self) -> int:
-        """Minimum number of batches."""
-        return min(self.fewest_chunks, LEAST_ROUNDS)
-
-    @cached_property
-    def _latencies(self) -> dict[str, float]:
-        """Seconds to send the bytes of a whole expert, in latencies of a message, by kind of link."""
-        lines = dict(zip(LEVELS, self._lines[0], strict=True))
-        return {level: line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for level, line in lines.items()}
-
-    def trans_seconds(self, time: Any, chunks: Any) -> Any:
-        """Return the seconds of Eq. 4 for the time that `link_lines` counts, with experts in `chunks` pieces.
-
-        The ratio of the two kinds of links depends on the size of pieces. Time that includes an expert between nodes is
-        therefore counted in messages between nodes.
-
-        Args:
-            time, chunks: numbers, or arrays of one shape.
-        """
-        return self._starts[0] + self._seconds(self._lines[0], time, chunks, self.param_bytes)
-
-    def agg_seconds(self, time: Any, chunks: Any) -> Any:
-        """Return the seconds of Eq. 5, the reverse of Eq. 4."""
-        return self._starts[1] + self._seconds(self._lines[1], time, chunks, self.grad_bytes)
-
-    def _seconds(self, lines: tuple[Fit, Fit], time: Any, chunks: Any, num_bytes: float) -> Any:
-        near, far = (line.seconds(num_bytes / chunks) for line in lines)
-        return time * np.where(self._is_far(time / chunks), far / self.far, near)
-
-    def _is_far(self, busy: Any) -> Any:
-        """Return whether links that are busy for this time carry an expert between nodes."""
-        return (busy >= self.far * (1 - ROUNDING)) & (self.far > 1)
-
-    def progress(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
+    def progress(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward."""
-        (trans, _), (agg, _) = self._both(plan)
-        return trans, agg
-
-    def rank_seconds(self, plan: TransferPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return [D] the seconds after which each rank has completed its part of Trans, and of Agg."""
-        (_, trans_D), (_, agg_D) = self._both(plan)
-        return trans_D, agg_D
-
-    def _both(self, plan: TransferPlan) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         trans, agg = self._batches
-        return trans.progress(plan, backward=False), agg.progress(plan, backward=True)
+        return trans.progress(plan, backward=False)[0], agg.progress(plan, backward=True)[0]
 
-    def rounds_beside(self, plan: TransferPlan, seconds: tuple[float, float]) -> tuple[int, int]:
-        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds."""
-        forward, backward = seconds
-        return self.rounds_within(plan, forward, forward=True), self.rounds_within(plan, backward, forward=False)
+    def rank_seconds(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Return [D] the seconds after which each rank has completed its part of Trans, and of Agg."""
+        trans, agg = self._batches
+        return trans.progress(plan, backward=False)[1], agg.progress(plan, backward=True)[1]
 
-    def rounds_within(self, plan: TransferPlan, seconds: float, *, forward: bool) -> int:
-        """Return how many of a plan's last rounds (Trans), or first rounds in its order (Agg), take `seconds` at most.
+    def rounds_beside(self, plan: TransPlan, seconds: tuple[float, float]) -> tuple[int, int]:
+        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds.
 
-        Args:
-            forward: True for Trans, whose last rounds count; False for Agg, which begins with these rounds.
+        They are the last rounds of Trans, and the first rounds that Agg executes.
         """
-        ends = self.progress(plan)[0 if forward else 1]
-        if not len(ends):
-            return 0
-        taken = ends[-1] - np.append(0.0, ends[:-1])[::-1] if forward else ends
-        return int((taken <= seconds).sum())
+        if not len(plan):
+            return 0, 0
+        forward, backward = seconds
+        trans_X, agg_X = self.progress(plan)
+        last_X = trans_X[-1] - np.append(0.0, trans_X[:-1])
+        return int((last_X <= forward).sum()), int((agg_X <= backward).sum())

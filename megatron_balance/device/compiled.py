@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
+
+import numpy as np
 
 _IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE)
 
@@ -22,9 +24,10 @@ Result = TypeVar("Result")
 class Compiled(Generic[Arguments, Result]):
     """A function that is compiled by `prepare`, or when it is called for the first time."""
 
-    def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
+    def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, function)
         self._signature = signature
+        self._tuples = tuples
         self._function = function
 
     def prepare(self) -> None:
@@ -43,7 +46,8 @@ class Compiled(Generic[Arguments, Result]):
             # By itself, numba compiles again only if the loop's own file has changed, but the code contains other loops
             code._cache._cache_file._source_stamp = _digest()
         if self._signature is not None:
-            code.compile(self._signature)
+            named = {kind.__name__: _type_of(kind) for kind in self._tuples}
+            code.compile(eval(self._signature, {**vars(numba.types), **named}))
             code.disable_compile()
         return code
 
@@ -56,6 +60,29 @@ class Compiled(Generic[Arguments, Result]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return self._code(*args, **kwargs)
+
+
+def packed(numbers: Any) -> np.ndarray:
+    """Return an array of one record with the fields of a NamedTuple of numbers, maybe nested, for compiled functions.
+
+    numba takes a record a few microseconds faster than a NamedTuple.
+    """
+    return np.array([numbers], _record(type(numbers)))
+
+
+def _record(kind: Any) -> np.dtype:
+    """Return numpy's type for a NamedTuple of numbers."""
+    kinds = get_type_hints(kind).items()
+    return np.dtype([(name, _record(field) if hasattr(field, "_fields") else np.dtype(field)) for name, field in kinds])
+
+
+def _type_of(kind: Any) -> Any:
+    """Return numba's type for a NamedTuple: see `compiled`."""
+    import numba
+
+    hints = get_type_hints(kind, include_extras=True)
+    arrays = [eval(hint.__metadata__[0], vars(numba.types).copy()) for hint in hints.values() if get_args(hint)]
+    return numba.types.BaseTuple.from_types(arrays, kind) if arrays else numba.from_dtype(_record(kind))
 
 
 @functools.cache
@@ -72,14 +99,18 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
+def compiled(
+    signature: str | None, *tuples: type
+) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
     """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
 
     Args:
         signature: None for functions that other compiled functions call; their arguments have any types.
+        tuples: NamedTuples that the signature names: of arrays, each annotated as in
+            `Annotated[np.ndarray, "float64[:,::1]"]`, or of numbers, which are a record, such as `packed` makes.
     """
 
     def compile_later(function: Callable[Arguments, Result]) -> Compiled[Arguments, Result]:
-        return Compiled(signature, function)
+        return Compiled(signature, tuples, function)
 
     return compile_later

@@ -11,7 +11,8 @@ import torch
 
 from megatron_balance.comm.blocks import STAYS, Gather, gather_of, gather_room, write_blocks
 from megatron_balance.device.compiled import compiled
-from megatron_balance.flow.plan import DispatchPlan, HostRules, room_of, send
+from megatron_balance.flow.plan import DispatchPlan
+from megatron_balance.placement.splits import HostRules, room_of, send
 
 _NO_ROOM = torch.empty((0, 0), dtype=torch.int32)
 

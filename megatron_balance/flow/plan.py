@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megatron_balance.device.compiled import compiled
-from megatron_balance.placement.placement import MOST_TOKENS, Placement
-from megatron_balance.placement.splits import SPLITS
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SPLITS, HostRules, room_of, send
 
 Split = Literal["local_first", "proportional"]
 
@@ -104,28 +104,6 @@ def prepare_plans() -> None:
     _planned.prepare()
 
 
-class HostRules(NamedTuple):
-    """The hosts of all experts, and how they share tokens; see `Tables.hosting` and `DispatchPlan.rules`."""
-
-    first_E: np.ndarray
-    host_N: np.ndarray
-    share_N: np.ndarray
-    primary_E: np.ndarray
-    node_size: int
-    local_first: bool
-
-
-class SendRoom(NamedTuple):
-    """Memory for `send`, enough for any expert."""
-
-    sent_KG: np.ndarray
-    out_G: np.ndarray
-    """Tokens that the groups still have to send."""
-    in_K: np.ndarray
-    """Tokens that the hosts still have to receive."""
-    remainder_K: np.ndarray
-
-
 @compiled(
     "int64[:, ::1](int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, "
     "int64[::1], int64)"
@@ -186,155 +164,3 @@ def _among_sources(
                 tokens_DP[source, physical_K[k]] += step
                 left -= step
                 missing -= step
-
-
-@compiled(None)
-def room_of(first_E: np.ndarray, groups: int) -> SendRoom:
-    """Return memory for `send` by so many groups."""
-    most = np.diff(first_E).max()
-    return SendRoom(
-        np.empty((most, groups), np.int64),
-        np.empty(groups, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-    )
-
-
-@compiled(None)
-def send(
-    expert: int,
-    counts_DE: np.ndarray,
-    sums_GE: np.ndarray,
-    group_D: np.ndarray,
-    rules: HostRules,
-    room: SendRoom,
-) -> np.ndarray:
-    """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
-
-    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
-    `splits.within_nodes`. What a rank sends depends on other ranks only through the sums of those before it and those
-    after it, on its node and on others. So the tokens of a rank are those of its group, if it is alone in it.
-
-    Args:
-        counts_DE: the load, with one source per host.
-        sums_GE: the load of groups of consecutive ranks, each on one node.
-        group_D: the group of each rank.
-        room: `room_of` these groups; the result is a part of it.
-    """
-    begin = rules.first_E[expert]
-    end = rules.first_E[expert + 1]
-    hosts = end - begin
-    host_K = rules.host_N[begin:end]
-    node_size = rules.node_size
-    out_G = room.out_G
-    in_K = room.in_K
-    sent_KG = room.sent_KG[:hosts]
-    sent_KG[:] = 0
-    total = 0
-    for group in range(len(out_G)):
-        out_G[group] = sums_GE[group, expert]
-        total += out_G[group]
-    _share(expert, total, counts_DE, rules, in_K, room.remainder_K)
-    for k in range(hosts):
-        rank = host_K[k]
-        local = min(counts_DE[rank, expert], in_K[k])
-        sent_KG[k, group_D[rank]] += local
-        out_G[group_D[rank]] -= local
-        in_K[k] -= local
-    first = 0
-    while first < hosts:
-        node: int = host_K[first] // node_size
-        after = first + 1
-        while after < hosts and host_K[after] // node_size == node:
-            after += 1
-        until = min((node + 1) * node_size, len(group_D))
-        _send_within(group_D[node * node_size], group_D[until - 1] + 1, first, after, out_G, in_K, sent_KG)
-        first = after
-    _send_within(0, len(out_G), 0, hosts, out_G, in_K, sent_KG)
-    return sent_KG
-
-
-@compiled(None)
-def _send_within(
-    first_group: int,
-    after_group: int,
-    first: int,
-    after: int,
-    out_G: np.ndarray,
-    in_K: np.ndarray,
-    sent_KG: np.ndarray,
-) -> None:
-    """Let some groups send to some hosts what they can; take it from what they have, and still need.
-
-    Sources and receivers, in their order, lie along one line of tokens.
-    """
-    received = in_K[first:after].sum()
-    if received == 0:
-        return
-    sent = out_G[first_group:after_group].sum()
-    part = min(sent, received)
-    if part == 0:
-        return
-    at = 0
-    received_until = 0
-    group = first_group - 1
-    sent_until = 0
-    group_end = 0
-    for k in range(first, after):
-        # A division takes longer than all else here; one of the two divides by the factor
-        received_until += in_K[k]
-        until = received_until if part == received else received_until * part // received
-        while at < until:
-            while group_end == at:
-                group += 1
-                sent_until += out_G[group]
-                group_end = sent_until if part == sent else sent_until * part // sent
-            step = min(group_end, until) - at
-            sent_KG[k, group] += step
-            out_G[group] -= step
-            in_K[k] -= step
-            at += step
-
-
-@compiled(None)
-def _share(
-    expert: int,
-    total: int,
-    counts_DE: np.ndarray,
-    rules: HostRules,
-    computed_K: np.ndarray,
-    remainder_K: np.ndarray,
-) -> None:
-    """Set how many of the `total` tokens of an expert each of its hosts computes.
-
-    `proportional` rounds up where the remainders are largest, the first ones among equals.
-    """
-    assert total <= MOST_TOKENS, "a product of two counts fits an int64"
-    begin = rules.first_E[expert]
-    end = rules.first_E[expert + 1]
-    host_K = rules.host_N[begin:end]
-    share_K = rules.share_N[begin:end]
-    missing = total
-    hosts = range(end - begin)
-    shares = max(share_K.sum(), 1)
-    for k in hosts:
-        computed_K[k] = 0
-        if not rules.local_first:
-            product = total * share_K[k]
-            computed_K[k] = product // shares
-            remainder_K[k] = product - computed_K[k] * shares
-        elif share_K[k]:
-            computed_K[k] = counts_DE[host_K[k], expert]
-        missing -= computed_K[k]
-    if rules.local_first:
-        for k in hosts:
-            if host_K[k] == rules.primary_E[expert]:
-                computed_K[k] += missing
-        return
-    for _ in range(missing):
-        most = 0
-        for k in hosts:
-            if remainder_K[k] > remainder_K[most]:
-                most = k
-        computed_K[most] += 1
-        remainder_K[most] = -1

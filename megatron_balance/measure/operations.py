@@ -15,7 +15,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.rows import combine, gather_rows, row_order
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import Message, TransferPlan
+from megatron_balance.placement.trans_plan import ExpertPiece, TransPlan
 from megatron_balance.profile.cluster_profile import ROUNDS
 
 Call = Callable[[], object]
@@ -118,7 +118,7 @@ class SyntheticSlots:
         return self.slots[slot]
 
 
-def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement]:
+def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
     """Return a plan in which every rank sends its experts to other ranks in turn, a piece of each in every batch.
 
     Args:
@@ -130,11 +130,9 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransferPlan, Placement
         for rank in range(num_ranks)
         for index in range(load.experts)
     ]
-    rounds = tuple(
-        tuple(Message(*route, chunk=chunk, chunks=load.batches) for route in routes) for chunk in range(load.batches)
-    )
+    rounds = tuple(tuple(ExpertPiece(*route, piece, load.batches) for route in routes) for piece in range(load.batches))
     owners = Placement.identity(num_ranks * load.experts, num_ranks, load.experts)
-    return TransferPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
+    return TransPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
 
 
 def _transfer(

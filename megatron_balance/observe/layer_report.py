@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.cost.calibration import Factors
-from megatron_balance.cost.loads import COMPUTED, condensed
+from megatron_balance.cost.core import COMPUTED
+from megatron_balance.cost.loads import condensed
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.device import clock
 from megatron_balance.observe.balance import SPORADIC, LayerReport, evenness, spread
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 
 Interval = tuple[clock.Mark, clock.Mark]
 
@@ -21,7 +22,7 @@ class FinishedIteration:
     """One layer's finished iteration on one rank; the device may not have reached its marks yet."""
 
     placement: Placement
-    plan: TransferPlan
+    plan: TransPlan
     """The rounds of Trans, and of Agg in reverse."""
     rank_seconds: Callable[[], tuple[np.ndarray, np.ndarray]]
     """Returns [D] the seconds after which each rank completes its part of Trans, and of Agg; not calibrated."""

@@ -1,30 +1,31 @@
 """Which ranks own and which ranks host the experts of one MoE layer."""
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
+from typing import Annotated, NamedTuple
 
-from megatron_balance.placement.tables import Tables
+import numpy as np
 
-EMPTY = -1
-"""Content of an empty slot."""
+from megatron_balance.placement.text import EMPTY, IntRows, parsed, printed
 
 MOST_TOKENS = 2**31 - 1
 """Maximum sum of an expert's quotas, and of its tokens, so that a product of two fits an int64."""
-
-_SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+)|:(?P<tokens>\d+))?(?P<primary>!)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Which ranks own and which ranks host the experts of one MoE layer, as a frozen value.
 
-    A slot is room for one expert's weights on a rank: E/D home slots, then G guest slots. A physical expert is a
-    (rank, slot) pair with the index `rank * slots_per_rank + slot`. An expert is lent if its owner does not
+    A *slot* is room for one expert's weights on a rank: E/D home slots, then G guest slots. A *physical expert* is a
+    (rank, slot) pair with the index `rank * slots_per_rank + slot`. A *replica* is an expert that several ranks
+    compute; a *guest* is a replica on a rank that does not own the expert. An expert is *lent* if its owner does not
     host it.
+
+    The examples below have eight experts on four ranks. Rank 0 is a second host of expert 5, and prints as the first of
+    `0 1 + 5 | 2 3 + . | 4 5 + . | 6 7 + .`: home slots, a plus, guest slots.
 
     Raises:
         ValueError: `home` does not divide the experts evenly; an expert has no host, or a host without a slot for it; a
@@ -33,23 +34,27 @@ class Placement:
     """
 
     num_experts: int
-    """E: number of logical experts, among which the router chooses."""
+    """E: number of logical experts, among which the router chooses. Example: 8."""
 
-    home: tuple[tuple[int, ...], ...]
-    """[D][E/D]: the logical expert whose parameters are in each home slot."""
+    home: IntRows
+    """[D][E/D]: the logical expert whose parameters are in each home slot. Example: ((0, 1), (2, 3), (4, 5), (6, 7));
+    rank 2 owns experts 4 and 5, and its optimizer updates them."""
 
-    guests: tuple[tuple[int, ...], ...]
-    """[D][G]: the logical expert in each guest slot; -1 if empty."""
+    guests: IntRows
+    """[D][G]: the logical expert in each guest slot; -1 if empty. Example: ((5,), (-1,), (-1,), (-1,))."""
 
-    hosts: tuple[tuple[int, ...], ...]
-    """[E]: ranks that compute each expert, ascending. A rank that appears n times holds n vExperts in one slot."""
+    hosts: IntRows
+    """[E]: ranks that compute each expert, ascending. A rank that appears n times holds n vExperts in one slot.
+    Example: ((0,), (0,), (1,), (1,), (2,), (0, 2), (3,), (3,))."""
 
     primary: tuple[int, ...]
-    """[E]: the host of tokens whose source rank is not a host."""
+    """[E]: the host of tokens whose source rank is not a host. Example: (0, 0, 1, 1, 2, 2, 3, 3); under `local_first`,
+    rank 2 also computes the tokens of ranks 1 and 3 for expert 5."""
 
-    quotas: tuple[tuple[int, ...], ...] = ()
+    quotas: IntRows = ()
     """[E]: how many of an expert's tokens each of its hosts computes, relative to the others; empty for an expert whose
-    vExperts share its tokens evenly. () stands for no quotas at all. A host with a quota has no second vExpert."""
+    vExperts share its tokens evenly. () stands for no quotas at all. A host with a quota has no second vExpert.
+    Example: ((), (), (), (), (), (1, 3), (), ()): rank 0 computes a quarter of expert 5's tokens."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return the fields alone, so that a pickle stays small: all that is cached follows from them."""
@@ -94,7 +99,7 @@ class Placement:
         self,
         hosts: Sequence[Sequence[int]],
         primary: Sequence[int] | None = None,
-        home: tuple[tuple[int, ...], ...] | None = None,
+        home: IntRows | None = None,
         quotas: Sequence[Sequence[int]] = (),
     ) -> "Placement":
         """Return a placement with other hosts, and with other owners if `home` is given.
@@ -216,7 +221,7 @@ class Placement:
         return (self.home[rank] + self.guests[rank]).index(expert)
 
     @cached_property
-    def physicals(self) -> tuple[tuple[int, ...], ...]:
+    def physicals(self) -> IntRows:
         """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
         physical_N = self.tables.physical_N.tolist()
         first_E = self.tables.first_E.tolist()
@@ -238,16 +243,9 @@ class Placement:
         return _owners(self.home, self.num_experts)[1]
 
     @cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> "Tables":
         """Arrays that this placement alone determines."""
-        return Tables(
-            home=self.home,
-            guests=self.guests,
-            owners=self.owners,
-            hosts=self.hosts,
-            quotas=self.quotas,
-            primary=self.primary,
-        )
+        return Tables(self)
 
     def __str__(self) -> str:
         """Return the home slots, a plus and the guest slots of each rank: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
@@ -255,22 +253,7 @@ class Placement:
         `x2` is two vExperts, `x0` none (a lent expert), `:5` a quota, `.` an empty slot, `!` the primary if it is not
         the owner.
         """
-        rows = []
-        for rank, (home, guests) in enumerate(zip(self.home, self.guests, strict=True)):
-            slots = [*(self._slot(rank, expert) for expert in home)]
-            if guests:
-                slots += ["+", *(self._slot(rank, expert) for expert in guests)]
-            rows.append(" ".join(slots))
-        return " | ".join(rows)
-
-    def _slot(self, rank: int, expert: int) -> str:
-        if expert == EMPTY:
-            return "."
-        times = self.hosts[expert].count(rank)
-        primary = "!" if self.primary[expert] == rank != self.owner(expert) else ""
-        if times and self.quotas and (quotas := self.quotas[expert]):
-            return f"{expert}:{quotas[self.hosts[expert].index(rank)]}{primary}"
-        return f"{expert}{f'x{times}' if times != 1 else ''}{primary}"
+        return printed(self.home, self.guests, self.hosts, self.primary, self.quotas)
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
@@ -279,28 +262,8 @@ class Placement:
         Raises:
             ValueError: `text` is not a placement.
         """
-        halves = [[half.split() for half in row.split("+")] for row in text.split("|")]
-        rows = [[[_parse_slot(slot) for slot in half] for half in (*row, [])[:2]] for row in halves]
-        home, guests = (tuple(tuple(expert for expert, *_ in row[half]) for row in rows) for half in (0, 1))
-        hosts: dict[int, list[int]] = {}
-        quotas: dict[int, tuple[int, ...]] = {}
-        primary = {expert: rank for rank, row in enumerate(home) for expert in row}
-        for rank, (own, other) in enumerate(rows):
-            for expert, times, quota, is_primary in own + other:
-                hosts.setdefault(expert, []).extend([rank] * times)
-                if quota is not None:
-                    quotas[expert] = (*quotas.get(expert, ()), quota)
-                if is_primary:
-                    primary[expert] = rank
-        experts = sorted(primary)
-        placement = cls(
-            num_experts=len(experts),
-            home=home,
-            guests=guests,
-            hosts=tuple(tuple(hosts[expert]) for expert in experts),
-            primary=tuple(primary[expert] for expert in experts),
-            quotas=tuple(quotas.get(expert, ()) for expert in experts) if quotas else (),
-        )
+        home, guests, hosts, primary, quotas = parsed(text)
+        placement = cls(num_experts=len(hosts), home=home, guests=guests, hosts=hosts, primary=primary, quotas=quotas)
         if text.split() != str(placement).split():
             raise ValueError(f"{text!r}: prints as {placement}")
         return placement
@@ -370,7 +333,7 @@ class Placement:
 
 
 @lru_cache(maxsize=64)
-def _owners(home: tuple[tuple[int, ...], ...], num_experts: int) -> tuple[tuple[int, ...], tuple[tuple[int], ...]]:
+def _owners(home: IntRows, num_experts: int) -> tuple[tuple[int, ...], tuple[tuple[int], ...]]:
     """Return `Placement.owners`, and each one of them alone."""
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
     owners = tuple(rank_of[expert] for expert in range(num_experts))
@@ -391,12 +354,134 @@ def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[i
     return tuple(filled)
 
 
-def _parse_slot(text: str) -> tuple[int, int, int | None, bool]:
-    """Return an expert, its number of vExperts, its quota if there is one, and whether it is marked as primary."""
-    if text == ".":
-        return EMPTY, 0, None, False
-    match = _SLOT.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r}: a slot is an expert such as 3, 3x2, 3:40 or 3x2!, or a dot")
-    quota = None if match["tokens"] is None else int(match["tokens"])
-    return int(match["expert"]), int(match["times"] or 1), quota, match["primary"] is not None
+class Guests(NamedTuple):
+    """The experts in guest slots, by ascending rank and slot, int64."""
+
+    owner_M: np.ndarray
+    expert_M: np.ndarray
+    rank_M: np.ndarray
+
+
+class HostTable(NamedTuple):
+    """The hosts of all experts, int64: those of expert 0 by ascending rank, then those of expert 1, and so on."""
+
+    first_E: Annotated[np.ndarray, "int64[::1]"]
+    """[E + 1]: where each expert's hosts begin, and where the last ones end."""
+    host_N: Annotated[np.ndarray, "int64[::1]"]
+    share_N: Annotated[np.ndarray, "int64[::1]"]
+    """How the hosts share their expert's tokens: see `Tables.shares_ED`."""
+    primary_E: Annotated[np.ndarray, "int64[::1]"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Arrays that a placement alone determines, for what is computed anew from every load. They must not be changed.
+
+    In shapes, N counts the physical experts in use, K is the largest number of hosts of an expert, and M counts guests.
+    """
+
+    placement: Placement
+
+    def complete(self) -> None:
+        """Compute what a forward pass needs, so that none has to wait for it.
+
+        `shares_ED` grows with the square of the ranks, and only policies and dispatch on the device need it.
+        """
+        for name, member in vars(Tables).items():
+            if isinstance(member, cached_property) and name != "shares_ED":
+                getattr(self, name)
+
+    @cached_property
+    def guests(self) -> Guests:
+        """The experts in guest slots."""
+        guests_DG = _table(self.placement.guests)
+        rank_M, slot_M = (guests_DG >= 0).nonzero()
+        expert_M = guests_DG[rank_M, slot_M]
+        return Guests(np.array(self.placement.owners, dtype=np.int64)[expert_M], expert_M, rank_M)
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.placement.slots_per_rank
+
+    @cached_property
+    def hosting(self) -> HostTable:
+        """The hosts of all experts, once each, and their shares of tokens."""
+        hosts = self.placement.hosts
+        quotas = self.placement.quotas
+        expert_M = np.repeat(np.arange(len(hosts)), [*map(len, hosts)])
+        rank_M = _flat(hosts)
+        share_M = np.ones_like(rank_M)
+        if quotas:
+            share_M = _flat([own or (1,) * len(row) for own, row in zip(quotas, hosts, strict=True)])
+        # A host with several vExperts occurs several times
+        (first_N,) = ((np.diff(expert_M, prepend=-1) != 0) | (np.diff(rank_M, prepend=-1) != 0)).nonzero()
+        return HostTable(
+            first_E=np.searchsorted(expert_M[first_N], np.arange(len(hosts) + 1)),
+            host_N=rank_M[first_N],
+            share_N=np.add.reduceat(share_M, first_N),
+            primary_E=np.asarray(self.placement.primary),
+        )
+
+    @property
+    def first_E(self) -> np.ndarray:
+        """[E + 1]: where each expert's physical experts begin in `physical_N`, and where the last ones end."""
+        return self.hosting.first_E
+
+    @cached_property
+    def expert_N(self) -> np.ndarray:
+        """The logical expert of each of `physical_N`."""
+        return np.repeat(np.arange(self.placement.num_experts), np.diff(self.first_E))
+
+    @cached_property
+    def physical_N(self) -> np.ndarray:
+        """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""
+        experts = self.placement.num_experts
+        slot_DS = np.concatenate([_table(self.placement.home), _table(self.placement.guests)], axis=1)
+        (filled_P,) = (slot_DS.ravel() >= 0).nonzero()
+        name_P = filled_P // self.slots_per_rank * experts + slot_DS.ravel()[filled_P]
+        order_P = np.argsort(name_P)
+        wanted_N = self.hosting.host_N * experts + self.expert_N
+        return filled_P[order_P[np.searchsorted(name_P, wanted_N, sorter=order_P)]]
+
+    @cached_property
+    def expert_P(self) -> np.ndarray:
+        """[P]: the logical expert that each physical one computes; -1 for none."""
+        expert_P = np.full(self.placement.num_physical, EMPTY)
+        expert_P[self.physical_N] = self.expert_N
+        return expert_P
+
+    @cached_property
+    def by_physical_N(self) -> np.ndarray:
+        """Where the physical experts in use, in ascending order, are in `physical_N`."""
+        return np.argsort(self.physical_N)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether logical and physical experts are the same."""
+        return len(self.physical_N) == len(self.expert_P) and bool((np.diff(self.expert_P) == 1).all())
+
+    @cached_property
+    def shares_ED(self) -> np.ndarray:
+        """[E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
+
+        They are the placement's quotas, and 1 for each vExpert of experts without quotas.
+        """
+        shares_ED = np.zeros((self.placement.num_experts, self.placement.num_ranks), dtype=np.int64)
+        shares_ED[self.expert_N, self.hosting.host_N] = self.hosting.share_N
+        return shares_ED
+
+    @cached_property
+    def physicals_EK(self) -> np.ndarray:
+        """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
+        first_E1 = self.first_E[:-1, None]
+        after_E1 = self.first_E[1:, None]
+        return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
+
+
+def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return [rows, columns] int64 of rows that have the same length, maybe 0."""
+    return _flat(rows).reshape(len(rows), len(rows[0]))
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64)

@@ -1,148 +1,224 @@
 """How the hosts of an expert share its tokens, and which tokens leave their rank and their node for it.
 
-Every host has a quota, the number of an expert's tokens that it computes. A split makes quotas from the load. Sources
-then send their tokens by locality: a rank's own tokens first, then those of its node, then the others.
+Every host has a quota, the number of an expert's tokens that it computes. A split makes quotas from the load:
 
-Functions take whole numbers of tokens, which give whole numbers, or fractions. The first dimension of `_AD` arrays is
-A experts, or A ways to place one expert; D counts ranks. Nodes are `node_size` consecutive ranks.
+    local_first    Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host
+    proportional   each host has its share of the tokens; with vExperts, FlexMoE's rule (Algorithm 3, lines 2 and 3)
+
+Sources then send their tokens by locality: a rank's own tokens first, then those of its node, then the others. Nodes
+are `node_size` consecutive ranks. All numbers of tokens are whole.
+
+In shapes, D counts ranks, N physical experts in use, K the hosts of one expert, and G groups of consecutive ranks.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.tables import shares_of
+from megatron_balance.device.compiled import compiled
+from megatron_balance.placement.placement import MOST_TOKENS, Placement
+
+SPLITS = ("local_first", "proportional")
 
 
-def shares(placement: Placement, experts: Sequence[int] | None = None) -> np.ndarray:
-    """Return [E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
+class HostRules(NamedTuple):
+    """The hosts of all experts, and how they share tokens; see `Tables.hosting`."""
 
-    They are the placement's quotas, and 1 for each vExpert of experts without quotas.
-
-    Args:
-        experts: the rows to return; None: all.
-    """
-    if experts is None:
-        return placement.tables.shares_ED.copy()
-    hosts = placement.hosts
-    quotas = placement.quotas
-    return shares_of([hosts[e] for e in experts], [quotas[e] for e in experts if quotas], placement.num_ranks)
+    first_E: np.ndarray
+    host_N: np.ndarray
+    share_N: np.ndarray
+    primary_E: np.ndarray
+    node_size: int
+    local_first: bool
 
 
-def local_first(counts_AD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
-    """Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host."""
-    quotas_AD = np.where(shares_AD, counts_AD, 0)
-    quotas_AD[np.arange(len(quotas_AD)), primary_A] += (counts_AD - quotas_AD).sum(1)
-    return quotas_AD
+class SendRoom(NamedTuple):
+    """Memory for `send`, enough for any expert."""
 
-
-def proportional(counts_AD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> np.ndarray:
-    """Give each host its share of the tokens; with vExperts, FlexMoE's rule (Algorithm 3, lines 2 and 3)."""
-    if counts_AD.dtype.kind == "i":
-        return largest_remainder(counts_AD.sum(1), shares_AD)
-    return shares_AD * (counts_AD.sum(1) / shares_AD.sum(1))[:, None]
-
-
-SPLITS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
-    "local_first": local_first,
-    "proportional": proportional,
-}
-"""Rules that make quotas [A, D] from tokens [A, D] of each source rank, shares [A, D] and primary hosts [A]."""
-
-
-def largest_remainder(amount_A: np.ndarray, weight_AK: np.ndarray) -> np.ndarray:
-    """Split each amount in proportion to its weights into whole numbers that sum to it: [A, K] int64.
-
-    Each part is rounded up where the remainders are largest (first ones among equals) and down elsewhere. A weight of
-    zero gets nothing. An amount is zero wherever all its weights are zero. Products of an amount and a weight are below
-    2**63.
-    """
-    total_A1 = np.maximum(weight_AK.sum(1, keepdims=True), 1)
-    product_AK = amount_A[:, None] * weight_AK
-    part_AK = product_AK // total_A1
-    order_AK = np.argsort(part_AK * total_A1 - product_AK, axis=1, kind="stable")
-    missing_A1 = amount_A[:, None] - part_AK.sum(1, keepdims=True)
-    one_more_AK = (np.arange(weight_AK.shape[1]) < missing_A1).astype(part_AK.dtype)
-    np.put_along_axis(part_AK, order_AK, np.take_along_axis(part_AK, order_AK, 1) + one_more_AK, 1)
-    return part_AK
-
-
-class Sent(NamedTuple):
-    """What ranks send and receive so that every host computes its quota, all [A, D].
-
-    A rank sends tokens or receives them, not both.
-    """
-
-    local_AD: np.ndarray
-    """Tokens that stay on their rank."""
-    near_out_AD: np.ndarray
-    near_in_AD: np.ndarray
-    """Tokens that are sent to, and received from, ranks of the same node."""
-    far_out_AD: np.ndarray
-    far_in_AD: np.ndarray
-    """Tokens that are sent to, and received from, other nodes."""
-
-
-def sent(counts_AD: np.ndarray, quotas_AD: np.ndarray, node_size: int) -> Sent:
-    """Return what ranks send and receive by locality; ranks of a node have equal parts of what leaves it.
-
-    Args:
-        counts_AD: tokens of each source rank.
-        quotas_AD: tokens that each rank computes, equally many for an expert.
-    """
-    local_AD = np.minimum(counts_AD, quotas_AD)
-    moved_2AD = np.stack([counts_AD, quotas_AD]) - local_AD
-    near_2AD = within_nodes(moved_2AD, node_size)
-    return Sent(local_AD, *near_2AD, *(moved_2AD - near_2AD))
-
-
-def within_nodes(moved_2AD: np.ndarray, node_size: int) -> np.ndarray:
-    """Return how many of the tokens in `moved_2AD` stay on the rank's node, [2, A, D].
-
-    A node's tokens are shared among its ranks in proportion to what each rank sends or receives. Cumulative shares are
-    rounded, and a rank gets the difference of two of them, so that the whole numbers sum to the node's tokens.
-
-    Args:
-        moved_2AD: tokens that each rank sends, and those that it receives.
-    """
-    ranks = moved_2AD.shape[-1]
-    if node_size >= ranks:
-        return moved_2AD
-    node_D = np.arange(ranks) // node_size
-    total_2AN = np.add.reduceat(moved_2AD, np.arange(0, ranks, node_size), axis=-1)
-    part_AN = np.minimum(*total_2AN)
-    if moved_2AD.dtype.kind == "f":
-        share_2AN = np.divide(part_AN, total_2AN, out=np.zeros_like(total_2AN), where=part_AN > 0)
-        return moved_2AD * share_2AN[..., node_D]
-    total_2AD = np.maximum(total_2AN, 1)[..., node_D]
-    part_AD = part_AN[..., node_D]
-    before_2AN = total_2AN.cumsum(-1) - total_2AN
-    until_2AD = moved_2AD.cumsum(-1) - before_2AN[..., node_D]
-    return until_2AD * part_AD // total_2AD - (until_2AD - moved_2AD) * part_AD // total_2AD
+    sent_KG: np.ndarray
+    out_G: np.ndarray
+    """Tokens that the groups still have to send."""
+    in_K: np.ndarray
+    """Tokens that the hosts still have to receive."""
+    remainder_K: np.ndarray
 
 
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
-    """Return [D, D] float64: tokens from each source rank that each rank computes, local tokens on the diagonal.
+    """Return [D, D] int64: tokens from each source rank that each rank computes, local tokens on the diagonal."""
+    counts_DE = np.ascontiguousarray(counts_DE, np.int64)
+    return _traffic(counts_DE, *placement.tables.hosting, node_size, split == "local_first")
 
-    Each source's tokens are shared among the hosts that receive from its node, or from other nodes.
+
+@compiled("int64[:,::1](int64[:,::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean)")
+def _traffic(
+    counts_DE: np.ndarray,
+    first_E: np.ndarray,
+    host_N: np.ndarray,
+    share_N: np.ndarray,
+    primary_E: np.ndarray,
+    node_size: int,
+    local_first: bool,
+) -> np.ndarray:
+    rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
+    ranks, experts = counts_DE.shape
+    rank_D = np.arange(ranks)
+    room = room_of(first_E, ranks)
+    # By target, because the tokens to one host are then consecutive
+    traffic_DD = np.zeros((ranks, ranks), np.int64)
+    for expert in range(experts):
+        sent_KD = send(expert, counts_DE, counts_DE, rank_D, rules, room)
+        for k in range(len(sent_KD)):
+            traffic_DD[host_N[first_E[expert] + k]] += sent_KD[k]
+    return traffic_DD.T.copy()
+
+
+@compiled(None)
+def room_of(first_E: np.ndarray, groups: int) -> SendRoom:
+    """Return memory for `send` by so many groups."""
+    most = np.diff(first_E).max()
+    return SendRoom(
+        np.empty((most, groups), np.int64),
+        np.empty(groups, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+    )
+
+
+@compiled(None)
+def send(
+    expert: int,
+    counts_DE: np.ndarray,
+    sums_GE: np.ndarray,
+    group_D: np.ndarray,
+    rules: HostRules,
+    room: SendRoom,
+) -> np.ndarray:
+    """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
+
+    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
+    the module's docstring. What a rank sends depends on other ranks only through the sums of those before it and those
+    after it, on its node and on others. So the tokens of a rank are those of its group, if it is alone in it.
+
+    Args:
+        counts_DE: the load, with one source per host.
+        sums_GE: the load of groups of consecutive ranks, each on one node.
+        group_D: the group of each rank.
+        room: `room_of` these groups; the result is a part of it.
     """
-    # numpy multiplies integers without BLAS; float64 is exact for these
-    counts_ED = counts_DE.T.astype(np.float64)
-    quotas_ED = SPLITS[split](counts_ED, shares(placement), np.asarray(placement.primary))
-    moved = sent(counts_ED, quotas_ED, node_size)
-    node_D = np.arange(placement.num_ranks) // node_size
-    is_near_DD = node_D[:, None] == node_D
-    first_N = np.arange(0, placement.num_ranks, node_size)
-    near_ED = np.add.reduceat(moved.near_in_AD, first_N, axis=1)[:, node_D]
-    traffic_DD = _over(moved.near_out_AD, near_ED).T @ moved.near_in_AD * is_near_DD
-    traffic_DD += _over(moved.far_out_AD, moved.far_in_AD.sum(1, keepdims=True)).T @ moved.far_in_AD
-    diagonal = np.arange(placement.num_ranks)
-    traffic_DD[diagonal, diagonal] += moved.local_AD.sum(0)
-    return traffic_DD
+    begin = rules.first_E[expert]
+    end = rules.first_E[expert + 1]
+    hosts = end - begin
+    host_K = rules.host_N[begin:end]
+    node_size = rules.node_size
+    out_G = room.out_G
+    in_K = room.in_K
+    sent_KG = room.sent_KG[:hosts]
+    sent_KG[:] = 0
+    total = 0
+    for group in range(len(out_G)):
+        out_G[group] = sums_GE[group, expert]
+        total += out_G[group]
+    _share(expert, total, counts_DE, rules, in_K, room.remainder_K)
+    for k in range(hosts):
+        rank = host_K[k]
+        local = min(counts_DE[rank, expert], in_K[k])
+        sent_KG[k, group_D[rank]] += local
+        out_G[group_D[rank]] -= local
+        in_K[k] -= local
+    first = 0
+    while first < hosts:
+        node: int = host_K[first] // node_size
+        after = first + 1
+        while after < hosts and host_K[after] // node_size == node:
+            after += 1
+        until = min((node + 1) * node_size, len(group_D))
+        _send_within(group_D[node * node_size], group_D[until - 1] + 1, first, after, out_G, in_K, sent_KG)
+        first = after
+    _send_within(0, len(out_G), 0, hosts, out_G, in_K, sent_KG)
+    return sent_KG
 
 
-def _over(amount_AD: np.ndarray, total_AD: np.ndarray) -> np.ndarray:
-    """Return the fractions of totals; 0 where there is nothing."""
-    return np.divide(amount_AD, total_AD, out=np.zeros_like(amount_AD), where=total_AD > 0)
+@compiled(None)
+def _send_within(
+    first_group: int,
+    after_group: int,
+    first: int,
+    after: int,
+    out_G: np.ndarray,
+    in_K: np.ndarray,
+    sent_KG: np.ndarray,
+) -> None:
+    """Let some groups send to some hosts what they can; take it from what they have, and still need.
+
+    Sources and receivers, in their order, lie along one line of tokens.
+    """
+    received = in_K[first:after].sum()
+    if received == 0:
+        return
+    sent = out_G[first_group:after_group].sum()
+    part = min(sent, received)
+    if part == 0:
+        return
+    at = 0
+    received_until = 0
+    group = first_group - 1
+    sent_until = 0
+    group_end = 0
+    for k in range(first, after):
+        # A division takes longer than all else here; one of the two divides by the factor
+        received_until += in_K[k]
+        until = received_until if part == received else received_until * part // received
+        while at < until:
+            while group_end == at:
+                group += 1
+                sent_until += out_G[group]
+                group_end = sent_until if part == sent else sent_until * part // sent
+            step = min(group_end, until) - at
+            sent_KG[k, group] += step
+            out_G[group] -= step
+            in_K[k] -= step
+            at += step
+
+
+@compiled(None)
+def _share(
+    expert: int,
+    total: int,
+    counts_DE: np.ndarray,
+    rules: HostRules,
+    computed_K: np.ndarray,
+    remainder_K: np.ndarray,
+) -> None:
+    """Set how many of the `total` tokens of an expert each of its hosts computes.
+
+    `proportional` rounds up where the remainders are largest, the first ones among equals.
+    """
+    assert total <= MOST_TOKENS, "a product of two counts fits an int64"
+    begin = rules.first_E[expert]
+    end = rules.first_E[expert + 1]
+    host_K = rules.host_N[begin:end]
+    share_K = rules.share_N[begin:end]
+    missing = total
+    hosts = range(end - begin)
+    shares = max(share_K.sum(), 1)
+    for k in hosts:
+        computed_K[k] = 0
+        if not rules.local_first:
+            product = total * share_K[k]
+            computed_K[k] = product // shares
+            remainder_K[k] = product - computed_K[k] * shares
+        elif share_K[k]:
+            computed_K[k] = counts_DE[host_K[k], expert]
+        missing -= computed_K[k]
+    if rules.local_first:
+        for k in hosts:
+            if host_K[k] == rules.primary_E[expert]:
+                computed_K[k] += missing
+        return
+    for _ in range(missing):
+        most = 0
+        for k in hosts:
+            if remainder_K[k] > remainder_K[most]:
+                most = k
+        computed_K[most] += 1
+        remainder_K[most] = -1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.few_batches import few_batches
+from megatron_balance.cost.core import SendingPrices, few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
@@ -244,7 +244,8 @@ def sending_times(pairs_K2: np.ndarray, owner_E: np.ndarray, ranks: int, node_si
 
 @compiled(
     "int64[:,:](int64[:,:], int64[:,::1], int64[:,::1], int64[::1], int64[::1], int64, int64, int64[:,::1], "
-    "int64[::1], float64, float64[:,::1], int64, float64)"
+    "int64[::1], SendingPrices[::1], float64)",
+    SendingPrices,
 )
 def cheapest(
     moves_MF: np.ndarray,
@@ -256,9 +257,7 @@ def cheapest(
     far: int,
     pairs_K2: np.ndarray,
     owner_E: np.ndarray,
-    farther: float,
-    numbers_27: np.ndarray,
-    least_rounds: int,
+    sending_1: np.ndarray,
     negligible: float,
 ) -> np.ndarray:
     """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
@@ -269,7 +268,7 @@ def cheapest(
     Args:
         above_D, far: as in `leveled`.
         pairs_K2: the expert and the rank of guests that are sent, too.
-        farther, numbers_27, least_rounds: as in `few_batches`.
+        sending_1: as in `few_batches`.
         negligible: seconds.
     """
     best_MF = moves_MF
@@ -288,8 +287,8 @@ def cheapest(
         all_K2[:given] = pairs_K2
         all_K2[given:, 0] = found_MF[:, 0]
         all_K2[given:, 1] = found_MF[:, 2]
-        sent_2K = sending_times(all_K2, owner_E, ranks, node_size, farther)
-        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], numbers_27, farther, least_rounds)
+        sent_2K = sending_times(all_K2, owner_E, ranks, node_size, sending_1[0].far)
+        trans, agg = few_batches(sent_2K[0, -1], sent_2K[1, -1], sending_1)
         more = trans + agg - least
         if more < -negligible or (more <= negligible and len(found_MF) < len(best_MF)):
             best_MF = found_MF

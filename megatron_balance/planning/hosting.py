@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, expert_loads, placement_loads
-from megatron_balance.cost.loops import change, involve, try_
+from megatron_balance.cost.candidates import change, involve, try_
+from megatron_balance.cost.core import COMPUTED
+from megatron_balance.cost.loads import by_microbatch, expert_loads, placement_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import shares
 
 DOUBT = 2.0
 """Searches over many ranks assume that Trans and Agg take at most this many times as long as on the busiest rank alone.
@@ -85,7 +85,7 @@ class Hosting:
 
     layer: Layer
     shares_ED: np.ndarray
-    """[E, D] int64: as `shares` of a placement."""
+    """[E, D] int64: as `Tables.shares_ED`."""
     primary_E: np.ndarray
     """The host of tokens of ranks that are not hosts; if it is no host, that of `Placement.rehost`."""
     loads_FBD: np.ndarray
@@ -102,7 +102,7 @@ class Hosting:
         counts_BDE = layer.counts_EBD.transpose(1, 2, 0)
         loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
         extra_E = np.zeros(len(layer.owner_E))
-        shares_ED = shares(placement)
+        shares_ED = placement.tables.shares_ED
         primary_E = np.array(placement.primary)
         sent_D = np.zeros(placement.num_ranks)
         guest_M = np.flatnonzero(((shares_ED > 0) & ~layer.owned_ED).any(1))
@@ -130,7 +130,7 @@ class Hosting:
         primary_E = self.primary_E.copy()
         change(
             *(loads_FBD, sent_D, extra_E, layer.counts_EBD, shares_ED, primary_E, layer.owner_E),
-            *(expert_A, shares_AD, primary_A, *layer.cost.prices),
+            *(expert_A, shares_AD, primary_A, layer.cost.prices[0]),
         )
         return replace(
             self,
@@ -159,15 +159,16 @@ class Hosting:
         """
         layer = self.layer
         ways = expert_KA.shape[1]
-        work_ABD = np.empty((ways, *self.loads_FBD.shape[1:]))
-        found_7A = np.empty((7, ways))
         begins_A = np.ones(ways, dtype=bool) if begins_A is None else begins_A
-        try_(
-            *(self.loads_FBD, self.sent_D, self.longest),
-            *(layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E),
-            *(expert_KA, shares_KAD, primary_KA, begins_A, *layer.cost.prices, work_ABD, found_7A),
+        costs = try_(
+            *(self.loads_FBD, self.sent_D, self.longest, *self._experts),
+            *(expert_KA, shares_KAD, primary_KA, begins_A, *layer.cost.prices),
         )
-        return Tried(layer.cost, work_ABD, *found_7A)
+        return Tried(layer.cost, *costs)
+
+    @property
+    def _experts(self) -> tuple[np.ndarray, ...]:
+        return self.layer.counts_EBD, self.shares_ED, self.primary_E, self.layer.owner_E
 
     @cached_property
     def longest(self) -> float:
@@ -241,7 +242,7 @@ class Hosting:
         layer = self.layer
         found_A = np.zeros(len(involved_AD))
         involve(
-            *(self.loads_FBD, layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E, expert, rank),
+            *(self.loads_FBD, *self._experts, expert, rank),
             *(involved_AD, *layer.cost.prices, self.work_BD, tried.work_ABD, found_A),
         )
         return found_A + sum(layer.cost.exposed(layer.mean, tried.trans_A, tried.agg_A))

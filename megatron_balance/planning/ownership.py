@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, FEATURES, expert_loads, placement_loads
+from megatron_balance.cost.core import COMPUTED, FEATURES
+from megatron_balance.cost.loads import expert_loads, placement_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.splits import shares
 from megatron_balance.planning.policies.interface import owners_host
 
 BUDGET = 12
@@ -368,7 +368,7 @@ def _candidates(
         return
     expert_A, target_A = np.array(guests).T
     owner_E = owners(placement)
-    hosts_ED = shares(placement) > 0
+    hosts_ED = placement.tables.shares_ED > 0
     ranks = np.arange(placement.num_ranks)
     times_ED, _ = cost.transport.link_times(owner_E, hosts_ED & (owner_E[:, None] != ranks))
     after_AD, _ = cost.transport.link_times(target_A, hosts_ED[expert_A] & (target_A[:, None] != ranks))

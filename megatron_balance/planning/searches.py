@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED
+from megatron_balance.cost.core import COMPUTED
 from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, Moves, level
 from megatron_balance.planning.selection import Selection
 
@@ -23,8 +23,8 @@ def leveled(plain: Selection, *, even: bool = False) -> Iterator[Moves]:
     current = plain.current
     local = cost.split == "local_first" and not even
     home_DH = np.array(current.home)
-    node_size = cost.prices.node_size
-    rate_D = cost.prices.rate_D
+    node_size = cost.network.node_size
+    rate_D = cost.prices[1]
     for counts_ED in _totals(plain):
         tokens_E = counts_ED.sum(1)
         loads_D = tokens_E[home_DH].sum(1)

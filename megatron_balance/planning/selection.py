@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED, owner_loads
-from megatron_balance.cost.loops import add_loads, change, involve, try_
+from megatron_balance.cost.candidates import change, involve, try_
+from megatron_balance.cost.core import COMPUTED, add_loads
+from megatron_balance.cost.loads import owner_loads
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import Placement
@@ -70,14 +71,6 @@ class Selection(Hosting):
         free_D = self.free_D + ((self.shares_ED[expert] > 0) & ~owned_1D[0])
         left = tuple(each for each in self.chosen if each != expert)
         return self.changed(np.array([expert]), owned_1D.astype(np.int64), owner, free_D=free_D, chosen=left)
-
-    def seconds_along_chains(self) -> float:
-        """Return the seconds with all messages of Trans and Agg if every expert travels along a chain."""
-        expert_M, rank_M = self.guests_ED.nonzero()
-        trans = agg = 0.0
-        if len(rank_M):
-            _, _, trans, agg = self.layer.cost.transport.along_chains(self.layer.owner_E[expert_M], expert_M, rank_M)
-        return self._seconds(trans, agg)
 
     def placement(self) -> Placement:
         """Return the placement in which owners host, and the selected guests."""

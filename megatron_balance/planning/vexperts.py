@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.loads import COMPUTED
+from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.planning.hosting import Hosting, Layer, Tried

@@ -19,7 +19,7 @@ from megatron_balance.profile.cluster_profile import LAUNCHING, ClusterProfile, 
 
 
 @dataclass(frozen=True)
-class Number:
+class SourcedNumber:
     """A number and its source."""
 
     value: float
@@ -31,13 +31,13 @@ class Gpu:
     """One kind of GPU, and the number of nodes that have it."""
 
     name: str
-    nodes: Number | None = None
-    memory_gb: Number | None = None
+    nodes: SourcedNumber | None = None
+    memory_gb: SourcedNumber | None = None
     """10^9 bytes."""
-    memory_gb_per_second: Number | None = None
+    memory_gb_per_second: SourcedNumber | None = None
     """10^9 bytes per second that the device reads and writes in its memory."""
-    fp32_tflops: Number | None = None
-    half_tflops: Number | None = None
+    fp32_tflops: SourcedNumber | None = None
+    half_tflops: SourcedNumber | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
 
 
@@ -46,10 +46,10 @@ class Link:
     """A link between GPUs: within a node, one GPU's share; between nodes, one adapter."""
 
     name: str
-    gb_per_second: Number
+    gb_per_second: SourcedNumber
     """10^9 bytes per second in each direction."""
-    latency_us: Number | None = None
-    adapters: Number | None = None
+    latency_us: SourcedNumber | None = None
+    adapters: SourcedNumber | None = None
     """Number of network adapters per node; default: one."""
 
 
@@ -91,7 +91,7 @@ class Cluster:
     """Nodes with equal numbers of GPUs, and the links between them."""
 
     name: str
-    gpus_per_node: Number
+    gpus_per_node: SourcedNumber
     gpus: tuple[Gpu, ...]
     node: Link
     """Link between any two GPUs of a node."""
@@ -308,7 +308,7 @@ def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
     rates: list[float] = []
     for index, gpu in enumerate(cluster.gpus):
-        rate: Number | None = getattr(gpu, name)
+        rate: SourcedNumber | None = getattr(gpu, name)
         if rate is None:
             raise ValueError(f"gpus[{index}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
         rates.append(rate.value)

@@ -1,24 +1,14 @@
 """Reads a ClusterProfile from its JSON file, and checks every number."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.messages import cleaned
-from megatron_balance.profile.cluster_profile import (
-    COLLECTIVES,
-    GROUPS,
-    LEVELS,
-    ROUNDS,
-    VERSION,
-    ClusterProfile,
-    CodecTimes,
-    Fit,
-    ParallelLines,
-    Throughput,
-)
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, VERSION, ClusterProfile
 
 MAX_BYTES = 4 * MIB
 """Maximum size of a file; a profile for 64 ranks has 60 kB."""
@@ -43,6 +33,18 @@ only noise. No message and no token takes a minute.
 """
 
 
+_NAMES = {
+    "links": COLLECTIVES,
+    "links.": GROUPS,
+    "messages": LEVELS,
+    "launches": ROUNDS,
+    "launches.": LEVELS,
+    "starts": ROUNDS,
+}
+"""Keys of each object, and of the objects in it; those of others may have any names."""
+
+_MAY_BE_EMPTY = ("launches", "starts")
+
 _BY_MESSAGE = ("launches.", "messages.")
 """Lines whose beta is the seconds of a message, not of a byte."""
 
@@ -61,8 +63,11 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
             f"{where}: version {shown(content.get('version'))}, but this program reads version {VERSION}; measure the "
             "cluster again"
         )
+    del content["version"]
     try:
-        profile = _parse(content)
+        profile = _parse(ClusterProfile, content)
+        if len(profile.rates) not in (0, profile.num_ranks):
+            raise ValueError(f"rates: has {len(profile.rates)} numbers for {profile.num_ranks} ranks")
     except ValueError as error:
         raise ValueError(f"{where}: damaged profile ({error}); measure again") from error
     if (profile.num_ranks, profile.node_size) != (num_ranks, node_size):
@@ -73,70 +78,28 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
     return profile
 
 
-def _parse(content: Any) -> ClusterProfile:
-    _keys(content, ("version", *(field.name for field in dataclasses.fields(ClusterProfile))), "the file")
-    links = _keys(content["links"], COLLECTIVES, "links")
-    batches = _keys(content["messages"], LEVELS, "messages")
-    codecs = content["codecs"]
-    members = content["all_to_alls"]
-    rates = content["rates"]
-    if not (isinstance(codecs, dict) and isinstance(members, dict) and isinstance(rates, list)):
-        raise ValueError("codecs, all_to_alls, rates: are not two objects and a list")
-    parallel = content["parallel"]
-    num_ranks = _number(content["num_ranks"], "num_ranks")
-    if len(rates) not in (0, num_ranks):
-        raise ValueError(f"rates: has {len(rates)} numbers for {num_ranks} ranks")
-    return ClusterProfile(
-        num_ranks=num_ranks,
-        node_size=_number(content["node_size"], "node_size"),
-        links={
-            kind: {
-                group: _numbers(Fit, line, f"links.{kind}.{group}")
-                for group, line in _keys(lines, GROUPS, f"links.{kind}").items()
-            }
-            for kind, lines in links.items()
-        },
-        forward=_numbers(Throughput, content["forward"], "forward"),
-        backward=_numbers(Throughput, content["backward"], "backward"),
-        launches={
-            kind: {
-                level: _numbers(Fit, line, f"launches.{kind}.{level}")
-                for level, line in _keys(lines, LEVELS, f"launches.{kind}").items()
-            }
-            for kind, lines in _keys(content["launches"], ROUNDS if content["launches"] else (), "launches").items()
-        },
-        messages={level: _numbers(Fit, line, f"messages.{level}") for level, line in batches.items()},
-        starts={
-            kind: _number(value, f"starts.{kind}")
-            for kind, value in _keys(content["starts"], ROUNDS if content["starts"] else (), "starts").items()
-        },
-        tensors=_number(content["tensors"], "tensors"),
-        rates=tuple(_number(rate, f"rates[{rank}].rate") for rank, rate in enumerate(rates)),
-        all_to_alls={name: _numbers(Fit, line, f"all_to_alls.{cleaned(name)}") for name, line in members.items()},
-        codecs={
-            name: CodecTimes(
-                **{
-                    way: _numbers(Throughput, line, f"codecs.{cleaned(name)}.{way}")
-                    for way, line in _keys(times, CodecTimes._fields, f"codecs.{cleaned(name)}").items()
-                }
-            )
-            for name, times in codecs.items()
-        },
-        parallel=None if parallel is None else _parallel(parallel),
-    )
+def _parse(wanted: Any, content: Any, where: str = "") -> Any:
+    """Convert `content` to the type `wanted`: a number, a class with fields, a mapping, a tuple of numbers, or None."""
+    if wanted in (int, float):
+        return _number(content, where)
+    choices = typing.get_args(wanted)
+    if isinstance(wanted, types.UnionType):
+        return None if content is None else _parse(choices[0], content, where)
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(content, list):
+            raise ValueError(f"{where}: {shown(content)} is not a list")
+        return tuple(_parse(choices[0], one, f"{where}[{index}].rate") for index, one in enumerate(content))
+    if typing.get_origin(wanted) is Mapping:
+        outer, _, inner = where.partition(".")
+        names = _NAMES.get(f"{outer}." if inner else outer, content)
+        keys = _keys(content, () if outer in _MAY_BE_EMPTY and content == {} else names, where)
+        return {name: _parse(choices[1], value, f"{where}.{cleaned(name)}") for name, value in keys.items()}
+    hints = typing.get_type_hints(wanted)
+    fields = _keys(content, [*hints], where or "the file").items()
+    return wanted(**{name: _parse(hints[name], value, f"{where}.{name}" if where else name) for name, value in fields})
 
 
-def _parallel(content: Any) -> ParallelLines:
-    found = _keys(content, ParallelLines._fields, "parallel")
-    for name, value in found.items():
-        if name in RANGES:
-            found[name] = _number(value, f"parallel.{name}")
-        elif value is not None or name not in ParallelLines._field_defaults:
-            found[name] = _numbers(Fit, value, f"parallel.{name}")
-    return ParallelLines(**found)
-
-
-def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
+def _keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
     """Return `content` in the order of `names`, after checking that it is an object with exactly these keys."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
@@ -144,12 +107,6 @@ def _keys(content: Any, names: Sequence[str], where: str) -> dict[str, Any]:
         state = "is unknown" if wrong[0] in content else "is missing"
         raise ValueError(f"{where}: {cleaned(wrong[0])} {state}")
     return {name: content[name] for name in names}
-
-
-def _numbers(kind: Any, content: Any, where: str) -> Any:
-    """Convert an object to a named tuple of numbers."""
-    fields = _keys(content, kind._fields, where)
-    return kind(**{name: _number(value, f"{where}.{name}") for name, value in fields.items()})
 
 
 def _number(value: Any, where: str) -> Any:

@@ -3,9 +3,9 @@
 A program is an iterator of commands. All ranks of its team execute them in order, each at its own time: a rank that has
 computed for longer comes to the next command later. Collectives begin when all their ranks have come to them, and when
 the collectives before them on the same lane are over; then they take the resources that they need, which collectives in
-progress share fairly (sharing.py). A collective has one end for all its ranks.
+progress share fairly (`speeds`). A collective has one end for all its ranks.
 
-The letter R is the number of ranks of a team.
+In shapes, R counts the ranks of a team, N resources, and C collectives in progress.
 """
 
 import heapq
@@ -17,10 +17,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_balance.simulate.sharing import speeds
-
 DONE = 1e-12
-"""Part of a collective that rounding may leave to do."""
+"""A collective counts as finished when less than this fraction remains (rounding)."""
+
+FULL = 1e-12
+"""Share of a resource that rounding may leave unused."""
 
 
 class Work(NamedTuple):
@@ -305,7 +306,32 @@ def _speeds(together: Sequence[_Collective]) -> list[float]:
     if len(together) == 1:
         return [1.0]
     resources = np.unique(np.concatenate([one.work.resources for one in together]))
-    use_FR = np.zeros((len(together), len(resources)))
-    for use_R, one in zip(use_FR, together, strict=True):
-        use_R[np.searchsorted(resources, one.work.resources)] = one.work.seconds / one.work.seconds.max()
-    return speeds(use_FR).tolist()
+    use_CN = np.zeros((len(together), len(resources)))
+    for use_N, one in zip(use_CN, together, strict=True):
+        use_N[np.searchsorted(resources, one.work.resources)] = one.work.seconds / one.work.seconds.max()
+    return speeds(use_CN).tolist()
+
+
+def speeds(use_CN: np.ndarray) -> np.ndarray:
+    """Return [C] the speed of each collective, at most 1, with max-min fair progress.
+
+    Together, all collectives progress equally fast until a resource is used up. Those that need it keep their speed,
+    and the others go on, up to speed 1. So no collective can be faster without a slower one becoming slower.
+
+    Args:
+        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one; the sum over
+            collectives may exceed 1.
+    """
+    speed_C = np.zeros(len(use_CN))
+    grows_C = np.ones(len(use_CN), dtype=bool)
+    left_N = np.ones(use_CN.shape[1])
+    while grows_C.any():
+        wanted_N = use_CN[grows_C].sum(0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            step = np.where(wanted_N > 0, left_N / wanted_N, np.inf).min(initial=np.inf)
+        step = min(step, 1.0 - speed_C[grows_C].max())
+        speed_C[grows_C] += step
+        left_N = np.maximum(left_N - step * wanted_N, 0.0)
+        used_up_N = left_N <= FULL
+        grows_C &= (speed_C < 1.0 - FULL) & ~(use_CN[:, used_up_N] > 0).any(1)
+    return speed_C

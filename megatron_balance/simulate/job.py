@@ -11,20 +11,20 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import EMPTY_PLAN, TransferPlan
+from megatron_balance.placement.trans_plan import EMPTY_PLAN, TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.ownership import Move, moves
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
-from megatron_balance.simulate.programs import LayerWork, Stage, program
+from megatron_balance.simulate.programs import LayerWork, StageSchedule, program
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import Action
 from megatron_balance.timeline.layer_state import rounds_of
 from megatron_balance.timeline.planner import plan_for
 
 Key = tuple[int, int, int]
-"""Stage, team in the stage, MoE layer."""
+"""StageSchedule, team in the stage, MoE layer."""
 
 
 class LoadSource(Protocol):
@@ -39,7 +39,7 @@ class LoadSource(Protocol):
 class SimulatedStage:
     """A pipeline stage of a simulated job."""
 
-    stage: Stage
+    stage: StageSchedule
     ranks: Sequence[np.ndarray]
     """Ranks in the job of each team, ascending."""
     models: Sequence[LayerModel] = ()
@@ -86,7 +86,7 @@ class Simulation:
     progress: Callable[[str], None] = lambda text: None
     """Receives a line of progress."""
     _managers: dict[Key, Manager] = field(default_factory=dict)
-    _transfers: dict[Key, TransferPlan] = field(default_factory=dict)
+    _trans_plans: dict[Key, TransPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for stage in self.job.stages:
@@ -137,7 +137,7 @@ class Simulation:
         works = []
         ends = []
         loads = [
-            model.wire.repeated(self.loads.draw(number, layer, team, job.microbatches))
+            model.rows.repeated(self.loads.draw(number, layer, team, job.microbatches))
             for team, model in enumerate(stage.models)
         ]
         keys = [(stage.stage.number, team, layer) for team in range(len(loads))]
@@ -170,7 +170,7 @@ class Simulation:
             manager.expected_BDE = counts_BDE[:1] * job.microbatches
             planned, adopt, _ = self._plan(key, manager)
             adopt()
-        transfers = self._transfers.get(key, EMPTY_PLAN)
+        transfers = self._trans_plans.get(key, EMPTY_PLAN)
         placement = manager.placement
         if job.plans and not job.exact:
             observe()
@@ -204,7 +204,7 @@ class Simulation:
             if plan.decision.placement is not None:
                 manager.adopt(plan.decision)
                 if plan.sending is not None:
-                    self._transfers[key] = manager.cost.transfers(manager.placement)
+                    self._trans_plans[key] = manager.cost.trans_plan(manager.placement)
 
         return NOTHING._replace(latency=seconds), adopt, plan.decision.placement
 
@@ -212,7 +212,7 @@ class Simulation:
 class _Decided(NamedTuple):
     placement: Placement
     """The placement in force."""
-    transfers: TransferPlan
+    transfers: TransPlan
     """Its Trans."""
     planned: Work
     """The time of the next plan."""
@@ -222,7 +222,7 @@ class _Decided(NamedTuple):
     """Experts that have other owners after the iteration."""
 
 
-def _part(manager: Manager, others: tuple[float, float], plan: TransferPlan, action: Action) -> TransferPlan:
+def _part(manager: Manager, others: tuple[float, float], plan: TransPlan, action: Action) -> TransPlan:
     """Return the rounds of a Trans, an Agg or a part of one, as `PlacementRounds.of` does."""
     beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
     return rounds_of(action, plan, beside)

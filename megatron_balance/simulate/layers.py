@@ -1,26 +1,132 @@
 """An MoE layer of a team in one iteration: from its loads and its placement to what it computes and sends.
 
-In the shapes, B counts microbatches, H hosts of experts, and C chunks.
+In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of all
+hosts).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.order import ChunkTimes, Order, Scheduler, makespan, sequential
+from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenStep
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
-from megatron_balance.profile.cluster_profile import Throughput
-from megatron_balance.simulate.engine import Work
+from megatron_balance.placement.trans_plan import TransPlan
+from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
+from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.network import TeamNetwork
 from megatron_balance.simulate.programs import Direction, LayerWork
-from megatron_balance.simulate.wire import Wire
 from megatron_balance.timeline.actions import Action, Operation
 
-Parts = Callable[[Action], TransferPlan]
+Parts = Callable[[Action], TransPlan]
 """Returns the messages of a Trans, an Agg or a part of one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowExchange:
+    """The collectives of a team's parallel schedule (flow/parallel_schedule.py), in which rows travel through a layer.
+
+    They take as long as `--moe-parallel-schedule auto` predicts from the links of a cluster (flow/schedule_choice.py),
+    and a team's ranks share links with others. Rows of a host have equal parts on all of its shards.
+    """
+
+    network: TeamNetwork
+    profile: ClusterProfile
+    """Of all ranks of the team."""
+
+    models: tuple[ExchangeModel, ...]
+    """Models of the all-to-alls to choose from; the fastest one is used. They are among all ranks if `direct`, or else
+    among hosts."""
+
+    steps: Sequence[TokenStep] = SCHEDULES["megatron"]
+    shards: int = 1
+    """Number of shards of an expert, which are consecutive ranks."""
+
+    copies: int = 1
+    """Number of consecutive ranks with the same tokens."""
+
+    simultaneous: bool = False
+    """Whether s2 gathers rows while it receives others (SAA)."""
+
+    token_bytes: float = 0.0
+    """Bytes of a rank's tokens of a microbatch."""
+
+    topk: int = 1
+    """Rows of a token."""
+
+    row_bytes: float = 0.0
+    """Bytes of a row, as shards gather it."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether rows go to all shards of their expert in one all-to-all."""
+        return TokenStep.EP_ESP_ALL_TO_ALL in self.steps
+
+    @property
+    def copies_sent(self) -> float:
+        """Part of a host's rows that each of its shards sends in an all-to-all, with their copies."""
+        return 1.0 if self.direct or self._gathers_tokens else 1.0 / self.shards
+
+    def repeated(self, counts_BHE: np.ndarray) -> np.ndarray:
+        """Return the rows that hosts send, given the rows of their parts of all tokens.
+
+        With the schedules that do not split, each rank sends the rows of all tokens that it has.
+        """
+        if TokenStep.MP_SPLIT in self.steps or self.copies == 1:
+            return counts_BHE
+        together = max(1, self.copies // self.shards)
+        batch, hosts, experts = counts_BHE.shape
+        sums = counts_BHE.reshape(batch, hosts // together, together, experts).sum(2)
+        return self.copies // together * sums.repeat(together, 1)
+
+    def exchange(self, bytes_HH: np.ndarray) -> Work:
+        """Return the work of one all-to-all: the first one of a pass, or the second one without SAA."""
+        if self.direct and self.shards > 1:
+            # Each shard sends its part of the host's rows to every shard of their hosts
+            bytes_HH = bytes_HH.repeat(self.shards, 0).repeat(self.shards, 1) / self.shards
+        elif not self._gathers_tokens:
+            bytes_HH = bytes_HH / self.shards
+        return min((self.network.exchange(model, bytes_HH) for model in self.models), key=lambda work: work.alone)
+
+    def returning(self, exchange: Work, chunks: int) -> Work:
+        """Return the work of the second all-to-all of a chunk, given the first one."""
+        if not self.simultaneous or exchange is NOTHING:
+            return exchange
+        return self.network.together(exchange, self._gather(self.copies, self.topk * self.token_bytes / chunks))
+
+    def among_shards(self, rows_H: np.ndarray) -> tuple[Work, Work]:
+        """Return the collectives of shards after rows arrive, and before results return, for rows of each host."""
+        most = float(rows_H.max())
+        if self.shards == 1 or self.direct or not most:
+            return NOTHING, NOTHING
+        share_D = (rows_H / most).repeat(self.shards)
+        num_bytes = most * self.row_bytes
+        if self._gathers_tokens:
+            line = self.profile.link("all_reduce", "intra")
+            return NOTHING, self.network.gather(line, self.shards, num_bytes, 2, share_D)
+        gather = self._gather(self.shards, num_bytes, share_D)
+        return gather, gather
+
+    def ends(self) -> tuple[Work, Work]:
+        """Return what ranks gather before the first exchange of a pass, and after the last one."""
+        if self._gathers_tokens:
+            return self._gather(self.shards, self.shards * self.token_bytes), NOTHING
+        if TokenStep.MP_SPLIT not in self.steps or self.copies == 1 or self.simultaneous:
+            return NOTHING, NOTHING
+        splits_tokens = self.steps.index(TokenStep.MP_SPLIT) < self.steps.index(TokenStep.GATE)
+        rows = 1 if splits_tokens else self.topk
+        return NOTHING, self._gather(self.copies, rows * self.token_bytes)
+
+    @property
+    def _gathers_tokens(self) -> bool:
+        return self.shards > 1 and TokenStep.ESP_ALL_REDUCE in self.steps
+
+    def _gather(self, members: int, num_bytes: float, share_D: np.ndarray | None = None) -> Work:
+        line: Fit = self.profile.link("all_gather", "intra" if self.profile.node_size % members == 0 else "inter")
+        return self.network.gather(line, members, num_bytes, share_D=share_D)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,7 +134,7 @@ class LayerModel:
     """What the MoE layers of a team have in common."""
 
     cost: CostModel
-    wire: Wire
+    rows: RowExchange
     degrees: tuple[int, ...]
     """Numbers of chunks to choose from."""
     scheduler: Scheduler
@@ -37,7 +143,7 @@ class LayerModel:
     @property
     def network(self) -> TeamNetwork:
         """The links of the team."""
-        return self.wire.network
+        return self.rows.network
 
     def work(self, counts_BHE: np.ndarray, placement: Placement, parts: Parts, plan: Work, planner: int) -> LayerWork:
         """Return the layer's work.
@@ -68,8 +174,8 @@ class LayerModel:
         found: list[tuple[float, int, Order]] = []
         for chunks in self.degrees:
             exchange = self._exchange(traffic_HH / chunks)
-            back = self.wire.returning(exchange, chunks).alone
-            spread, collect = (work.alone for work in self.wire.among_shards(traffic_HH.sum(0) / chunks))
+            back = self.rows.returning(exchange, chunks).alone
+            spread, collect = (work.alone for work in self.rows.among_shards(traffic_HH.sum(0) / chunks))
             computed = float((traffic_HH.sum(0) / self.cost.rate_D).max()) / chunks
             coding = self._coding(traffic_HH / chunks)
             experts = line.overhead + line.seconds_per_token * computed
@@ -84,13 +190,13 @@ class LayerModel:
         exchange = self._exchange(traffic_HH / chunks)
         computed_H = traffic_HH.sum(0) / chunks
         seconds_H = (line.overhead * (computed_H > 0) + line.seconds_per_token * computed_H) / self.cost.rate_D
-        back = self.wire.returning(exchange, chunks)
-        spread, collect = self.wire.among_shards(computed_H)
-        first, last = self.wire.ends()
+        back = self.rows.returning(exchange, chunks)
+        spread, collect = self.rows.among_shards(computed_H)
+        first, last = self.rows.ends()
         return Direction(
             order=order,
             dispatch_C=[exchange] * chunks,
-            experts_CR=np.tile(seconds_H.repeat(self.wire.shards), (chunks, 1)),
+            experts_CR=np.tile(seconds_H.repeat(self.rows.shards), (chunks, 1)),
             combine_C=[back] * chunks,
             coding=self._coding(traffic_HH / chunks),
             spread=spread,
@@ -103,7 +209,7 @@ class LayerModel:
         """Return half of the seconds in which the busiest rank compresses and decompresses."""
         if not self.cost.coding:
             return 0.0
-        return 0.5 * self.cost.coding * float(traffic_HH.sum(1).max()) * self.wire.copies_sent
+        return 0.5 * self.cost.coding * float(traffic_HH.sum(1).max()) * self.rows.copies_sent
 
     def _exchange(self, traffic_HH: np.ndarray) -> Work:
-        return self.wire.exchange(traffic_HH * self.cost.token_bytes)
+        return self.rows.exchange(traffic_HH * self.cost.token_bytes)

@@ -26,8 +26,8 @@ Popularity = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Loads:
-    """Loads of an expert-parallel group."""
+class DrawnLoads:
+    """DrawnLoads of an expert-parallel group."""
 
     popularity: Popularity
     topk: int
@@ -87,7 +87,7 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
 
 @dataclass(frozen=True, eq=False)
 class EvenLoads:
-    """Loads in which every expert receives the same from every source rank, as far as whole tokens permit."""
+    """DrawnLoads in which every expert receives the same from every source rank, as far as whole tokens permit."""
 
     num_ranks: int
     num_experts: int
@@ -95,7 +95,7 @@ class EvenLoads:
     tokens: int
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `Loads.draw`."""
+        """See `DrawnLoads.draw`."""
         return np.broadcast_to(self._counts_DE, (microbatches, *self._counts_DE.shape)).copy()
 
     @cached_property

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_balance.cost.exchange import ExchangeModel, stages
+from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.cost.sending import SendingModel
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Work
 
@@ -76,8 +76,7 @@ class TeamNetwork:
         """
         if not (bytes_HH.sum() - bytes_HH.trace()):
             return NOTHING
-        stages_BHH = np.stack(stages(model.name, bytes_HH, model.network.node_size))
-        crossing = model.network.crossing(stages_BHH).scaled(model.scale)
+        crossing = model.crossing(bytes_HH).scaled(model.scale)
         return self._work(crossing, model.latency + float(model.network.byte_seconds(crossing).sum()))
 
     def gather(
@@ -119,14 +118,13 @@ class TeamNetwork:
         near = work.resources < self.fabric.num_ranks
         return float(work.seconds[near].max(initial=0.0)), float(work.seconds[~near].max(initial=0.0))
 
-    def sending(self, model: SendingModel, plan: TransferPlan, *, backward: bool) -> Work:
+    def sending(self, model: SendingModel, plan: TransPlan, *, backward: bool) -> Work:
         """Return the work of Trans with a plan, or of Agg (`backward`)."""
         if not len(plan):
             return NOTHING
-        _, source_M, target_M, _, chunks_M = plan.messages_5M
-        ends = (target_M, source_M) if backward else (source_M, target_M)
+        ends = (plan.target_M, plan.source_M) if backward else (plan.source_M, plan.target_M)
         bytes_HH = np.zeros((model.network.num_ranks,) * 2)
-        np.add.at(bytes_HH, ends, (model.grad_bytes if backward else model.param_bytes) / chunks_M)
+        np.add.at(bytes_HH, ends, (model.grad_bytes if backward else model.param_bytes) / plan.pieces_M)
         return self.moving(model.network, bytes_HH, float(model.progress(plan)[1 if backward else 0][-1]))
 
     def moving(self, network: Network, bytes_HH: np.ndarray, whole: float) -> Work:
@@ -138,14 +136,9 @@ class TeamNetwork:
 
     def _work(self, crossing: Crossing, whole: float) -> Work:
         """Return the work of stages whose bytes cross links one after another; all shards of a host do the same."""
-        network = self.network
         shards = len(self.ranks_D) // crossing.near_2XD.shape[-1]
         crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
-        near_D = network.near_seconds(crossing)
-        far_D = network.far.beta * network.far.busiest(*crossing.far_2XD)
-        node_2XN = np.add.reduceat(crossing.far_2XD, network.first_N, axis=-1)
-        node_N = network.far.beta / network.adapters * network.far.busiest(*node_2XN)
-        near_D, far_D, node_N = (one.reshape(-1, one.shape[-1]).sum(0) for one in (near_D, far_D, node_N))
+        near_D, far_D, node_N = (one.reshape(-1, one.shape[-1]).sum(0) for one in self.network.busy(crossing)[:3])
         return self.fabric.work(self.ranks_D, near_D, far_D, node_N, whole)
 
 

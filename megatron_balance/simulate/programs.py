@@ -73,7 +73,7 @@ class LayerWork:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Stage:
+class StageSchedule:
     """What all teams of a pipeline stage have in common."""
 
     number: int
@@ -110,7 +110,7 @@ class Stage:
     the step before, which takes as long."""
 
 
-def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
+def program(stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
     """Yield the commands of an iteration.
 
     Args:
@@ -122,7 +122,7 @@ def program(stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int
 
 
 class _Writer:
-    def __init__(self, stage: Stage, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
+    def __init__(self, stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
         self.stage = stage
         self.layers = layers
         self.team = team

@@ -40,7 +40,7 @@ _PART = {
 }
 
 
-class Span(NamedTuple):
+class RankSpan(NamedTuple):
     """Something that a rank did."""
 
     rank: int
@@ -67,7 +67,7 @@ class Recorder:
         """Seconds of each rank in each of PARTS."""
         self.in_progress: defaultdict[str, float] = defaultdict(float)
         """Seconds of collectives of each part, whether anyone waited for them or not."""
-        self.spans: list[Span] = []
+        self.spans: list[RankSpan] = []
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
         """See `engine.Observer`."""
@@ -96,7 +96,7 @@ class Recorder:
         if self.spans_of:
             for rank, begin, end in zip(self.ranks[team].tolist(), begin_R.tolist(), end_R.tolist(), strict=True):
                 if rank in self.spans_of and end > begin:
-                    self.spans.append(Span(rank, lane, label, begin, end))
+                    self.spans.append(RankSpan(rank, lane, label, begin, end))
 
     def save_trace(self, path: Path) -> None:
         """Write the kept spans in the Trace Event Format, for Perfetto; one thread per lane, in microseconds."""

@@ -15,13 +15,13 @@ from megatron_balance.device.host_memory import Reading
 from megatron_balance.observe.balance import LayerReport
 from megatron_balance.observe.layer_report import FinishedIteration, Interval, layer_report
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import Action, Operation
 
 
-def rounds_of(action: Action, plan: TransferPlan, beside: tuple[int, int]) -> TransferPlan:
+def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> TransPlan:
     """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
 
     Of two parts, one overlaps with the non-MoE computation and has the rounds that fit there, because that time is
@@ -38,13 +38,12 @@ def rounds_of(action: Action, plan: TransferPlan, beside: tuple[int, int]) -> Tr
     return under_experts if (action.part == 1) == is_trans else under_others
 
 
-def sent_bytes(operation: Operation, rounds: TransferPlan, cost: CostModel, rank: int) -> int:
+def sent_bytes(operation: Operation, rounds: TransPlan, cost: CostModel, rank: int) -> int:
     """Return the bytes that a rank sends in some rounds of Trans or Agg."""
-    _, source_M, target_M, _, chunks_M = rounds.messages_5M
     is_trans = operation is Operation.TRANS
-    sent_M = (source_M if is_trans else target_M) == rank
+    sent_M = (rounds.source_M if is_trans else rounds.target_M) == rank
     size = cost.param_bytes if is_trans else cost.grad_bytes
-    return round(float((size / chunks_M[sent_M]).sum()))
+    return round(float((size / rounds.pieces_M[sent_M]).sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +58,12 @@ class PlacementRounds:
     """`beside` of `rounds_of`, if the rank that planned the placement has counted it."""
 
     @cached_property
-    def plan(self) -> TransferPlan:
+    def plan(self) -> TransPlan:
         """All rounds of Trans, and of Agg in reverse."""
         return self.transport.plan(self.placement)
 
     @cached_property
-    def _parts(self) -> dict[tuple[Operation, int], TransferPlan]:
+    def _parts(self) -> dict[tuple[Operation, int], TransPlan]:
         beside = self.counted or self.transport.rounds_beside(self.plan, self.others)
         actions = [Action(0, operation, part, 2) for operation in (Operation.TRANS, Operation.AGG) for part in (1, 2)]
         return {(action.operation, action.part): rounds_of(action, self.plan, beside) for action in actions}
@@ -74,7 +73,7 @@ class PlacementRounds:
         """[D] seconds after which each rank has completed its part of Trans, and of Agg; not calibrated."""
         return self.transport.rank_seconds(self.plan)
 
-    def of(self, action: Action) -> TransferPlan:
+    def of(self, action: Action) -> TransPlan:
         """Return the rounds of an action, as `rounds_of` does."""
         return self.plan if action.parts == 1 else self._parts[action.operation, action.part]
 

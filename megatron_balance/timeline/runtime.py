@@ -43,7 +43,7 @@ from megatron_balance.observe.layer_report import explanation
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.observe.trace import Stream, Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.ownership import moves
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
@@ -62,7 +62,7 @@ MOST_CHARACTERS = 300
 class Started(NamedTuple):
     """A Trans, an Agg or a part of one that has started."""
 
-    rounds: TransferPlan
+    rounds: TransPlan
     work: AsyncWork | None
     """None where there is nothing to send."""
 
@@ -268,13 +268,13 @@ class Balancer:
         start = self._start_trans if action.operation is Operation.TRANS else self._start_agg
         self._started[action] = Started(rounds, start(state, rounds))
 
-    def _start_trans(self, state: LayerState, rounds: TransferPlan) -> AsyncWork:
+    def _start_trans(self, state: LayerState, rounds: TransPlan) -> AsyncWork:
         # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
         with record_function("Trans"):
             work = functools.partial(self.trans_agg.trans, rounds, state.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
 
-    def _start_agg(self, state: LayerState, rounds: TransferPlan) -> AsyncWork | None:
+    def _start_agg(self, state: LayerState, rounds: TransPlan) -> AsyncWork | None:
         if not len(rounds):
             return None
         with record_function("Agg"):

@@ -25,7 +25,7 @@ from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.plan import Split
 from megatron_balance.job.layout import build_groups
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import plan_transfers
+from megatron_balance.placement.trans_plan import ROUTES, hops, plan_hops
 from tests.reference import ExpertWeights, mixture_of_experts
 
 HIDDEN = 12
@@ -186,8 +186,8 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
     """Place the layer's experts, with one mistake if `mutation` names it."""
     placement = Placement.parse(placement_text)
     generator = np.random.default_rng(list(placement_text.encode()))
-    node_size, chunks, fanout = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
-    transfers = plan_transfers(placement, node_size, chunks, fanout)
+    node_size, pieces, route = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
+    transfers = plan_hops(hops(placement, node_size, ROUTES[route - 1]), pieces)
     transfer = TransAgg(layer.ep_group)
     experts = layer.experts
     for parameter in experts.parameters():

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm.trans_agg import TransAgg, cut
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from megatron_balance.placement.trans_plan import ROUTES, TransPlan, hops, plan_hops
 from tests.unit.placements import random_placement
 
 SHAPES = ((30, 25), (1,), (3, 5), (7, 111))
@@ -53,7 +52,7 @@ def drawn(*seeds: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tensor]:
+def expected_sum(plan: TransPlan, expert: int, rank: int) -> list[torch.Tensor]:
     """Return a rank's own gradients plus those from the ranks that it sent to, rounded after each addition."""
     by_rank: dict[int, list[torch.Tensor]] = {}
 
@@ -61,7 +60,7 @@ def expected_sum(plan: TransferPlan, expert: int, rank: int) -> list[torch.Tenso
         for message in messages:
             if message.expert == expert:
                 into, out = (by_rank.setdefault(end, drawn(expert, end)) for end in (message.source, message.target))
-                pieces = (cut(tensors, message.chunk, message.chunks) for tensors in (into, out))
+                pieces = (cut(tensors, message.piece, message.pieces) for tensors in (into, out))
                 for total, more in zip(*pieces, strict=True):
                     total.add_(more)
     return by_rank.get(rank, drawn(expert, rank))
@@ -76,12 +75,10 @@ def run_random_plans(seed: int) -> None:
     num_ranks = group.size()
     generator = np.random.default_rng([seed, num_ranks])
     for case in range(CASES):
-        slots, node_size, chunks, fanout = generator.integers(1, [4, num_ranks + 1, 9, 4]).tolist()
+        slots, node_size, pieces, route = generator.integers(1, [4, num_ranks + 1, 9, 4]).tolist()
         placement = random_placement(2 * num_ranks, num_ranks, min(slots, 2 * num_ranks - 2), case)
-        plan = plan_transfers(placement, node_size, chunks, fanout)
+        plan = plan_hops(hops(placement, node_size, ROUTES[route - 1]), pieces)
         kept = Kept(placement, rank)
-        if case % 2:
-            plan = plan_hops(hops(placement, node_size, ROUTES[fanout - 1]), chunks)
         first, rest = plan.split(int(generator.integers(len(plan.rounds) + 1)))
         for again in range(2):
             if again:
@@ -103,7 +100,7 @@ def test_pieces_are_all_of_an_expert(chunks: int) -> None:
     assert sum(map(len, pieces)) <= chunks + len(SHAPES) - 1
 
 
-def check(plan: TransferPlan, placement: Placement, kept: Kept, rank: int) -> None:
+def check(plan: TransPlan, placement: Placement, kept: Kept, rank: int) -> None:
     for slot, expert in enumerate(placement.home[rank]):
         assert all(map(torch.equal, kept.gradients[slot], expected_sum(plan, expert, rank)))
         assert all(map(torch.equal, kept.weights[slot], drawn(expert)))

@@ -18,7 +18,7 @@ from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.device.side_stream import AsyncWork
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager, Question
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.predictor import Predictor
@@ -86,10 +86,10 @@ class JournaledTransAgg:
 
     journal: Journal
 
-    def trans(self, plan: TransferPlan, placement: Placement, slots: "Slots") -> None:
+    def trans(self, plan: TransPlan, placement: Placement, slots: "Slots") -> None:
         self.journal.append(("TRANS", slots.number, plan, placement))
 
-    def agg(self, plan: TransferPlan, placement: Placement, slots: "Slots") -> None:
+    def agg(self, plan: TransPlan, placement: Placement, slots: "Slots") -> None:
         self.journal.append(("AGG", slots.number, plan, placement))
 
 

@@ -9,7 +9,7 @@ from megatron_balance.flow.chunks.order import ChunkTimes, interleaved, sequenti
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, from_links
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.network import Fabric, TeamNetwork
-from megatron_balance.simulate.programs import Direction, LayerWork, Stage
+from megatron_balance.simulate.programs import Direction, LayerWork, StageSchedule
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, lower, one_forward_one_backward
 
@@ -51,12 +51,12 @@ def direction(forward: bool, chunks: int = 1, resource: int = 0) -> Direction:
     return Direction(order, [exchange] * chunks, experts_CR, [exchange] * chunks)
 
 
-def stage_of(number: int, stages: int, microbatches: int, balanced: bool, teams: int = 1) -> Stage:
+def stage_of(number: int, stages: int, microbatches: int, balanced: bool, teams: int = 1) -> StageSchedule:
     first = 1 + 2 * number
     blocks = [[first, first + 1]]
     passes = one_forward_one_backward([(0, one) for one in range(microbatches)], 1, stages - number - 1)
     schedule = lower(passes, blocks, "blockwise") if balanced else compute_order(passes, blocks)
-    return Stage(
+    return StageSchedule(
         number=number,
         stages=stages,
         teams=teams,
@@ -70,7 +70,7 @@ def stage_of(number: int, stages: int, microbatches: int, balanced: bool, teams:
     )
 
 
-def layers_of(stage: Stage, microbatches: int, chunks: int = 1, moves: Work = NOTHING) -> dict[int, LayerWork]:
+def layers_of(stage: StageSchedule, microbatches: int, chunks: int = 1, moves: Work = NOTHING) -> dict[int, LayerWork]:
     return {
         number: LayerWork(
             forward_B=[direction(True, chunks, stage.number)] * microbatches,

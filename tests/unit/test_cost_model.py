@@ -180,8 +180,7 @@ def test_a_copy_within_a_node_takes_its_nodes_link_though_the_group_spans_nodes(
 def test_tokens_to_other_nodes_take_longer() -> None:
     cost = dataclasses.replace(COST, profile=profile(node_size=2))
     # Rank 2 sends two tokens to the other node. In the even exchange, it would send one byte in 2 s, not in 1 s
-    found = cost.exchange_seconds(cost.network.crossing(cost.traffic(COUNTS_DE, PLAIN)))
-    assert cost.profile.link("all_to_all").beta == 1 and found.tolist() == [2 * 4 * 2 / 2]
+    assert cost.profile.link("all_to_all").beta == 1 and cost.work(COUNTS_DE, PLAIN)[0] == 2 * 4 * 2 / 2
 
 
 @given(st.data(), st.sampled_from(sorted(SPLITS)), st.integers(1, 6))

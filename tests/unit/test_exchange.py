@@ -1,6 +1,7 @@
 """Seconds of all-to-alls: stages that carry what is to be carried, measured lines, and predictions by hand."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.comm.registry import ALL_TO_ALLS
-from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, predict, resized, stages
+from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized, stages
 from megatron_balance.cost.network import Network
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, builtin, from_links
 
@@ -52,6 +53,10 @@ def cluster(num_ranks: int, node_size: int, shared: float = 10.0) -> ClusterProf
 
 EVEN = np.full((4, 4), 6.0)
 """Two nodes of two ranks; each rank has 6 bytes for each rank."""
+
+
+def predict(names: Iterable[str], bytes_DD: np.ndarray, profile: ClusterProfile) -> dict[str, float]:
+    return {name: ExchangeModel.of(profile, name).seconds(bytes_DD) for name in names}
 
 
 @pytest.mark.parametrize(("shared", "times"), [(10.0, 1), (20.0, 2)])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.few_batches import few_batches
+from megatron_balance.cost.core import SendingLine, SendingPrices, few_batches
+from megatron_balance.device.compiled import packed
 from megatron_balance.planning.fit import (
     BUSIEST,
     FILLING,
@@ -224,13 +225,14 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
     for rank, row in enumerate(case["experts"]):
         owner_E[[expert for _, expert in row]] = rank
     negligible = 10.0
-    lines = np.zeros((2, 7)) if free else np.array([[1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]] * 2)
+    line = SendingLine(*([0.0] * 7 if free else [1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]))
+    prices = packed(SendingPrices(line, line, 4.0, rounds))
     best_MF = start_MF
     least = np.inf
     fits = [fitted(**{**case, "order": order}) for order in ORDERS]
     for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):
         sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
-        seconds = sum(few_batches(*sent_2K[:, -1].tolist(), lines, 4.0, rounds))
+        seconds = sum(few_batches(*sent_2K[:, -1].tolist(), prices))
         fewer = len(moves_MF) < len(best_MF)
         if seconds < least - negligible or (fewer and seconds <= least + negligible):
             best_MF = moves_MF
@@ -238,4 +240,4 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
     above = np.array(case["loads"]) - np.array(case["capacities"])
     slots = np.array(case["slots"])
     given = *arrays(case["experts"]), above, slots, size, 4 * PARTS, pairs_K2, owner_E
-    assert cheapest(start_MF, *given, 4.0, lines, rounds, negligible).tolist() == best_MF.tolist()
+    assert cheapest(start_MF, *given, prices, negligible).tolist() == best_MF.tolist()

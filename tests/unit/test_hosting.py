@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from megatron_balance.cost.loads import expert_loads
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, within_nodes
 from megatron_balance.planning.hosting import Hosting, Layer
 from megatron_balance.planning.selection import LOANS, SIZES, Selection
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from tests.unit.slow_splits import SPLITS, within_nodes
 
 
 def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, **options: Any) -> CostModel:

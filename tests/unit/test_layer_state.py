@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.predictor import Predictor
@@ -30,7 +30,7 @@ def layer(placement: Placement, overlap: Overlap) -> LayerState:
     return LayerState(Manager(load_policy("none"), cost, Predictor("last"), placement), None, overlap)
 
 
-def parts(state: LayerState, operation: Operation) -> list[TransferPlan]:
+def parts(state: LayerState, operation: Operation) -> list[TransPlan]:
     return [state.rounds.of(Action(1, operation, part, 2)) for part in (1, 2)]
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, Moves
 from megatron_balance.planning.leveling import level as compiled_level
 from tests.unit.slow_leveling import Move, Ranks, slow_level
+from tests.unit.slow_splits import SPLITS
 
 REACHES = (ANYWHERE, ALL_NODES, NEAR)
 

@@ -183,7 +183,7 @@ def lent(iterations: int, cost: CostModel) -> tuple:
 def test_lending_goes_on_until_it_has_cost_as_much_as_a_transfer() -> None:
     cost = cost_model(2, state_bytes=60 * MIB)
     line = cost.profile.link("p2p")
-    lending = cost.transport.trans_seconds(1, 1) + cost.transport.agg_seconds(1, 1)
+    lending = sum(cost.transport.expert_seconds(far=False))
     transfer = line.alpha + line.beta * cost.state_bytes
     enough = int(transfer / lending) + 1
     assert enough > 5

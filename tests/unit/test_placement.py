@@ -32,7 +32,7 @@ def test_tables_are_those_of_one_host_after_another(placement: Placement) -> Non
             rows.append((expert, rank, share, placement.physical(rank, expert)))
             experts_P[rows[-1][-1]] = expert
     tables = placement.tables
-    found = tables.expert_N, tables.host_N, tables.share_N, tables.physical_N
+    found = tables.expert_N, tables.hosting.host_N, tables.hosting.share_N, tables.physical_N
     assert [*zip(*(array.tolist() for array in found), strict=True)] == rows
     assert tables.expert_P.tolist() == experts_P
     assert tables.first_E.tolist() == [sum(row[0] < expert for row in rows) for expert in range(len(tables.hosts) + 1)]

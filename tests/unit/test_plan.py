@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_balance.flow.device_plan import DeviceTables, tokens_until
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import largest_remainder
 from tests.unit.placements import loads, placements
+from tests.unit.slow_splits import largest_remainder
 
 SPLITS = ["local_first", "proportional"]
 

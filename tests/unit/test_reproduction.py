@@ -10,7 +10,7 @@ import pytest
 
 import reproduce
 from megatron_balance.simulate.job import LoadSource
-from megatron_balance.simulate.loads import EvenLoads, Loads, distribution
+from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution
 from reproduction import demi, flexmoe, parm, pro_prophet, schemoe, simulated
 from reproduction.simulated import Job, PaddedLoads, Seconds, System
 from reproduction.tables import ANY, Found, Table, found, summary
@@ -41,7 +41,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[Job, Sy
 
 
 def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
-    loads = Loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
+    loads = DrawnLoads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
     plain_BDE = loads.draw(1, 1, 0, 3)
     padded_BDE = PaddedLoads(loads).draw(1, 1, 0, 3)
     assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()

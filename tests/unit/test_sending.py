@@ -12,16 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.batches import MOST_PIECES, MOST_STAGED
+from megatron_balance.cost.core import (
+    LEAST_ALPHA,
+    MOST_PIECES,
+    SendingLine,
+    SendingPrices,
+    few_batches,
+    few_batches_each,
+)
 from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.cost.sending import FANOUTS, UNAVOIDABLE, WORTHWHILE, SendingModel
+from megatron_balance.cost.sending import MOST_STAGED, SendingModel
+from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import EMPTY_PLAN, Message, TransferPlan, plan_transfers
+from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, ExpertPiece, TransPlan, hops, plan_hops
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit, Throughput, from_links
-from tests.unit.link_loads import LinkLoads
 from tests.unit.placements import placements, random_placement
-from tests.unit.slow_routes import routes
 
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 
@@ -52,16 +57,13 @@ def test_routes_and_pieces_follow_size_and_ranks() -> None:
     assert chosen(0.5, 3) == ("direct", 1), "two messages are faster than a second batch"
     assert chosen(6, 4) == ("exchanged", 2), "guests share the work of sending"
     assert chosen(1000, 4)[1] > chosen(20, 4)[1] > 1, "pieces of large experts"
-    assert chosen(0.1, 64) == ("doubling", 1), "few messages for each rank where latency is all"
-    small = SendingModel(profile(64, 8, line(1.0, 0.001)), 100, 300, in_parts=False)
-    assert max(map(len, small.plan(one_to_all(64)).rounds)) == 32, "the ranks that have the expert double"
 
 
 def test_where_ranks_share_an_adapter_an_expert_enters_a_node_once() -> None:
     links = profile(16, 4, line(1.0, 0.01), line(1.0, 1.0), adapters=1)
     placement = Placement.identity(16, 16, 1).with_hosts((0, rank) for rank in range(4, 16))
     found = SendingModel(links, 1e4, 1e4, in_parts=False).best(placement)
-    assert found.route in ("by node", "chain") and found.chunks > 1
+    assert found.route == "by node" and found.pieces > 1
     free = profile(16, 4, line(1.0, 0.01), line(1.0, 1.0), adapters=4)
     assert SendingModel(free, 1e4, 1e4, in_parts=False).best(placement).route in ("exchanged", "by node")
 
@@ -77,7 +79,7 @@ def test_launches_keep_batches_few() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 1e-9])
 def test_without_latency_pieces_are_bounded(alpha: float) -> None:
     links = profile(3, 3, line(alpha, 1e-9))
-    assert SendingModel(links, 8_000, 8_000, in_parts=False).best(one_to_all(3)).chunks <= MOST_PIECES
+    assert SendingModel(links, 8_000, 8_000, in_parts=False).best(one_to_all(3)).pieces <= MOST_PIECES
 
 
 @given(st.floats(0.1, 1e4), st.integers(2, 16))
@@ -96,17 +98,17 @@ def test_gradients_that_arrive_at_once_are_bounded() -> None:
     for messages in plan.rounds:
         arriving = Counter[int]()
         for message in messages:
-            arriving[message.source] += 1e9 / message.chunks
+            arriving[message.source] += 1e9 / message.pieces
         assert max(arriving.values()) <= MOST_STAGED
 
 
-def test_a_transfer_takes_its_rounds() -> None:
+def test_trans_takes_its_rounds() -> None:
     cost = CostModel(profile(3, 3, line(1.0, 0.25)), token_bytes=4, param_bytes=100, grad_bytes=300)
     placement = Placement.identity(3, 3, 2).with_hosts([(0, 1), (0, 2)])
-    plan = cost.transfers(placement)
+    plan = cost.trans_plan(placement)
     # Two parts for two guests. In three pieces, guests exchange one while they receive the next: 25 s for an expert,
     # 4 batches of 1 to 1.05 s for the owner's two messages or a guest's three
-    assert (len(plan.rounds), {message.chunks for messages in plan.rounds for message in messages}) == (4, {6})
+    assert (len(plan.rounds), {message.pieces for messages in plan.rounds for message in messages}) == (4, {6})
     first = (25 / 3, 1.0)
     middle = (25 / 3, 1.05)
     last = (25 / 6, 1.0)
@@ -115,7 +117,7 @@ def test_a_transfer_takes_its_rounds() -> None:
     assert cost.plan_seconds(plan) == pytest.approx((trans, trans + 2 * 25 * 7 / 6))
     time = cost.layer_time(np.zeros((3, 3)), placement)
     assert (time.trans, time.agg) == pytest.approx(cost.plan_seconds(plan))
-    assert cost.plan_seconds(cost.transfers(Placement.identity(3, 3, 2))) == (0, 0)
+    assert cost.plan_seconds(cost.trans_plan(Placement.identity(3, 3, 2))) == (0, 0)
 
 
 FOUR = SendingModel(profile(4, 2, line(0.0, 1.0), line(0.0, 3.0)), 10, 20, in_parts=False)
@@ -148,7 +150,7 @@ def test_hops_between_nodes_take_longer_and_share_adapters(adapters: int, additi
 
 def test_messages_of_different_rounds_share_adapters() -> None:
     model = dataclasses.replace(FOUR, profile=profile(6, 3, line(0.0, 1.0), line(0.0, 3.0), adapters=1))
-    plan = TransferPlan.of(((Message(0, 0, 3, 0), Message(1, 1, 2, 0)), (Message(1, 2, 4, 0),)))
+    plan = TransPlan.of(((ExpertPiece(0, 0, 3, 0), ExpertPiece(1, 1, 2, 0)), (ExpertPiece(1, 2, 4, 0),)))
     # From second 10 on, rank 2 sends to the node to which rank 0 sends for 30 s
     assert model.progress(plan)[0].tolist() == [30, 60]
     alone = dataclasses.replace(FOUR, profile=profile(6, 3, line(0.0, 1.0), line(0.0, 3.0), adapters=3))
@@ -160,21 +162,21 @@ def test_fewer_messages_than_ranks_may_be_faster(one_way: float, seconds: float)
     links = profile(2, 2, line(0.0, 1.0), line(0.0, 1.0), 2)
     faster = {group: fit._replace(beta=one_way * fit.beta) for group, fit in links.links["p2p"].items()}
     model = dataclasses.replace(FOUR, profile=dataclasses.replace(links, links={**links.links, "one_way": faster}))
-    plan = TransferPlan.of(((Message(0, 0, 1, 0),), (Message(1, 0, 1, 0), Message(2, 1, 0, 0))))
+    plan = TransPlan.of(((ExpertPiece(0, 0, 1, 0),), (ExpertPiece(1, 0, 1, 0), ExpertPiece(2, 1, 0, 0))))
     assert model.progress(plan)[0][-1] == seconds
 
 
 def test_messages_of_one_batch_share_their_rank() -> None:
     model = dataclasses.replace(FOUR, profile=profile(4, 2, line(4.0, 1.0), line(8.0, 3.0)))
     # Rank 0 sends two messages within its node and one to the other
-    plan = TransferPlan.of(((Message(0, 0, 1, 0), Message(1, 0, 1, 0), Message(0, 0, 2, 0)),))
+    plan = TransPlan.of(((ExpertPiece(0, 0, 1, 0), ExpertPiece(1, 0, 1, 0), ExpertPiece(0, 0, 2, 0)),))
     launch = 0.9 * 8 + 2 * 0.05 * 4 + 0.05 * 8
     assert model.progress(plan)[0].tolist() == pytest.approx([max(launch, 8) + 30])
-    near = TransferPlan.of((plan.rounds[0][:2],))
+    near = TransPlan.of((plan.rounds[0][:2],))
     assert model.progress(near)[0].tolist() == pytest.approx([max(0.9 * 4 + 2 * 0.05 * 4, 4) + 20])
 
 
-def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, backward: bool) -> list[Fraction]:
+def reference(model: SendingModel, plan: TransPlan, kind: str, size: float, backward: bool) -> list[Fraction]:
     """Return `SendingModel.progress` rank by rank, in exact numbers."""
     lines = [model.profile.link(kind, level) for level in LEVELS]
     launches = [model.profile.launch(kind, level) for level in LEVELS]
@@ -185,7 +187,7 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
     ends = []
     for messages in plan.rounds[::-1] if backward else plan.rounds:
         pairs = [(message.target, message.source) if backward else message[1:3] for message in messages]
-        sizes = [Fraction(size) / message.chunks for message in messages]
+        sizes = [Fraction(size) / message.pieces for message in messages]
         is_far = [source // node_size != target // node_size for source, target in pairs]
         starts = [max(free.get(rank, Fraction(first)) for rank in pair) for pair in pairs]
 
@@ -201,7 +203,7 @@ def reference(model: SendingModel, plan: TransferPlan, kind: str, size: float, b
             launch = max(Fraction(launches[level].alpha) for level in levels)
             each = sum(Fraction(launches[level].beta) for level in levels)
             cuts = sum(
-                Fraction(launches[f].beta) * (model.profile.tensors - 1) / message.chunks
+                Fraction(launches[f].beta) * (model.profile.tensors - 1) / message.pieces
                 for p, f, message in zip(pairs, is_far, messages, strict=True)
                 if rank in p
             )
@@ -239,52 +241,23 @@ crowded = st.builds(random_placement, st.just(18), st.sampled_from([6, 9]), st.j
     placements() | crowded,
     sizes,
     st.integers(1, 9),
-    st.integers(1, 4),
+    st.sampled_from(ROUTES),
     st.sampled_from([0.0, 2.0]),
     adapter_numbers,
     st.sampled_from([1, 4]),
 )
 def test_progress_is_that_of_single_messages(
-    placement: Placement, node_size: int, chunks: int, fanout: int, alpha: float, adapters: float, tensors: int
+    placement: Placement, node_size: int, pieces: int, route: str, alpha: float, adapters: float, tensors: int
 ) -> None:
-    """A fan-out of 3 or 4 stands for routes of few batches."""
     links = profile(placement.num_ranks, node_size, line(alpha, 1.0), line(2 * alpha, 3.0), adapters)
     links = dataclasses.replace(links, tensors=tensors, starts={"trans": 5.0 * (tensors - 1), "agg": 1.0})
     model = SendingModel(links, 40, 70, in_parts=False)
-    plan = plan_transfers(placement, node_size, chunks, fanout, model.far)
-    if fanout > 2 and placement.added_hosts:
-        plan = plan_hops(hops(placement, node_size, ROUTES[fanout - 2]), chunks)
+    plan = plan_hops(hops(placement, node_size, route), pieces)
     for found, kind, size, backward in zip(
         model.progress(plan), ("trans", "agg"), (40, 70), (False, True), strict=True
     ):
         expected = [float(end) for end in reference(model, plan, kind, size, backward)]
         assert found.tolist() == pytest.approx(expected)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    placements() | crowded,
-    sizes,
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.sampled_from([0.5, 1.0, 4.0]),
-    adapter_numbers,
-)
-def test_link_loads_are_a_lower_bound_of_progress(
-    placement: Placement, node_size: int, chunks: int, fanout: int, far: float, adapters: float
-) -> None:
-    """Without latencies, links take far times as long for pieces of all sizes."""
-    links = profile(placement.num_ranks, node_size, line(0.0, 1.0), line(0.0, far), adapters)
-    model = SendingModel(links, 40, 70, in_parts=False)
-    loads = LinkLoads(placement.num_ranks, node_size, model.network.adapters)
-    for route in routes(placement, node_size, fanout, model.far).values():
-        loads.add(route)
-    least = max((busy * chunks + extra for busy, extra in loads.lines), default=0.0)
-    plan = plan_transfers(placement, node_size, chunks, fanout, model.far)
-    for ends, seconds in zip(
-        model.progress(plan), (model.trans_seconds(least, chunks), model.agg_seconds(least, chunks)), strict=True
-    ):
-        assert seconds <= (ends[-1] if len(ends) else 0.0) * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -301,23 +274,14 @@ def test_no_choice_is_slower_than_any_other(
         assert found.trans == found.agg == 0 and plan == EMPTY_PLAN
         return
     trans, agg = (ends[-1] for ends in model.progress(plan))
-    for route, chunks in itertools.product(ROUTES, (1, 2, 4, 16)):
-        other = plan_hops(hops(placement, node_size, route), chunks)
+    for route, pieces in itertools.product(ROUTES, (1, 2, 4, 16)):
+        other = plan_hops(hops(placement, node_size, route), pieces)
         if len(other.rounds) >= model.least_rounds:
             # The choice always considers one piece; among larger numbers, it is only close to the best
-            assert found.trans <= 1.1 * WORTHWHILE * barriers(model, other)
-    if found.route in ROUTES:
-        # Ranks begin a batch when they and their peers can, and not when all can
-        assert trans <= found.trans * (1 + 1e-9) and agg <= found.agg * (1 + 1e-9)
-        assert found.trans == pytest.approx(barriers(model, plan))
-    for fanout, chunks in itertools.product(FANOUTS.values(), (1, 2, 4, 16)):
-        if chunks >= model.fewest_chunks:
-            loads = LinkLoads(placement.num_ranks, node_size, model.network.adapters)
-            for route in routes(placement, node_size, fanout, model.far).values():
-                loads.add(route)
-            least = max(busy * chunks + extra for busy, extra in loads.lines)
-            close = WORTHWHILE * UNAVOIDABLE * (1.1 if chunks > 1 else 1)
-            assert found.trans <= model.trans_seconds(least, chunks) * close * (1 + 1e-9)
+            assert found.trans <= 1.1 * barriers(model, other)
+    # Ranks begin a batch when they and their peers can, and not when all can
+    assert trans <= found.trans * (1 + 1e-9) and agg <= found.agg * (1 + 1e-9)
+    assert found.trans == pytest.approx(barriers(model, plan))
 
 
 @given(placements(), st.integers(1, 4), st.sampled_from([0.1, 100.0]), st.booleans())
@@ -328,36 +292,14 @@ def test_who_follows_another_rank_sends_the_same_messages(
     leader, follower = (SendingModel(links, 100, 300, in_parts) for _ in range(2))
     copied = pickle.loads(pickle.dumps(placement))
     follower.follow(copied, leader.best(placement))
-    with mock.patch.object(SendingModel, "_choose", side_effect=AssertionError("it searches again")):
+    with mock.patch.object(SendingModel, "_choices", side_effect=AssertionError("it searches again")):
         assert follower.plan(copied) == leader.plan(placement)
         assert follower.best(copied) == leader.best(placement)
 
 
-def barriers(model: SendingModel, plan: TransferPlan) -> float:
+def barriers(model: SendingModel, plan: TransPlan) -> float:
     """Return the seconds of Trans if all ranks begin and end every round together."""
-    return sum(float(model.progress(TransferPlan.of((messages,)))[0][-1]) for messages in plan.rounds)
-
-
-@settings(max_examples=60, deadline=None)
-@given(placements(), sizes, st.sampled_from([0.5, 1.0, 4.0]), st.floats(1, 6))
-def test_all_chains_at_once_are_single_chains(
-    placement: Placement, node_size: int, far: float, adapters: float
-) -> None:
-    links = profile(placement.num_ranks, node_size, line(0.0, 1.0), line(0.0, far), adapters)
-    model = SendingModel(links, 40, 70, in_parts=False)
-    found = routes(placement, node_size, 1, model.far).values()
-    if not found:
-        return
-    loads = LinkLoads(placement.num_ranks, node_size, model.network.adapters)
-    for route in found:
-        loads.add(route)
-    lines, received = model.chains(placement)
-    for chunks in (0, 1, 2, 16, 1000):
-        assert (lines @ [chunks, 1]).max() == pytest.approx(max(busy * chunks + extra for busy, extra in loads.lines))
-    into = np.zeros(placement.num_ranks)
-    for link in itertools.chain.from_iterable(found):
-        into[link.target] += link.time
-    assert received == pytest.approx(into.max())
+    return sum(float(model.progress(TransPlan.of((messages,)))[0][-1]) for messages in plan.rounds)
 
 
 @settings(deadline=None)
@@ -385,16 +327,43 @@ def test_rounds_within_fit(placement: Placement, node_size: int, seconds: float)
     model = SendingModel(links, 40, 70, in_parts=True)
     plan = model.plan(placement)
     trans, agg = model.progress(plan)
-    last, first = (model.rounds_within(plan, seconds, forward=forward) for forward in (True, False))
+    last, first = model.rounds_beside(plan, (seconds, seconds))
     rounds = len(plan.rounds)
     # Trans: the time from the end of the earlier rounds to its end; Agg: the end of these rounds
     taken = [trans[-1] - (trans[rounds - count - 1] if count < rounds else 0.0) for count in range(1, rounds + 1)]
     assert last == sum(value <= seconds for value in taken) and first == (agg <= seconds).sum()
     assert all(value > seconds for value in taken[last:]) and all(value <= seconds for value in taken[:last])
-    assert model.rounds_within(plan, float("inf"), forward=True) == rounds
+    assert model.rounds_beside(plan, (float("inf"), 0.0)) == (rounds, 0)
 
 
 def test_two_parts_of_a_cost_model() -> None:
     cost = CostModel(profile(2, 2, line(1.0, 1.0)), token_bytes=4, param_bytes=100, grad_bytes=100)
     assert not cost.transport.in_parts
     assert dataclasses.replace(cost, overlap=Overlap(1.0, 1.0)).transport.in_parts
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=5),
+    st.lists(st.floats(0, 100), min_size=14, max_size=14),
+    st.sampled_from([0.5, 1.0, 7.0]),
+    st.integers(1, 2),
+)
+def test_estimates_of_few_batches_are_those_of_their_description(
+    pairs: list[tuple[float, float]], numbers: list[float], far: float, least_rounds: int
+) -> None:
+    lines = SendingLine(*numbers[:7]), SendingLine(*numbers[7:])
+    prices = packed(SendingPrices(*lines, far, least_rounds))
+    found = few_batches_each(*np.array(pairs).reshape(-1, 2).T, prices)
+    for index, (busy, extra) in enumerate(pairs):
+        # Links between nodes, if the busiest rank's time has room for an expert there
+        is_far = far > 1 and busy >= far * (1 - 1e-9)
+        expected = []
+        for near_alpha, near_beta, far_alpha, far_beta, size, messages, start in lines:
+            alpha = [near_alpha, far_alpha][is_far] + messages * extra
+            last = size * (far_beta if extra >= far else near_beta * min(extra, 1))
+            pieces = float(np.clip(round((last / max(alpha, LEAST_ALPHA)) ** 0.5), 1, MOST_PIECES))
+            batches = (pieces if extra else 1) + (extra > 0 or least_rounds > 1)
+            sending = busy * size * (far_beta / far if is_far else near_beta)
+            expected.append(start + alpha * batches + sending + last / pieces if busy else 0.0)
+        assert [part[index] for part in found] == pytest.approx(expected)
+        assert few_batches(busy, extra, prices) == tuple(part[index] for part in found)

@@ -13,12 +13,22 @@ from hypothesis import strategies as st
 from megatron_balance.cost.exchange import ExchangeModel, stages
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import EMPTY_PLAN
-from megatron_balance.simulate.engine import NOTHING, Compute, DeadlockError, Engine, Receive, Send, Start, Wait, Work
+from megatron_balance.placement.trans_plan import EMPTY_PLAN
+from megatron_balance.simulate.engine import (
+    NOTHING,
+    Compute,
+    DeadlockError,
+    Engine,
+    Receive,
+    Send,
+    Start,
+    Wait,
+    Work,
+    speeds,
+)
 from megatron_balance.simulate.network import Fabric, one_after_another, ring
 from megatron_balance.simulate.programs import program
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
-from megatron_balance.simulate.sharing import speeds
 from megatron_balance.timeline.actions import Operation
 from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron_balance.simulate.loads import EvenLoads, Loads, distribution, recorded
+from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution, recorded
 
 
 @pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])
 def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
-    loads = Loads(distribution(text, 4, 16), topk=2, tokens=100)
+    loads = DrawnLoads(distribution(text, 4, 16), topk=2, tokens=100)
     counts_BDE = loads.draw(iteration=3, layer=1, team=0, microbatches=5)
     assert counts_BDE.shape == (5, 4, 16)
     assert (counts_BDE.sum(2) == 200).all()

@@ -8,18 +8,18 @@ import pytest
 from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Engine
 from megatron_balance.simulate.network import at_once
-from megatron_balance.simulate.programs import Stage, program
+from megatron_balance.simulate.programs import StageSchedule, program
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, one_forward_one_backward
 from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
 
 
-def dense_stage(number: int, stages: int, microbatches: int, **more: object) -> Stage:
+def dense_stage(number: int, stages: int, microbatches: int, **more: object) -> StageSchedule:
     passes = one_forward_one_backward([(0, one) for one in range(microbatches)], 1, stages - number - 1)
     schedule = compute_order(passes, [[]])
     options = {"message": 0.25, "reduce": work(0.5, {}), "step": 0.125} | more
-    return Stage(
+    return StageSchedule(
         number=number,
         stages=stages,
         teams=1,

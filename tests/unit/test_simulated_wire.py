@@ -13,8 +13,8 @@ from megatron_balance.flow.parallel_schedule import SCHEDULES, Shape, TokenStep,
 from megatron_balance.flow.schedule_choice import ScheduleModel
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from megatron_balance.simulate.engine import NOTHING
+from megatron_balance.simulate.layers import RowExchange
 from megatron_balance.simulate.network import Fabric, TeamNetwork
-from megatron_balance.simulate.wire import Wire
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED = Throughput(1e-8, 0.0, 0.0, 0.0)
@@ -24,7 +24,7 @@ TOPK = 2
 ITEM = 2
 
 
-def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: bool = False) -> Wire:
+def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: bool = False) -> RowExchange:
     ranks = hosts * esp
     near = Fit(10e-6, 1 / 150e9, 0.0, 0.0)
     far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
@@ -34,7 +34,7 @@ def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: b
     whole = resized(measured, ranks, node_size)
     direct = TokenStep.EP_ESP_ALL_TO_ALL in SCHEDULES[schedule]
     row_bytes = HIDDEN * ITEM
-    return Wire(
+    return RowExchange(
         network=TeamNetwork(Fabric(ranks, node_size), np.arange(ranks), Network.of(whole)),
         profile=whole,
         models=(ExchangeModel.of(whole if direct else links),),
@@ -48,7 +48,7 @@ def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: b
     )
 
 
-def exchange_seconds(wire: Wire, hosts: int) -> float:
+def exchange_seconds(wire: RowExchange, hosts: int) -> float:
     """Return the seconds of a pass's collectives under even routing."""
     rows_BHE = np.full((1, hosts, hosts), TOKENS * TOPK * wire.shards // wire.copies // hosts)
     rows_HH = wire.repeated(rows_BHE)[0].astype(float)

@@ -1,5 +1,6 @@
 """FlexMoE's vExperts: they add up to what the cost model counts, and move where that saves messages."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,6 @@ from megatron_balance.planning.policies.flexmoe import _migrate
 from megatron_balance.planning.vexperts import Expand, Migrate, Modification, Shrink, VExperts, gaining, modify
 from tests.unit.flexmoe_cases import cost_model, layers
 from tests.unit.placements import UNSHRUNK
-from tests.unit.slow_routes import routes
 
 
 def random_modification(start: Placement, generator: np.random.Generator) -> Modification:
@@ -66,12 +66,16 @@ def sending_of(placement: Placement, cost: CostModel) -> tuple[np.ndarray, float
     sent_D = np.zeros(placement.num_ranks)
     extras = [0.0]
     node_size = cost.profile.node_size
-    for route in routes(placement, node_size, far=cost.transport.far).values():
-        times = [link.time for link in route]
-        for link in route:
-            sent_D[link.target] += link.time
-        sent_D[route[0].source] += times[0]
-        extras.append(sum(times) - max(times))
+    for expert, owner in enumerate(placement.owners):
+        guests = [rank for rank, row in enumerate(placement.guests) if expert in row]
+        nodes = -(-placement.num_ranks // node_size)
+        guests.sort(key=lambda rank: ((rank // node_size - owner // node_size) % nodes, (rank - owner) % node_size))
+        places = [owner // node_size, *(rank // node_size for rank in guests)]
+        times = [1.0 if node == before else cost.transport.far for before, node in itertools.pairwise(places)]
+        for rank, time in zip(guests, times, strict=True):
+            sent_D[rank] += time
+        sent_D[owner] += sum(times[:1])
+        extras.append(sum(times) - max(times, default=0.0))
     return sent_D, max(extras)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_balance.cost.loads import by_microbatch, expert_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, shares
+from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.profile.cluster import Ranks, profile_of, read
@@ -183,7 +183,7 @@ class Annealing:
         self.start, self.cost, self.generator = start, cost, np.random.default_rng(seed)
         self.kinds = np.arange(6) if copies else np.array([2, 5])
         self.counts_EBD = by_microbatch(counts).transpose(2, 0, 1).astype(np.float64)
-        self.owner_E, self.hosts_ED, self.primary_E = owners(start), shares(start), np.array(start.primary)
+        self.owner_E, self.hosts_ED, self.primary_E = owners(start), start.tables.shares_ED, np.array(start.primary)
         tokens_E = self.counts_EBD.sum((1, 2))
         self.chance_E = 0.5 * tokens_E / max(1.0, tokens_E.sum()) + 0.5 / len(tokens_E)
         self.loads_EFBD = self._loads(np.arange(start.num_experts), self.hosts_ED, self.primary_E)

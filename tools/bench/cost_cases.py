@@ -24,7 +24,7 @@ from megatron_balance.job.layout import build_groups
 from megatron_balance.measure.operations import Call, slot_passes
 from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from megatron_balance.placement.trans_plan import TransPlan, hops, plan_hops
 from megatron_balance.workloads.synthetic import load_matrix
 
 WORKLOADS = ("balanced", "hot_experts", "ragged_sources")
@@ -44,8 +44,8 @@ GUESTS = (1, 2, 4)
 
 GUEST_SLOTS = max(GUESTS)
 
-CHUNKS = 4
-"""Number of pieces that each expert is sent in along chains."""
+PIECES = 4
+"""Number of pieces of each part of an expert along `exchanged` in many batches."""
 
 
 class Trial(NamedTuple):
@@ -162,7 +162,7 @@ def random_placement(num_experts: int, num_ranks: int, guests: int, seed: int) -
 def transfers(config: TransformerConfig, groups: ProcessGroupCollection, seed: int) -> Iterator[Case]:
     """Yield Trans and Agg of placements with guests, for experts of several widths.
 
-    Each is executed along the routes that a run would choose by the profile, and along chains.
+    Each is executed along the routes that a run would choose by the profile, and along `exchanged` in many batches.
     """
     transfer = TransAgg(groups.ep)
     for width, guests in itertools.product(_drawn(EXPERT_WIDTHS, seed), GUESTS):
@@ -174,20 +174,20 @@ def transfers(config: TransformerConfig, groups: ProcessGroupCollection, seed: i
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
         experts.allocate_guests(GUEST_SLOTS)
         placement = random_placement(_num_experts(config), groups.ep.size(), guests, seed)
-        chains = plan_transfers(placement, groups.ep.size(), CHUNKS)
+        many = plan_hops(hops(placement, groups.ep.size(), "exchanged"), PIECES)
         param_bytes, grad_bytes = (
             sum(tensor.nbytes for tensor in tensors) for tensors in (experts.weights_of(0), experts.gradients_of(0))
         )
-        label = f"{1e-6 * param_bytes:.2f} MB, {chains.experts_sent:.0f} experts"
+        label = f"{1e-6 * param_bytes:.2f} MB, {many.experts_sent:.0f} experts"
         model = functools.partial(replace, param_bytes=param_bytes, grad_bytes=grad_bytes)
         for name, plan_of in (
-            ("", lambda cost, model=model, placement=placement: model(cost).transfers(placement)),
-            ("_chains", lambda cost, chains=chains: chains),
+            ("", lambda cost, model=model, placement=placement: model(cost).trans_plan(placement)),
+            ("_in_many_batches", lambda cost, many=many: many),
         ):
             for index, (kind, execute) in enumerate((("trans", transfer.trans), ("agg", transfer.agg))):
                 yield Case(
                     kind + name,
-                    label if not name else f"{label} in {len(chains.rounds)} rounds",
+                    label if not name else f"{label} in {len(many.rounds)} rounds",
                     lambda cost, each=(index, model, execute, plan_of, placement, experts): _transfer(cost, *each),
                 )
 
@@ -197,7 +197,7 @@ def _transfer(
     index: int,
     model: Callable[[CostModel], CostModel],
     execute: Callable[..., object],
-    plan_of: Callable[[CostModel], TransferPlan],
+    plan_of: Callable[[CostModel], TransPlan],
     placement: Placement,
     experts: GroupedExperts,
 ) -> Trial:

@@ -35,7 +35,7 @@ COMMON = (
 )
 """Experts are fitted to 256 to 4096 tokens per rank. Later flags override these."""
 
-KINDS = ("all_to_all", "trans", "agg", "trans_chains", "agg_chains", "forward", "backward")
+KINDS = ("all_to_all", "trans", "agg", "trans_in_many_batches", "agg_in_many_batches", "forward", "backward")
 PAPERS = "Pro-Prophet reports below 5%, FlexMoE below 3%"
 
 

@@ -18,7 +18,6 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.transfers import TransferPlan, plan_transfers
+from megatron_balance.placement.trans_plan import TransPlan, hops, plan_hops
 from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster import Ranks, profile_of, read
-from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, Fit
 
 CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
 SHAPES = {"Qwen3-235B": (4096, 1536, 8), "Mixtral 8x7B": (4096, 14336, 2)}
@@ -82,7 +80,7 @@ def loads(num_ranks: int, num_experts: int, topk: int, kind: str) -> np.ndarray:
     return generator.multinomial(TOKENS * topk, generator.permutation(popular_E / popular_E.sum()), num_ranks)
 
 
-def column(plan: TransferPlan, placement: Placement, cost: CostModel) -> str:
+def column(plan: TransPlan, placement: Placement, cost: CostModel) -> str:
     """Return the counts and times of a plan."""
     operations: Counter[int] = Counter()
     for messages in plan.rounds:
@@ -125,12 +123,11 @@ def main() -> None:
     args = parser.parse_args()
     batches()
     heads = f"{'rounds  ops     host ms      model ms':38s}"
-    print(f"{'ranks, expert, load, policy':44s} copies | {'chains':38s} | routes chosen\n{'':52s}| {heads} | {heads}")
+    print(f"{'ranks, expert, load, policy':44s} copies | {'direct':38s} | routes chosen\n{'':52s}| {heads} | {heads}")
     for size in args.sizes:
         num_ranks, num_experts = map(int, size.split(":"))
         for name, (hidden, ffn, topk) in SHAPES.items():
             profile = profile_of(read(args.cluster), Ranks(num_ranks, min(NODE, num_ranks), NODE), hidden, 3 * ffn // 2)
-            free = dict.fromkeys(ROUNDS, dict.fromkeys(LEVELS, Fit(0.0, 0.0, 0.0, 0.0)))
             for kind in ("zipf", "lognormal"):
                 counts_DE = loads(num_ranks, num_experts, topk, kind)
                 for policy in map(load_policy, args.policy):
@@ -146,10 +143,8 @@ def main() -> None:
                     if not placement.added_hosts:
                         print(f"{label:44s} {0:6d} |")
                         continue
-                    transport = replace(cost, profile=replace(profile, launches=free)).transport
-                    pieces = transport.fewest_seconds(transport.chains(placement)[0])[0]
-                    chains = plan_transfers(placement, profile.node_size, pieces, 1, transport.far)
-                    plans = [column(plan, placement, cost) for plan in (chains, cost.transfers(placement))]
+                    direct = plan_hops(hops(placement, profile.node_size, "direct"), 1)
+                    plans = [column(plan, placement, cost) for plan in (direct, cost.trans_plan(placement))]
                     print(f"{label:44s} {placement.added_hosts:6d} | {' | '.join(plans)}", flush=True)
 
 

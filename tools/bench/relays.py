@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron_balance.placement.relays import ROUTES, hops, plan_hops
+from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
 
 from alltoall import Row, Sample, layout, meet, timed
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.device import cpu
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.relays import ROUTES, hops, plan_hops
-from megatron_balance.placement.transfers import Message, TransferPlan, plan_transfers
 from namespaces import TestbedUnavailable
 from testbed import Testbed
 from traffic import limit

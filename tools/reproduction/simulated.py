@@ -89,7 +89,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.simulate.job import Simulation
-    from megatron_balance.simulate.loads import Loads
+    from megatron_balance.simulate.loads import DrawnLoads
     from simulate import configured, loads_of
 
     model = (CONFIGS / "models" / f"{job.model}.args").read_text(encoding="utf-8").splitlines()
@@ -101,7 +101,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
         loads = loads_of(config, job.load, job.seed)
     else:
         topk = config.transformer.moe_router_topk
-        loads = Loads(job.load, topk, microbatch_tokens(config), job.seed)
+        loads = DrawnLoads(job.load, topk, microbatch_tokens(config), job.seed)
     described, _ = simulated_job(config, target, PLAN_SECONDS)
     system.adapt(described)
     simulation = Simulation(described, system.loads(loads))

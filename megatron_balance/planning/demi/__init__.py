@@ -10,6 +10,6 @@
 `policies/demi.py` makes a Problem from a load and the cost model.
 
 A run executes the hosts of a schedule and, with `--moe-comm-order demi`, the chunks of tokens that slots compute. It
-does not execute the slots of TRANS: weights travel in the rounds of `placement/transfers.py`. Their order does not
+does not execute the slots of TRANS: weights travel in the rounds of `placement/trans_plan.py`. Their order does not
 matter to the schedule, because a layer's experts compute only after all of them have arrived.
 """

@@ -135,8 +135,7 @@ class Demi(Policy):
         per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
         per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
         compute_D = cost.rate_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
-        far = cost.transport.far
-        one = cost.transport.trans_seconds(far, 1), cost.transport.agg_seconds(far, 1)
+        one = cost.transport.expert_seconds(far=True)
         size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.max())
         owned_DD = np.zeros((num_ranks, num_ranks))
         np.add.at(owned_DD, owner_E, tokens_DE.T)
@@ -186,7 +185,7 @@ class Demi(Policy):
         local = float(ranked_DE[np.arange(num_ranks)[:, None] < parts_E].sum())
         beta = min(network.near.beta, network.far.beta) * cost.exchange.scale
         exchanging = beta * cost.token_bytes * (tokens - local) / num_ranks
-        one = cost.transport.trans_seconds(1, 1), cost.transport.agg_seconds(1, 1)
+        one = cost.transport.expert_seconds(far=False)
         return float(cost.time_of(exchanging, max(tokens / float(cost.rate_D.sum()), largest), *one).total)
 
 

@@ -85,8 +85,7 @@ class ProProphet(Policy):
         if not few and found and found[0].at_most < limit:
             return found[0].placement()
         if len(found) > 1:
-            # Chains are only one way to send experts
-            found = sorted(found, key=Selection.seconds_along_chains)[:FINALISTS]
+            found = found[:FINALISTS]
         timed = [(limit, alone), *(selection.timed() for selection in found)]
         return min(timed, key=lambda pair: pair[0])[1]
 

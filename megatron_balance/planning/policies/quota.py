@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.guests import LOOPS, Lent, guest_loads, guest_times
-from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads
+from megatron_balance.cost.candidates import GUEST_LOOPS, PlannedGuests, guest_loads, guest_times
+from megatron_balance.cost.core import COMPUTED
+from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, Fitted, cheapest, leveled, sending_times
@@ -71,7 +72,7 @@ class Quota(Policy):
     must_pay = True
 
     def __init__(self) -> None:
-        for loop in (*LOOPS, leveled, sending_times, cheapest):
+        for loop in (*GUEST_LOOPS, leveled, sending_times, cheapest):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
@@ -331,12 +332,10 @@ class _Layer:
         self, start: "_Start", way: _Way, busiest: float, slots: int, moves_MF: np.ndarray, guests_K3: np.ndarray
     ) -> np.ndarray:
         """Return these moves, or others with the same number of tokens on the busiest rank that are cheaper."""
-        transport = self.cost.transport
-        numbers = float(transport.far), transport.numbers_27, transport.least_rounds
         pairs_K2 = np.ascontiguousarray(guests_K3[:, :2])
         negligible = NEGLIGIBLE * self.token_seconds * busiest
         given = self._given(start, way, busiest, slots)
-        return cheapest(moves_MF, *given, pairs_K2, self.owner_E, *numbers, negligible)
+        return cheapest(moves_MF, *given, pairs_K2, self.owner_E, self.cost.transport.prices_1, negligible)
 
     def _given(self, start: "_Start", way: _Way, busiest: float, slots: int) -> tuple[Any, ...]:
         """Return the first arguments of `leveled`."""
@@ -362,18 +361,20 @@ class _Layer:
 
         The first are those without guests; the others are those of the plans.
         """
-        lent = self._lent(plans)
-        busy_A, extra_A = guest_times(self.cost.network, self.cost.transport.far, lent, self.owner_E)
+        guests = self._guests(plans)
+        far = self.cost.transport.far
+        busy_A, extra_A = guest_times(self.cost.network, far, self.owner_E, guests, len(plans))
         sent_2A = np.array(self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A)))
-        added_AFBD = guest_loads(self.cost.network, self.counts_EBD, self.tokens_BE.T, self.owner_E, lent)
+        loads = self.counts_EBD, self.tokens_BE.T, self.owner_E
+        added_AFBD = guest_loads(self.cost.network, *loads, guests, len(plans))
         loads_AFBD = np.concatenate([self.owned_FBD[None], self.owned_FBD + added_AFBD])
         time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent_2A)
         return time.total.tolist(), (sent_2A.sum(0) - time.trans - time.agg).tolist()
 
-    def _lent(self, plans: Sequence[np.ndarray]) -> Lent:
+    def _guests(self, plans: Sequence[np.ndarray]) -> PlannedGuests:
         expert_K, rank_K, tokens_K = np.concatenate(plans).T
         plan_K = np.repeat(np.arange(len(plans)), [*map(len, plans)])
-        return Lent(len(plans), plan_K, expert_K, rank_K, tokens_K / self.total_E[expert_K])
+        return PlannedGuests.of(plan_K, expert_K, rank_K, tokens_K / self.total_E[expert_K])
 
     def placement(self, current: Placement, guests_K3: np.ndarray) -> Placement:
         """Return the placement with these guests; the owner computes what they leave."""

@@ -1,0 +1,331 @@
+"""What candidates of a search cost: machine code for experts that get other hosts, and for the guests of whole plans.
+
+In shapes, M counts the experts whose hosts a candidate changes, or the guests of all plans; A counts candidates or
+plans. `cost/core.py` explains loads and other letters.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.cost.core import (
+    FEATURES,
+    CandidateCosts,
+    Prices,
+    add_expert,
+    add_node,
+    estimate,
+    hosted_by,
+    move_expert,
+    send_expert,
+    sum_work,
+)
+from megatron_balance.cost.network import Network
+from megatron_balance.device.compiled import compiled
+
+_EXPERTS = "float64[:,:,::1], int64[:,::1], int64[::1], int64[::1]"
+_PRICES = "Prices[::1], float64[::1], float64[::1]"
+
+
+@compiled(
+    f"void(float64[:,:,::1], float64[::1], float64[::1], {_EXPERTS}, int64[::1], int64[:,::1], int64[::1], "
+    "Prices[::1])",
+    Prices,
+)
+def change(
+    loads_FBD: np.ndarray,
+    sent_D: np.ndarray,
+    extra_E: np.ndarray,
+    counts_EBD: np.ndarray,
+    shares_ED: np.ndarray,
+    primary_E: np.ndarray,
+    owner_E: np.ndarray,
+    expert_A: np.ndarray,
+    shares_AD: np.ndarray,
+    primary_A: np.ndarray,
+    prices_1: np.ndarray,
+) -> None:
+    """Give experts, each one once, other hosts, and add what that changes to `loads_FBD` and `sent_D`."""
+    prices = prices_1[0]
+    for a in range(len(expert_A)):
+        e = expert_A[a]
+        counts_BD = counts_EBD[e]
+        shares_D = shares_ED[e]
+        owner = owner_E[e]
+        move_expert(loads_FBD, sent_D, -1.0, counts_BD, shares_D, primary_E[e], owner, prices)
+        primary_E[e] = primary_A[a]
+        shares_D[:] = shares_AD[a]
+        extra_E[e] = move_expert(loads_FBD, sent_D, 1.0, counts_BD, shares_D, primary_A[a], owner, prices)
+
+
+@compiled(
+    f"CandidateCosts(float64[:,:,::1], float64[::1], float64, {_EXPERTS}, int64[:,::1], int64[:,:,::1], int64[:,::1], "
+    f"boolean[::1], {_PRICES})",
+    CandidateCosts,
+    Prices,
+)
+def try_(
+    loads_FBD: np.ndarray,
+    sent_D: np.ndarray,
+    longest: float,
+    counts_EBD: np.ndarray,
+    shares_ED: np.ndarray,
+    primary_E: np.ndarray,
+    owner_E: np.ndarray,
+    expert_MA: np.ndarray,
+    shares_MAD: np.ndarray,
+    primary_MA: np.ndarray,
+    begins_A: np.ndarray,
+    prices_1: np.ndarray,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+) -> CandidateCosts:
+    """Return the costs of candidates that give experts other hosts; the last arguments are `CostModel.prices`.
+
+    Args:
+        loads_FBD: loads before the changes.
+        sent_D: the times of `link_times` before the changes.
+        longest: the longest time on other links before the changes.
+        expert_MA: -1 for none.
+        begins_A: whether a candidate is on its own; otherwise it comes after the one before it.
+    """
+    prices = prices_1[0]
+    ways = len(begins_A)
+    costs = CandidateCosts(
+        np.empty((ways, *loads_FBD.shape[1:])),
+        np.empty(ways),
+        np.empty(ways),
+        np.empty(ways),
+        np.empty(ways),
+        np.empty(ways),
+        np.empty(ways),
+        np.empty(ways),
+    )
+    more_FBD = np.zeros_like(loads_FBD)
+    more_D = np.zeros_like(sent_D)
+    extra = longest
+    for a in range(ways):
+        if begins_A[a]:
+            more_FBD[:] = 0.0
+            more_D[:] = 0.0
+            extra = longest
+        for m in range(len(expert_MA)):
+            e = expert_MA[m, a]
+            if e < 0:
+                continue
+            owner = owner_E[e]
+            counts_BD = counts_EBD[e]
+            move_expert(more_FBD, more_D, -1.0, counts_BD, shares_ED[e], primary_E[e], owner, prices)
+            passed_on = move_expert(more_FBD, more_D, 1.0, counts_BD, shares_MAD[m, a], primary_MA[m, a], owner, prices)
+            extra = max(extra, passed_on)
+        costs.exchanging_A[a], costs.computed_A[a] = sum_work(
+            loads_FBD, more_FBD, costs.work_ABD[a], prices, rate_D, per_token_D
+        )
+        busy = 0.0
+        more = 0.0
+        for d in range(len(sent_D)):
+            busy = max(busy, sent_D[d] + more_D[d])
+            more += more_D[d]
+        costs.busiest_A[a] = busy
+        costs.extra_A[a] = extra
+        costs.more_A[a] = more
+        costs.trans_A[a], costs.agg_A[a] = estimate(busy, extra, prices.sending)
+    return costs
+
+
+@compiled(
+    f"void(float64[:,:,::1], {_EXPERTS}, int64, int64, boolean[:,::1], {_PRICES}, float64[:,::1], float64[:,:,::1], "
+    "float64[::1])",
+    Prices,
+)
+def involve(
+    loads_FBD: np.ndarray,
+    counts_EBD: np.ndarray,
+    shares_ED: np.ndarray,
+    primary_E: np.ndarray,
+    owner_E: np.ndarray,
+    expert: int,
+    rank: int,
+    involved_AD: np.ndarray,
+    prices_1: np.ndarray,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+    work_BD: np.ndarray,
+    work_ABD: np.ndarray,
+    found_A: np.ndarray,
+) -> None:
+    """Add `Hosting.involved_seconds`, without Trans and Agg; candidates' seconds of `rank` are reduced in place."""
+    prices = prices_1[0]
+    more_FBD = np.zeros_like(loads_FBD)
+    rest_BD = np.empty_like(work_BD)
+    shares_D = shares_ED[expert]
+    ranks = work_BD.shape[1]
+    primary = hosted_by(shares_D, primary_E[expert], owner_E[expert])
+    size = prices.links.node_size
+    add_expert(more_FBD, -1.0, counts_EBD[expert], shares_D, primary, size, prices.local_first)
+    sum_work(loads_FBD, more_FBD, rest_BD, prices, rate_D, per_token_D)
+    for b in range(len(work_BD)):
+        mean = 0.0
+        for d in range(ranks):
+            mean += work_BD[b, d] / ranks
+        next_ = max(rest_BD[b, rank] - mean, 0.0)
+        for a in range(len(found_A)):
+            work_ABD[a, b, rank] -= next_
+            most = 0.0
+            everyone = True
+            for d in range(ranks):
+                everyone &= involved_AD[a, d]
+                most = max(most, work_ABD[a, b, d] if involved_AD[a, d] else 0.0)
+            found_A[a] += most if everyone else max(most, mean)
+
+
+class PlannedGuests(NamedTuple):
+    """The guests of several plans for one layer, under the split `proportional`, sorted by plan, expert and rank."""
+
+    plan_M: np.ndarray
+    expert_M: np.ndarray
+    rank_M: np.ndarray
+    """A rank that does not own the expert; each (plan, expert, rank) occurs once."""
+    share_M: np.ndarray
+    """Part of the expert's tokens that the guest takes over from the owner."""
+
+    @classmethod
+    def of(cls, plan_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, share_M: np.ndarray) -> "PlannedGuests":
+        """Return these guests, which may be in any order."""
+        order_M = np.lexsort((rank_M, expert_M, plan_M))
+        return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
+
+
+def guest_loads(
+    network: Network,
+    counts_EBD: np.ndarray,
+    tokens_EB: np.ndarray,
+    owner_E: np.ndarray,
+    guests: PlannedGuests,
+    plans: int,
+) -> np.ndarray:
+    """Return [A, 5, B, D]: what the guests of `plans` plans add to `owner_loads`.
+
+    Args:
+        tokens_EB: sums of `counts_EBD`.
+    """
+    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
+    counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
+    size = network.node_size if network.has_both_levels else 1
+    _add_guests(added_AFBD, counts_EBD, tokens_EB, owner_E, *guests, size, len(network.first_N) == 1)
+    return added_AFBD
+
+
+def guest_times(
+    network: Network, far: float, owner_E: np.ndarray, guests: PlannedGuests, plans: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their
+
+    They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
+    """
+    shared = float(network.adapters if network.adapters < network.node_size else 0)
+    return _time_guests(plans, *guests[:3], owner_E, network.num_ranks, network.node_size, float(far), shared)
+
+
+@compiled(
+    "void(float64[:,:,:,::1], float64[:,:,::1], float64[:,::1], int64[::1], int64[::1], int64[::1], int64[::1], "
+    "float64[::1], int64, boolean)"
+)
+def _add_guests(
+    added_AFBD: np.ndarray,
+    counts_EBD: np.ndarray,
+    tokens_EB: np.ndarray,
+    owner_E: np.ndarray,
+    plan_M: np.ndarray,
+    expert_M: np.ndarray,
+    rank_M: np.ndarray,
+    share_M: np.ndarray,
+    node_size: int,
+    is_whole: bool,
+) -> None:
+    """Add `guest_loads` node by node, because tokens change their ways on nodes of hosts only.
+
+    Args:
+        node_size: number of ranks of a node, or 1 if there is one kind of links.
+        is_whole: whether all ranks are on one node.
+    """
+    ranks = added_AFBD.shape[3]
+    share_D = np.zeros(ranks)
+    with_D = np.zeros(ranks)
+    without_D = np.zeros(ranks)
+    first = 0
+    while first < len(plan_M):
+        plan = plan_M[first]
+        expert = expert_M[first]
+        owner = owner_E[expert]
+        after = first
+        left = 1.0
+        while after < len(plan_M) and plan_M[after] == plan and expert_M[after] == expert:
+            share_D[rank_M[after]] = share_M[after]
+            left -= share_M[after]
+            after += 1
+        share_D[owner] = left
+        # The owner's node, then those of guests
+        done = -1
+        for m in range(first - 1, after):
+            node = (owner if m < first else rank_M[m]) // node_size
+            if node == done or (m >= first and node == owner // node_size):
+                continue
+            done = node
+            begin = node * node_size
+            end = min(begin + node_size, ranks)
+            for b in range(counts_EBD.shape[1]):
+                tokens = tokens_EB[expert, b]
+                for d in range(begin, end):
+                    with_D[d] = share_D[d] * tokens
+                    without_D[d] = tokens if d == owner else 0.0
+                add_node(added_AFBD[plan], b, 1.0, counts_EBD[expert], with_D, begin, end, is_whole)
+                add_node(added_AFBD[plan], b, -1.0, counts_EBD[expert], without_D, begin, end, is_whole)
+        share_D[owner] = 0.0
+        share_D[rank_M[first:after]] = 0.0
+        first = after
+
+
+@compiled(
+    "UniTuple(float64[::1], 2)(int64, int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, float64, float64)"
+)
+def _time_guests(
+    plans: int,
+    plan_M: np.ndarray,
+    expert_M: np.ndarray,
+    rank_M: np.ndarray,
+    owner_E: np.ndarray,
+    ranks: int,
+    node_size: int,
+    far: float,
+    adapters: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `guest_times`; `adapters` is 0 if ranks do not share any."""
+    busy_A = np.zeros(plans)
+    extra_A = np.zeros(plans)
+    times_AD = np.zeros((plans, ranks))
+    entered_AN = np.zeros((plans, (ranks - 1) // node_size + 1))
+    first = 0
+    while first < len(plan_M):
+        plan = plan_M[first]
+        owner = owner_E[expert_M[first]]
+        after = first
+        node = owner // node_size
+        while after < len(plan_M) and plan_M[after] == plan and expert_M[after] == expert_M[first]:
+            if rank_M[after] // node_size != node:
+                node = rank_M[after] // node_size
+                if node != owner // node_size:
+                    entered_AN[plan, node] += 1
+            after += 1
+        passed_on = send_expert(times_AD[plan], 1.0, rank_M[first:after], owner, node_size, far)
+        extra_A[plan] = max(extra_A[plan], passed_on)
+        first = after
+    for plan in range(plans):
+        busy_A[plan] = times_AD[plan].max()
+        if adapters:
+            busy_A[plan] = max(busy_A[plan], far * entered_AN[plan].max() / adapters)
+    return busy_A, extra_A
+
+
+GUEST_LOOPS = (_add_guests, _time_guests)
+"""What to prepare before plans are timed."""

@@ -1,0 +1,489 @@
+"""What exchanges, computation, and Trans and Agg cost: machine code that the cost model and all searches share.
+
+numpy would take a call for each line of these loops, and plans call them hundreds of times. No loop reorders sums, so
+that all ranks get the same bits.
+
+*Loads* are arrays [F, B, D] of tokens: for each rank and microbatch, the tokens that it computes, sends and receives
+within its node, and sends to and receives from other nodes. Exchanges take amounts [4, D], the last four of these.
+
+In shapes, F counts the features of loads, M the experts whose hosts a candidate changes, or guests.
+"""
+
+import math
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from megatron_balance.device.compiled import compiled
+
+COMPUTED, NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN = range(5)
+"""Features of loads."""
+
+FEATURES = 5
+
+MOST_PIECES = 64
+"""Maximum number of pieces of an expert, because each piece costs a call."""
+
+LEAST_ALPHA = 1e-6
+"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
+
+ROUNDING = 1e-9
+
+_Numbers = Annotated[np.ndarray, "float64[::1]"]
+
+
+class Links(NamedTuple):
+    """Links and adapters of ranks that exchange units, bytes or tokens."""
+
+    node_size: int
+    near: float
+    """Seconds per unit that a rank sends within its node, while it receives as much."""
+    far: float
+    """The same between nodes, for a rank that shares its adapter with no other rank."""
+    near_one_way: float
+    far_one_way: float
+    """See `Level.one_way`."""
+    adapters: float
+    """See `Network.adapters`."""
+
+
+class SendingLine(NamedTuple):
+    """Lines of a batch of Trans, or of Agg."""
+
+    near_alpha: float
+    near_beta: float
+    far_alpha: float
+    far_beta: float
+    """Seconds of a batch and of a byte, within nodes and between them."""
+    expert_bytes: float
+    messages: float
+    """Seconds to launch two messages within a node."""
+    start: float
+    """Seconds beyond those of batches."""
+
+
+class SendingPrices(NamedTuple):
+    """What `few_batches` takes; `SendingModel` explains the last two."""
+
+    trans: SendingLine
+    agg: SendingLine
+    far: float
+    least_rounds: int
+
+
+class Prices(NamedTuple):
+    """Numbers of a CostModel."""
+
+    links: Links
+    """Seconds of tokens."""
+    sending: SendingPrices
+    local_first: bool
+    """Whether hosts compute their own tokens, as under `local_first`; otherwise shares, as under `proportional`."""
+    coding: float
+    """See `CostModel.coding`."""
+
+
+class CandidateCosts(NamedTuple):
+    """What each of A candidates costs."""
+
+    work_ABD: Annotated[np.ndarray, "float64[:,:,::1]"]
+    """`CostModel.rank_seconds`."""
+    exchanging_A: _Numbers
+    computed_A: _Numbers
+    """`CostModel.work_of`."""
+    busiest_A: _Numbers
+    extra_A: _Numbers
+    """The arguments of `SendingModel.seconds_of`."""
+    more_A: _Numbers
+    """Time of all ranks in Trans that the candidate adds."""
+    trans_A: _Numbers
+    agg_A: _Numbers
+    """Seconds of Trans and of Agg, as on the busiest rank."""
+
+
+@compiled(None)
+def _busiest(sent: float, received: float, one_way: float) -> float:
+    """Return the amount that takes as long, sent while as much is received."""
+    return one_way * max(sent, received) + (1.0 - one_way) * min(sent, received)
+
+
+@compiled(None)
+def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
+    """Replace the work of a node's ranks by the seconds after which it is done, and return the latest.
+
+    Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such as
+    memory. All get the same rate, which grows when others are done, up to 1 / `one_way` of that in a full node.
+    """
+    if one_way == 1.0:
+        return work_S.max()
+    done = 0.0
+    before = 0.0
+    at_work = len(work_S)
+    for place in np.argsort(work_S):
+        work = work_S[place]
+        done += (work - before) * max(at_work / node_size, one_way)
+        work_S[place] = done
+        before = work
+        at_work -= 1
+    return done
+
+
+@compiled(None)
+def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray) -> float:
+    """Set the seconds for which each resource carries the amounts of one exchange; return those of the busiest one.
+
+    The resources are a rank's link within its node, its share of an adapter, and all adapters of a node.
+    """
+    ranks = amount_FD.shape[1]
+    longest = 0.0
+    for node in range(len(node_N)):
+        first = node * links.node_size
+        last = min(first + links.node_size, ranks)
+        sent = 0.0
+        received = 0.0
+        for d in range(first, last):
+            near_D[d] = links.near * _busiest(amount_FD[0, d], amount_FD[1, d], links.near_one_way)
+            far_D[d] = links.far * _busiest(amount_FD[2, d], amount_FD[3, d], links.far_one_way)
+            longest = max(longest, far_D[d])
+            sent += amount_FD[2, d]
+            received += amount_FD[3, d]
+        near = _take_turns(near_D[first:last], links.node_size, links.near_one_way)
+        node_N[node] = links.far / links.adapters * _busiest(sent, received, links.far_one_way)
+        longest = max(longest, near, node_N[node])
+    return longest
+
+
+@compiled("Tuple((float64[:,::1], float64[:,::1], float64[:,::1], float64[::1]))(float64[:,:,::1], Links[::1])", Links)
+def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one.
+
+    Args:
+        links_1: `packed` Links.
+    """
+    links = links_1[0]
+    exchanges, _, ranks = amount_XFD.shape
+    near_XD = np.zeros((exchanges, ranks))
+    far_XD = np.zeros((exchanges, ranks))
+    node_XN = np.zeros((exchanges, (ranks - 1) // links.node_size + 1))
+    longest_X = np.zeros(exchanges)
+    for x in range(exchanges):
+        longest_X[x] = _carry(amount_XFD[x], links, near_XD[x], far_XD[x], node_XN[x])
+    return near_XD, far_XD, node_XN, longest_X
+
+
+@compiled("void(float64[:,::1], int64, float64)")
+def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
+    """Replace the work of ranks by the seconds after which it is done, with the ranks of a node in a shared fabric.
+
+    Args:
+        work_XD: the seconds of each rank if all ranks of a full node have as much.
+    """
+    for x in range(len(work_XD)):
+        for first in range(0, work_XD.shape[1], node_size):
+            _take_turns(work_XD[x, first : first + node_size], node_size, one_way)
+
+
+@compiled(None)
+def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
+    """Return the primary host, by the rule of `Placement.rehost`."""
+    if shares_D[primary] > 0:
+        return primary
+    if shares_D[owner] > 0:
+        return owner
+    first = 0
+    while shares_D[first] == 0:
+        first += 1
+    return first
+
+
+@compiled(None)
+def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, node_size: int) -> None:
+    """Do what `add_expert` does for an expert with one host, which receives all tokens of other ranks."""
+    ranks = loads_FBD.shape[2]
+    first = host - host % node_size
+    last = min(first + node_size, ranks)
+    for b in range(loads_FBD.shape[1]):
+        near = 0.0
+        far = 0.0
+        for d in range(first, last):
+            loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
+            near += counts_BD[b, d]
+        for d in range(first):
+            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
+            far += counts_BD[b, d]
+        for d in range(last, ranks):
+            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
+            far += counts_BD[b, d]
+        loads_FBD[COMPUTED, b, host] += sign * (near + far)
+        loads_FBD[NEAR_OUT, b, host] -= sign * counts_BD[b, host]
+        loads_FBD[NEAR_IN, b, host] += sign * (near - counts_BD[b, host])
+        loads_FBD[FAR_IN, b, host] += sign * far
+
+
+@compiled(None)
+def add_node(
+    loads_FBD: np.ndarray,
+    b: int,
+    sign: float,
+    counts_BD: np.ndarray,
+    quota_D: np.ndarray,
+    first: int,
+    last: int,
+    is_whole: bool,
+) -> None:
+    """Add, times `sign`, the loads of a node's ranks in a microbatch, of which each computes its quota.
+
+    Tokens that stay on the node are shared out in proportion to what each rank sends or receives.
+
+    Args:
+        is_whole: whether all tokens stay on the node.
+    """
+    out = 0.0
+    into = 0.0
+    for d in range(first, last):
+        out += max(counts_BD[b, d] - quota_D[d], 0.0)
+        into += max(quota_D[d] - counts_BD[b, d], 0.0)
+    near = min(out, into)
+    near_out, near_in = (near / out, near / into) if near > 0 else (0.0, 0.0)
+    if is_whole:
+        near_out = 1.0
+        near_in = 1.0
+    for d in range(first, last):
+        sent = max(counts_BD[b, d] - quota_D[d], 0.0)
+        received = max(quota_D[d] - counts_BD[b, d], 0.0)
+        loads_FBD[COMPUTED, b, d] += sign * quota_D[d]
+        loads_FBD[NEAR_OUT, b, d] += sign * (sent * near_out)
+        loads_FBD[NEAR_IN, b, d] += sign * (received * near_in)
+        loads_FBD[FAR_OUT, b, d] += sign * (sent - sent * near_out)
+        loads_FBD[FAR_IN, b, d] += sign * (received - received * near_in)
+
+
+@compiled(None)
+def add_expert(
+    loads_FBD: np.ndarray,
+    sign: float,
+    counts_BD: np.ndarray,
+    shares_D: np.ndarray,
+    primary: int,
+    node_size: int,
+    local_first: bool,
+) -> None:
+    """Add an expert's loads, times `sign`."""
+    ranks = loads_FBD.shape[2]
+    weight = 0
+    hosts = 0
+    for d in range(ranks):
+        weight += shares_D[d]
+        hosts += shares_D[d] > 0
+    if hosts == 1:
+        _add_alone(loads_FBD, sign, counts_BD, primary, node_size)
+        return
+    quota_D = np.empty(ranks)
+    for b in range(loads_FBD.shape[1]):
+        total = 0.0
+        hosted = 0.0
+        for d in range(ranks):
+            own = counts_BD[b, d] if shares_D[d] > 0 else 0.0
+            total += counts_BD[b, d]
+            hosted += own
+            quota_D[d] = own
+        if local_first:
+            quota_D[primary] += total - hosted
+        else:
+            each = total / weight
+            for d in range(ranks):
+                quota_D[d] = shares_D[d] * each
+        for first in range(0, ranks, node_size):
+            last = min(first + node_size, ranks)
+            add_node(loads_FBD, b, sign, counts_BD, quota_D, first, last, node_size >= ranks)
+
+
+@compiled(None)
+def _guests_of(shares_D: np.ndarray, owner: int) -> np.ndarray:
+    """Return the ranks, ascending, that have shares and do not own the expert."""
+    guest_M = np.empty(len(shares_D), np.int64)
+    guests = 0
+    for d in range(len(shares_D)):
+        if shares_D[d] > 0 and d != owner:
+            guest_M[guests] = d
+            guests += 1
+    return guest_M[:guests]
+
+
+@compiled(None)
+def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: int, node_size: int, far: float) -> float:
+    """Add, times `sign`, the time in which ranks receive an expert, and in which its owner sends it once.
+
+    Return the time that a piece spends on links other than the slowest one, if guests pass it on one after another. The
+    unit is an expert within a node. An expert enters each node once, at the first guest after the owner in cyclic order
+    of the places in a node.
+
+    Args:
+        guest_M: the ranks that receive the expert, ascending.
+    """
+    total = 0.0
+    most = 0.0
+    sends = 0.0
+    home = owner // node_size
+    first = 0
+    while first < len(guest_M):
+        node = guest_M[first] // node_size
+        entry = guest_M[first]
+        after = first
+        while after < len(guest_M) and guest_M[after] // node_size == node:
+            if (guest_M[after] - owner) % node_size < (entry - owner) % node_size:
+                entry = guest_M[after]
+            after += 1
+        for guest in guest_M[first:after]:
+            time = far if guest == entry and node != home else 1.0
+            total += time
+            most = max(most, time)
+            times_D[guest] += sign * time
+        sends = 1.0 if node == home or sends == 1.0 else far
+        first = after
+    times_D[owner] += sign * sends
+    return max(total - most, 0.0)
+
+
+@compiled(None)
+def move_expert(
+    loads_FBD: np.ndarray,
+    sent_D: np.ndarray,
+    sign: float,
+    counts_BD: np.ndarray,
+    shares_D: np.ndarray,
+    primary: int,
+    owner: int,
+    prices: Prices,
+) -> float:
+    """Add what an expert with these hosts makes ranks compute, exchange and send; return as `send_expert`."""
+    size = prices.links.node_size
+    add_expert(loads_FBD, sign, counts_BD, shares_D, hosted_by(shares_D, primary, owner), size, prices.local_first)
+    return send_expert(sent_D, sign, _guests_of(shares_D, owner), owner, size, prices.sending.far)
+
+
+@compiled(None)
+def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
+    """Return the seconds of a rank's computation and of its links in four exchanges."""
+    near = links.near * _busiest(load_F[NEAR_OUT], load_F[NEAR_IN], links.near_one_way)
+    far = links.far * _busiest(load_F[FAR_OUT], load_F[FAR_IN], links.far_one_way)
+    return 4 * max(near, far) + load_F[COMPUTED] * per_token
+
+
+@compiled("float64[::1](float64[:,::1], float64[::1], Links[::1])", Links)
+def rank_work(loads_XF: np.ndarray, per_token_X: np.ndarray, links_1: np.ndarray) -> np.ndarray:
+    """Return [X] the seconds of X ranks' computation and exchanges beyond latencies; see `CostModel.rank_seconds`."""
+    return np.array([_rank_work(loads_XF[x], per_token_X[x], links_1[0]) for x in range(len(loads_XF))])
+
+
+@compiled(None)
+def sum_work(
+    loads_FBD: np.ndarray,
+    more_FBD: np.ndarray,
+    work_BD: np.ndarray,
+    prices: Prices,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+) -> tuple[float, float]:
+    """Return `CostModel.work_of` the sum of two loads, and set `CostModel.rank_seconds`."""
+    features, microbatches, ranks = loads_FBD.shape
+    links = prices.links
+    exchanging = 0.0
+    computed = 0.0
+    total_FD = np.empty((features, ranks))
+    total_DF = total_FD.T
+    near_D = np.empty(ranks)
+    far_D = np.empty(ranks)
+    node_N = np.empty((ranks - 1) // links.node_size + 1)
+    for b in range(microbatches):
+        longest = 0.0
+        coded = 0.0
+        for f in range(features):
+            for d in range(ranks):
+                total_FD[f, d] = loads_FBD[f, b, d] + more_FBD[f, b, d]
+        for d in range(ranks):
+            work_BD[b, d] = _rank_work(total_DF[d], per_token_D[d], links)
+            longest = max(longest, total_FD[COMPUTED, d] / rate_D[d])
+            sent = total_FD[NEAR_OUT, d] + total_FD[FAR_OUT, d]
+            coded = max(coded, sent, total_FD[NEAR_IN, d] + total_FD[FAR_IN, d])
+        exchanging += _carry(total_FD[NEAR_OUT:], links, near_D, far_D, node_N) + prices.coding * coded
+        computed += longest
+    return exchanging, computed
+
+
+@compiled("UniTuple(float64[::1], 2)(float64[:,:,:,::1], Prices[::1], float64[::1], float64[::1])", Prices)
+def layer_work(
+    loads_XFBD: np.ndarray, prices_1: np.ndarray, rate_D: np.ndarray, per_token_D: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [X], [X]: `CostModel.work_of`; the last arguments are `CostModel.prices`."""
+    exchanging_X = np.zeros(len(loads_XFBD))
+    computed_X = np.zeros(len(loads_XFBD))
+    nothing_FBD = np.zeros(loads_XFBD.shape[1:])
+    work_BD = np.empty(loads_XFBD.shape[2:])
+    for x in range(len(loads_XFBD)):
+        exchanging_X[x], computed_X[x] = sum_work(loads_XFBD[x], nothing_FBD, work_BD, prices_1[0], rate_D, per_token_D)
+    return exchanging_X, computed_X
+
+
+@compiled(None)
+def _few_batches(busy: float, extra: float, line: SendingLine, far: float, least_rounds: int) -> float:
+    """Return the seconds of Trans or of Agg."""
+    if busy <= 0:
+        return 0.0
+    is_far = busy >= far * (1 - ROUNDING) and far > 1
+    alpha = (line.far_alpha if is_far else line.near_alpha) + line.messages * extra
+    last = line.expert_bytes * (line.near_beta * min(extra, 1.0) if extra < far else line.far_beta)
+    pieces = min(max(np.rint(math.sqrt(last / max(alpha, LEAST_ALPHA))), 1.0), MOST_PIECES)
+    more = 1.0 if extra > 0 or least_rounds > 1 else 0.0
+    time = busy * (line.far_beta / far if is_far else line.near_beta) * line.expert_bytes
+    return line.start + alpha * ((pieces if extra > 0 else 1.0) + more) + time + last / pieces
+
+
+@compiled("UniTuple(float64, 2)(float64, float64, SendingPrices[::1])", SendingPrices)
+def few_batches(busy: float, extra: float, sending_1: np.ndarray) -> tuple[float, float]:
+    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
+    return estimate(busy, extra, sending_1[0])
+
+
+@compiled(None)
+def estimate(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
+    """Do what `few_batches` does."""
+    trans = _few_batches(busy, extra, prices.trans, prices.far, prices.least_rounds)
+    return trans, _few_batches(busy, extra, prices.agg, prices.far, prices.least_rounds)
+
+
+@compiled("UniTuple(float64[::1], 2)(float64[:], float64[:], SendingPrices[::1])", SendingPrices)
+def few_batches_each(busy_A: np.ndarray, extra_A: np.ndarray, sending_1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A] `few_batches` of each pair of numbers."""
+    trans_A = np.zeros(len(busy_A))
+    agg_A = np.zeros(len(busy_A))
+    for a in range(len(busy_A)):
+        trans_A[a], agg_A[a] = estimate(busy_A[a], extra_A[a], sending_1[0])
+    return trans_A, agg_A
+
+
+@compiled("Tuple((float64[:,::1], float64[::1]))(int64[::1], boolean[:,:], int64, float64)")
+def link_times(owner_A: np.ndarray, guests_AD: np.ndarray, node_size: int, far: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A, D] and [A]: `send_expert` of each expert."""
+    times_AD = np.zeros(guests_AD.shape)
+    extra_A = np.zeros(len(owner_A))
+    for a in range(len(owner_A)):
+        guest_M = _guests_of(guests_AD[a], owner_A[a])
+        extra_A[a] = send_expert(times_AD[a], 1.0, guest_M, owner_A[a], node_size, far)
+    return times_AD, extra_A
+
+
+@compiled("void(float64[:,:,:,::1], float64[:,:,::1], int64[:,::1], int64[::1], int64, boolean)")
+def add_loads(
+    loads_XFBD: np.ndarray,
+    counts_ABD: np.ndarray,
+    shares_AD: np.ndarray,
+    primary_A: np.ndarray,
+    node_size: int,
+    local_first: bool,
+) -> None:
+    """Add the loads of each expert to its own array, or to the only one."""
+    for a in range(len(primary_A)):
+        add_expert(
+            loads_XFBD[a % len(loads_XFBD)], 1.0, counts_ABD[a], shares_AD[a], primary_A[a], node_size, local_first
+        )
