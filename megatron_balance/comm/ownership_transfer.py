@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import post
-from megatron_balance.planning.ownership import Move
+from megatron_balance.planning.ownership import OwnerChange
 
 STAGING_BYTES = 64 * 2**20
 """Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""
@@ -112,7 +112,9 @@ class Moved(NamedTuple):
     """Bytes sent by all ranks of the group."""
 
 
-def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Sequence[Sequence[Extent]]) -> list[Message]:
+def plan_messages(
+    moves: Sequence[OwnerChange], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
+) -> list[Message]:
     """Plan the messages by which every rank receives the elements that it has to keep.
 
     The plan is a pure function: every rank computes the same list. Elements come from the source's replica with the
@@ -135,7 +137,7 @@ def plan_messages(moves: Sequence[Move], places: Sequence[Place], extents: Seque
 
 
 def _messages_to(
-    target: int, field: int, move: Move, *, sources: Sequence[int], extents: Sequence[Extent]
+    target: int, field: int, move: OwnerChange, *, sources: Sequence[int], extents: Sequence[Extent]
 ) -> Iterator[Message]:
     """Yield the messages to one rank for one field of one expert, from the first source that keeps each element."""
     wanted = extents[target]
@@ -220,7 +222,7 @@ class OwnershipTransfer:
         dist.all_gather_object(self.places, own, group=group)
 
     @torch.no_grad()
-    def transfer(self, moves: Sequence[Move], fields: Callable[[], Sequence[Field]]) -> Moved | str:
+    def transfer(self, moves: Sequence[OwnerChange], fields: Callable[[], Sequence[Field]]) -> Moved | str:
         """Move the experts' parts of all `fields`; on failure, move nothing and return the same reason on every rank.
 
         With NCCL the rounds are queued on the current stream; the host does not wait for them.

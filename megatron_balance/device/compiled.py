@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 _IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE)
 
@@ -22,9 +22,10 @@ Result = TypeVar("Result")
 class Compiled(Generic[Arguments, Result]):
     """A function that is compiled by `prepare`, or when it is called for the first time."""
 
-    def __init__(self, signature: str | None, function: Callable[Arguments, Result]) -> None:
+    def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[Arguments, Result]) -> None:
         functools.update_wrapper(self, function)
         self._signature = signature
+        self._tuples = tuples
         self._function = function
 
     def prepare(self) -> None:
@@ -43,7 +44,8 @@ class Compiled(Generic[Arguments, Result]):
             # By itself, numba compiles again only if the loop's own file has changed, but the code contains other loops
             code._cache._cache_file._source_stamp = _digest()
         if self._signature is not None:
-            code.compile(self._signature)
+            named = {kind.__name__: _type_of(kind) for kind in self._tuples}
+            code.compile(eval(self._signature, {**vars(numba.types), **named}))
             code.disable_compile()
         return code
 
@@ -56,6 +58,17 @@ class Compiled(Generic[Arguments, Result]):
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return self._code(*args, **kwargs)
+
+
+def _type_of(kind: Any) -> Any:
+    """Return numba's type for an annotation: a number, a NamedTuple, or `Annotated[np.ndarray, "int64[::1]"]`."""
+    import numba
+
+    if hasattr(kind, "_fields"):
+        hints = get_type_hints(kind, include_extras=True)
+        return numba.types.BaseTuple.from_types([_type_of(hints[name]) for name in kind._fields], kind)
+    numbers = {int: numba.types.int64, float: numba.types.float64, bool: numba.types.boolean}
+    return numbers[kind] if kind in numbers else eval(kind.__metadata__[0], vars(numba.types).copy())
 
 
 @functools.cache
@@ -72,14 +85,18 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def compiled(signature: str | None) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
+def compiled(
+    signature: str | None, *tuples: type
+) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
     """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
 
     Args:
         signature: None for functions that other compiled functions call; their arguments have any types.
+        tuples: NamedTuples that the signature names. The annotation of a field is a type of a number, another
+            NamedTuple, or `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
     """
 
     def compile_later(function: Callable[Arguments, Result]) -> Compiled[Arguments, Result]:
-        return Compiled(signature, function)
+        return Compiled(signature, tuples, function)
 
     return compile_later

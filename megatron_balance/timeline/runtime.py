@@ -41,7 +41,7 @@ from megatron_balance.observe.profiling import record_function
 from megatron_balance.observe.trace import Span, Stream, Timeline
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.transfers import TransferPlan
-from megatron_balance.planning.ownership import moves
+from megatron_balance.planning.ownership import owner_changes
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState
@@ -180,7 +180,7 @@ class Balancer:
             placement = plan.decision.placement
             assert self.ownership is not None and placement is not None
             start = clock.mark()
-            changes = moves(state.placement, placement)
+            changes = owner_changes(state.placement.home, placement.home)
             with record_function("Transfer"):
                 moved = self.ownership.transfer(changes, state.fields)
             if isinstance(moved, str):

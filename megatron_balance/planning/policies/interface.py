@@ -16,8 +16,8 @@ from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 class Policy(ABC):
     """Decides which ranks host which experts of one MoE layer.
 
-    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may
-    remember something: it is asked on every rank, and all ranks must get the same result.
+    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may keep
+    state: it is asked on every rank, and all ranks must get the same result.
 
     A class in a module of `planning/policies` that sets `name` is a value of `--balance-policy`. No other line of the
     package names it.
@@ -36,7 +36,7 @@ class Policy(ABC):
     """Whether plans have quotas, which only the split `proportional` keeps to."""
 
     must_pay: ClassVar[bool] = False
-    """Whether guests are left out while those of the last plans cost more than they saved; see `paying`."""
+    """Whether owners compute alone while the last plans cost more than they saved; see `manager.LastPlan`."""
 
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
@@ -90,7 +90,7 @@ def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -
     return current.rehost(hosts, primary)
 
 
-def lend(current: Placement, hosts_E: np.ndarray) -> Placement:
+def one_host_each(current: Placement, hosts_E: np.ndarray) -> Placement:
     """Return the placement in which each expert has one host, its primary; guests keep their slots."""
     hosts = hosts_E.tolist()
     return current.rehost([(rank,) for rank in hosts], hosts)
