@@ -324,7 +324,7 @@ def test_policies_name_their_split() -> None:
 
 def test_policies_by_path() -> None:
     assert load_policy("pro_prophet", alpha=0.1).alpha == 0.1
-    path = "megatron_balance.planning.policies.top_k:TopK"
+    path = "megatron_balance.planning.policies.fastermoe:TopK"
     assert load_policy(path, k=4).k == 4
     for name, message in [
         ("best", "choose from demi, .*, none, pro_prophet, quota, top2"),

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.schedule import MiniTaskSchedule
@@ -94,14 +93,3 @@ def one_host_each(current: Placement, hosts_E: np.ndarray) -> Placement:
     """Return the placement in which each expert has one host, its primary; guests keep their slots."""
     hosts = hosts_E.tolist()
     return current.rehost([(rank,) for rank in hosts], hosts)
-
-
-def everywhere(owner: int, free_D: np.ndarray) -> list[int]:
-    """Return the ranks that receive an expert copied to all ranks: all with a free guest slot, except its owner."""
-    return [rank for rank, slots in enumerate(free_D.tolist()) if slots and rank != owner]
-
-
-def hottest_first(counts: np.ndarray) -> list[int]:
-    """Return the experts that have tokens, by number of tokens, largest first."""
-    tokens_E = by_microbatch(counts).sum((0, 1))
-    return [expert for expert in np.argsort(-tokens_E, kind="stable").tolist() if tokens_E[expert]]
