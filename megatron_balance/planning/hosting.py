@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.loads import COMPUTED, by_microbatch, owner_loads, placement_loads
-from megatron_balance.cost.loops import add_loads, change, involve, try_
+from megatron_balance.cost.loops import add_loads, change, try_
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import shares
@@ -23,7 +23,7 @@ In 126 plans for 48 and 64 ranks, it was at most 1.30."""
 
 def prepare() -> None:
     """Compile the loops of searches now, so that the first plan does not wait for numba."""
-    for loop in (add_loads, change, try_, involve):
+    for loop in (add_loads, change, try_):
         loop.prepare()
 
 
@@ -185,25 +185,8 @@ class Hosting:
         try_(*arguments)
         return Alternatives(layer.cost, work_ABD, *found)
 
-    def involved_seconds(
-        self, alternatives: Alternatives, expert: int, rank: int, involved_AD: np.ndarray
-    ) -> np.ndarray:
-        """Return [A] the time of the ranks involved in alternatives, Trans and Agg included.
-
-        Other ranks count with the mean: with several slow ranks, relieving one alone would not change the maximum. What
-        the slow `rank` computes of other experts beyond the mean does not count either, because these experts are next;
-        it is taken off `alternatives.work_ABD`.
-        """
-        layer = self.layer
-        found_A = np.zeros(len(involved_AD))
-        hosts = layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E
-        found = self.work_BD, alternatives.work_ABD, found_A
-        arguments: tuple[Any, ...] = (self.loads_FBD, *hosts, expert, rank, involved_AD, *layer.cost.prices, *found)
-        involve(*arguments)
-        return found_A + sum(layer.cost.exposed(layer.mean, alternatives.trans_A, alternatives.agg_A))
-
     @cached_property
-    def _now(self) -> Alternatives:
+    def now(self) -> Alternatives:
         """The layer under these hosts, as the only alternative."""
         nothing = np.full((1, 1), -1)
         return self.under(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
@@ -211,7 +194,7 @@ class Hosting:
     @property
     def work_BD(self) -> np.ndarray:
         """Seconds of each rank in each microbatch: see `CostModel.rank_seconds`."""
-        return self._now.work_ABD[0]
+        return self.now.work_ABD[0]
 
     @cached_property
     def seconds(self) -> float:
@@ -226,8 +209,8 @@ class Hosting:
 
     def seconds_with(self, trans: float, agg: float) -> float:
         """Return the seconds of the layer if Trans and Agg take so long."""
-        exchanging = float(self._now.exchanging_A[0])
-        computed = float(self._now.computed_A[0])
+        exchanging = float(self.now.exchanging_A[0])
+        computed = float(self.now.computed_A[0])
         return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
 
     @cached_property
@@ -237,7 +220,7 @@ class Hosting:
 
     @cached_property
     def _sending(self) -> tuple[float, float]:
-        return float(self._now.trans_A[0]), float(self._now.agg_A[0])
+        return float(self.now.trans_A[0]), float(self.now.agg_A[0])
 
     @property
     def tokens_BD(self) -> np.ndarray:
