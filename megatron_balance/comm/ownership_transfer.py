@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import post
-from megatron_balance.planning.ownership import Move
+from megatron_balance.planning.ownership import OwnerChange
 
 STAGING_BYTES = 64 * 2**20
 """Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""
@@ -118,7 +118,7 @@ class Moved(NamedTuple):
 
 
 def plan_messages(
-    moves: Sequence[Move], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
+    moves: Sequence[OwnerChange], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
 ) -> list[FieldMessage]:
     """Plan the messages by which every rank receives the elements that it has to keep.
 
@@ -214,7 +214,7 @@ class ExpertMover:
         dist.all_gather_object(self.places, own, group=group)
 
     @torch.no_grad()
-    def transfer(self, moves: Sequence[Move], fields: Callable[[], Sequence[Field]]) -> Moved | str:
+    def transfer(self, moves: Sequence[OwnerChange], fields: Callable[[], Sequence[Field]]) -> Moved | str:
         """Move the experts' parts of all `fields`; on failure, move nothing and return the same reason on every rank.
 
         With NCCL the rounds are queued on the current stream; the host does not wait for them.

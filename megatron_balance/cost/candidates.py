@@ -4,23 +4,17 @@ In shapes, M counts the experts whose hosts a candidate changes, or the guests o
 plans. `cost/core.py` explains loads and other letters.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron_balance.cost.core import (
-    FEATURES,
     CandidateCosts,
     Prices,
-    add_expert,
     add_node,
     estimate,
-    hosted_by,
     move_expert,
     send_expert,
     sum_work,
 )
-from megatron_balance.cost.network import Network
 from megatron_balance.device.compiled import compiled
 
 _EXPERTS = "float64[:,:,::1], int64[:,::1], int64[::1], int64[::1]"
@@ -131,100 +125,6 @@ def try_(
         costs.more_A[a] = more
         costs.trans_A[a], costs.agg_A[a] = estimate(busy, extra, prices.sending)
     return costs
-
-
-@compiled(
-    f"void(float64[:,:,::1], {_EXPERTS}, int64, int64, boolean[:,::1], {_PRICES}, float64[:,::1], float64[:,:,::1], "
-    "float64[::1])",
-    Prices,
-)
-def involve(
-    loads_FBD: np.ndarray,
-    counts_EBD: np.ndarray,
-    shares_ED: np.ndarray,
-    primary_E: np.ndarray,
-    owner_E: np.ndarray,
-    expert: int,
-    rank: int,
-    involved_AD: np.ndarray,
-    prices_1: np.ndarray,
-    rate_D: np.ndarray,
-    per_token_D: np.ndarray,
-    work_BD: np.ndarray,
-    work_ABD: np.ndarray,
-    found_A: np.ndarray,
-) -> None:
-    """Add `Hosting.involved_seconds`, without Trans and Agg; candidates' seconds of `rank` are reduced in place."""
-    prices = prices_1[0]
-    more_FBD = np.zeros_like(loads_FBD)
-    rest_BD = np.empty_like(work_BD)
-    shares_D = shares_ED[expert]
-    ranks = work_BD.shape[1]
-    primary = hosted_by(shares_D, primary_E[expert], owner_E[expert])
-    size = prices.links.node_size
-    add_expert(more_FBD, -1.0, counts_EBD[expert], shares_D, primary, size, prices.local_first)
-    sum_work(loads_FBD, more_FBD, rest_BD, prices, rate_D, per_token_D)
-    for b in range(len(work_BD)):
-        mean = 0.0
-        for d in range(ranks):
-            mean += work_BD[b, d] / ranks
-        next_ = max(rest_BD[b, rank] - mean, 0.0)
-        for a in range(len(found_A)):
-            work_ABD[a, b, rank] -= next_
-            most = 0.0
-            everyone = True
-            for d in range(ranks):
-                everyone &= involved_AD[a, d]
-                most = max(most, work_ABD[a, b, d] if involved_AD[a, d] else 0.0)
-            found_A[a] += most if everyone else max(most, mean)
-
-
-class PlannedGuests(NamedTuple):
-    """The guests of several plans for one layer, under the split `proportional`, sorted by plan, expert and rank."""
-
-    plan_M: np.ndarray
-    expert_M: np.ndarray
-    rank_M: np.ndarray
-    """A rank that does not own the expert; each (plan, expert, rank) occurs once."""
-    share_M: np.ndarray
-    """Part of the expert's tokens that the guest takes over from the owner."""
-
-    @classmethod
-    def of(cls, plan_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, share_M: np.ndarray) -> "PlannedGuests":
-        """Return these guests, which may be in any order."""
-        order_M = np.lexsort((rank_M, expert_M, plan_M))
-        return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
-
-
-def guest_loads(
-    network: Network,
-    counts_EBD: np.ndarray,
-    tokens_EB: np.ndarray,
-    owner_E: np.ndarray,
-    guests: PlannedGuests,
-    plans: int,
-) -> np.ndarray:
-    """Return [A, 5, B, D]: what the guests of `plans` plans add to `owner_loads`.
-
-    Args:
-        tokens_EB: sums of `counts_EBD`.
-    """
-    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
-    counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
-    size = network.node_size if network.has_both_levels else 1
-    _add_guests(added_AFBD, counts_EBD, tokens_EB, owner_E, *guests, size, len(network.first_N) == 1)
-    return added_AFBD
-
-
-def guest_times(
-    network: Network, far: float, owner_E: np.ndarray, guests: PlannedGuests, plans: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their
-
-    They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
-    """
-    shared = float(network.adapters if network.adapters < network.node_size else 0)
-    return _time_guests(plans, *guests[:3], owner_E, network.num_ranks, network.node_size, float(far), shared)
 
 
 @compiled(

@@ -11,20 +11,17 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
 _IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE)
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
-
-class Compiled(Generic[Arguments, Result]):
+class Compiled:
     """A function that is compiled by `prepare`, or when it is called for the first time."""
 
-    def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[Arguments, Result]) -> None:
+    def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self._signature = signature
         self._tuples = tuples
@@ -35,7 +32,7 @@ class Compiled(Generic[Arguments, Result]):
         _ = self._code
 
     @cached_property
-    def _code(self) -> Callable[Arguments, Result]:
+    def _code(self) -> Callable[..., Any]:
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
@@ -58,7 +55,7 @@ class Compiled(Generic[Arguments, Result]):
 
         return numba.typeof(self._code)
 
-    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._code(*args, **kwargs)
 
 
@@ -76,13 +73,23 @@ def _record(kind: Any) -> np.dtype:
     return np.dtype([(name, _record(field) if hasattr(field, "_fields") else np.dtype(field)) for name, field in kinds])
 
 
+def _has_arrays(kind: Any) -> bool:
+    """Return whether a NamedTuple has a field that is annotated as an array."""
+    hints = get_type_hints(kind, include_extras=True).values()
+    return any(_has_arrays(hint) if hasattr(hint, "_fields") else hasattr(hint, "__metadata__") for hint in hints)
+
+
 def _type_of(kind: Any) -> Any:
-    """Return numba's type for a NamedTuple: see `compiled`."""
+    """Return numba's type for an annotation: see `compiled`."""
     import numba
 
-    hints = get_type_hints(kind, include_extras=True)
-    arrays = [eval(hint.__metadata__[0], vars(numba.types).copy()) for hint in hints.values() if get_args(hint)]
-    return numba.types.BaseTuple.from_types(arrays, kind) if arrays else numba.from_dtype(_record(kind))
+    if hasattr(kind, "_fields"):
+        if not _has_arrays(kind):
+            return numba.from_dtype(_record(kind))
+        hints = get_type_hints(kind, include_extras=True)
+        return numba.types.BaseTuple.from_types([_type_of(hints[name]) for name in kind._fields], kind)
+    numbers = {int: numba.types.int64, float: numba.types.float64, bool: numba.types.boolean}
+    return numbers[kind] if kind in numbers else eval(kind.__metadata__[0], vars(numba.types).copy())
 
 
 @functools.cache
@@ -99,18 +106,17 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def compiled(
-    signature: str | None, *tuples: type
-) -> Callable[[Callable[Arguments, Result]], Compiled[Arguments, Result]]:
+def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., Any]], Compiled]:
     """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
 
     Args:
         signature: None for functions that other compiled functions call; their arguments have any types.
-        tuples: NamedTuples that the signature names: of arrays, each annotated as in
-            `Annotated[np.ndarray, "float64[:,::1]"]`, or of numbers, which are a record, such as `packed` makes.
+        tuples: NamedTuples that the signature names. A NamedTuple of numbers is a record, as `packed` makes. If it has
+            arrays, the annotation of a field is a type of a number, another NamedTuple, or
+            `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
     """
 
-    def compile_later(function: Callable[Arguments, Result]) -> Compiled[Arguments, Result]:
+    def compile_later(function: Callable[..., Any]) -> Compiled:
         return Compiled(signature, tuples, function)
 
     return compile_later

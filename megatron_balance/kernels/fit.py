@@ -43,11 +43,11 @@ class Fits(NamedTuple):
     """The moves of each layer, int64, on the device of the loads. What follows a layer's last move is 0."""
 
     moves_LMF: torch.Tensor
-    """[L, D * (S + 1), 4] fields of a `planning.fit.Move`: expert, source, target, tokens."""
+    """[L, D * (S + 1), 4] fields of `planning.fit.TokenMoves`: expert, source, target, tokens."""
     number_L: torch.Tensor
     """Number of moves."""
     excess_LN: torch.Tensor
-    """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess_N`."""
+    """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess`."""
     quotas_LED: torch.Tensor
     """Tokens of each expert that each rank computes, of those that its owner may give away."""
 

@@ -1,17 +1,18 @@
-"""The hosts of a layer's experts during a search, and the seconds of the layer under them and under many others.
+"""The hosts of a layer's experts during a search, and the seconds of the layer under them and under many alternatives.
 
-A counts candidates, and K the experts whose hosts a candidate changes.
+K counts the experts whose hosts an alternative changes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import change, involve, try_
-from megatron_balance.cost.core import COMPUTED
-from megatron_balance.cost.loads import by_microbatch, expert_loads, placement_loads
+from megatron_balance.cost.candidates import change, try_
+from megatron_balance.cost.core import COMPUTED, add_loads
+from megatron_balance.cost.loads import by_microbatch, owner_loads, placement_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 
@@ -20,19 +21,31 @@ DOUBT = 2.0
 In 126 plans for 48 and 64 ranks, it was at most 1.30."""
 
 
+def prepare() -> None:
+    """Compile the loops of searches now, so that the first plan does not wait for numba."""
+    for loop in (add_loads, change, try_):
+        loop.prepare()
+
+
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """The values that a search does not change: loads and owners."""
+class LayerLoad:
+    """The values that a search does not change."""
 
     cost: CostModel
     counts_EBD: np.ndarray
-    owner_E: np.ndarray
+    placement: Placement
+    """The placement in use, with the owners and the guest slots."""
 
     @classmethod
-    def of(cls, counts: np.ndarray, placement: Placement, cost: CostModel) -> "Layer":
-        """Return the layer with these loads, [D, E] or [B, D, E], and the owners of `placement`."""
+    def of(cls, counts: np.ndarray, placement: Placement, cost: CostModel) -> "LayerLoad":
+        """Return the layer with these loads, [D, E] or [B, D, E]."""
         counts_EBD = np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64)
-        return cls(cost, counts_EBD, owners(placement))
+        return cls(cost, counts_EBD, placement)
+
+    @cached_property
+    def owner_E(self) -> np.ndarray:
+        """The rank that owns each expert."""
+        return owners(self.placement)
 
     @cached_property
     def owned_ED(self) -> np.ndarray:
@@ -45,18 +58,13 @@ class Layer:
         return self.counts_EBD.sum((1, 2))
 
     @cached_property
-    def tokens_B(self) -> np.ndarray:
-        """Number of tokens of each microbatch."""
-        return self.counts_EBD.sum((0, 2))
-
-    @cached_property
     def mean(self) -> float:
         """Tokens per rank if all ranks computed equally long."""
         return float(self.tokens_E.sum() / self.cost.rate_D.sum())
 
 
-class Tried(NamedTuple):
-    """A layer under each of A candidates."""
+class Alternatives(NamedTuple):
+    """A layer under each of A alternatives."""
 
     cost: CostModel
     work_ABD: np.ndarray
@@ -68,7 +76,7 @@ class Tried(NamedTuple):
     extra_A: np.ndarray
     """The arguments of `SendingModel.seconds_of`."""
     more_A: np.ndarray
-    """Time of all ranks in Trans that the candidate adds."""
+    """Time of all ranks in Trans that the alternative adds."""
     trans_A: np.ndarray
     agg_A: np.ndarray
     """Seconds of Trans and of Agg, as on the busiest rank."""
@@ -83,7 +91,7 @@ class Tried(NamedTuple):
 class Hosting:
     """The hosts of a layer's experts, and what follows from them."""
 
-    layer: Layer
+    layer: LayerLoad
     shares_ED: np.ndarray
     """[E, D] int64: as `Tables.shares_ED`."""
     primary_E: np.ndarray
@@ -96,42 +104,50 @@ class Hosting:
     """Time on the other links of each expert's chain."""
 
     @classmethod
-    def of(cls, layer: Layer, placement: Placement, **more: Any) -> Self:
-        """Return the hosts of `placement`, without quotas."""
+    def alone(cls, layer: LayerLoad) -> "Hosting":
+        """Return the hosting in which owners alone compute their experts."""
+        return cls(
+            layer=layer,
+            shares_ED=layer.owned_ED.astype(np.int64),
+            primary_E=layer.owner_E,
+            loads_FBD=owner_loads(layer.cost.network, layer.counts_EBD, layer.owner_E),
+            sent_D=np.zeros(layer.counts_EBD.shape[2]),
+            extra_E=np.zeros(len(layer.owner_E)),
+        )
+
+    @classmethod
+    def of(cls, layer: LayerLoad) -> "Hosting":
+        """Return the hosting of the placement in use. Experts with quotas must keep their hosts."""
         cost = layer.cost
-        counts_BDE = layer.counts_EBD.transpose(1, 2, 0)
-        loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
-        extra_E = np.zeros(len(layer.owner_E))
+        placement = layer.placement
         shares_ED = placement.tables.shares_ED
-        primary_E = np.array(placement.primary)
         sent_D = np.zeros(placement.num_ranks)
-        guest_M = np.flatnonzero(((shares_ED > 0) & ~layer.owned_ED).any(1))
-        if len(guest_M):
-            guests_MD = (shares_ED[guest_M] > 0) & ~layer.owned_ED[guest_M]
-            sent_MD, extra_E[guest_M] = cost.transport.link_times(layer.owner_E[guest_M], guests_MD)
+        extra_E = np.zeros(placement.num_experts)
+        guest_ED = (shares_ED > 0) & ~layer.owned_ED
+        expert_M = np.flatnonzero(guest_ED.any(1))
+        if len(expert_M):
+            sent_MD, extra_E[expert_M] = cost.transport.link_times(layer.owner_E[expert_M], guest_ED[expert_M])
             sent_D = sent_MD.sum(0)
         return cls(
             layer=layer,
             shares_ED=shares_ED,
-            primary_E=primary_E,
-            loads_FBD=loads_FBD,
+            primary_E=np.array(placement.primary),
+            loads_FBD=placement_loads(cost.network, cost.split, layer.counts_EBD.transpose(1, 2, 0), placement),
             sent_D=sent_D,
             extra_E=extra_E,
-            **more,
         )
 
-    def changed(self, expert_A: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray, **more: Any) -> Self:
-        """Return the state in which experts, each of them once, have other hosts."""
+    def changed(self, expert_A: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> "Hosting":
+        """Return the hosting in which experts, each of them once, have other hosts."""
         layer = self.layer
         loads_FBD = np.zeros_like(self.loads_FBD)
         sent_D = np.zeros_like(self.sent_D)
         extra_E = self.extra_E.copy()
         shares_ED = self.shares_ED.copy()
         primary_E = self.primary_E.copy()
-        change(
-            *(loads_FBD, sent_D, extra_E, layer.counts_EBD, shares_ED, primary_E, layer.owner_E),
-            *(expert_A, shares_AD, primary_A, layer.cost.prices[0]),
-        )
+        hosts = layer.counts_EBD, shares_ED, primary_E, layer.owner_E
+        changes = expert_A, shares_AD, primary_A
+        change(loads_FBD, sent_D, extra_E, *hosts, *changes, layer.cost.prices[0])
         return replace(
             self,
             shares_ED=shares_ED,
@@ -139,47 +155,36 @@ class Hosting:
             loads_FBD=self.loads_FBD + loads_FBD,
             sent_D=self.sent_D + sent_D,
             extra_E=extra_E,
-            **more,
         )
 
-    def tried(
+    def under(
         self,
         expert_KA: np.ndarray,
         shares_KAD: np.ndarray,
         primary_KA: np.ndarray,
         begins_A: np.ndarray | None = None,
-    ) -> Tried:
-        """Return the layer under candidates that give each of K different experts other hosts.
+    ) -> Alternatives:
+        """Return the layer under alternatives that each give K different experts other hosts.
 
         The longest chain may be one of those before the change.
 
         Args:
             expert_KA: -1 for none.
-            begins_A: whether a candidate is on its own; otherwise it comes after the one before it. None: all are.
+            begins_A: whether an alternative is on its own; otherwise it comes after the one before it. None: all are.
         """
         layer = self.layer
         ways = expert_KA.shape[1]
         begins_A = np.ones(ways, dtype=bool) if begins_A is None else begins_A
-        costs = try_(
-            *(self.loads_FBD, self.sent_D, self.longest, *self._experts),
-            *(expert_KA, shares_KAD, primary_KA, begins_A, *layer.cost.prices),
-        )
-        return Tried(layer.cost, *costs)
-
-    @property
-    def _experts(self) -> tuple[np.ndarray, ...]:
-        return self.layer.counts_EBD, self.shares_ED, self.primary_E, self.layer.owner_E
+        hosts = layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E
+        changes = expert_KA, shares_KAD, primary_KA, begins_A
+        now = self.loads_FBD, self.sent_D, float(self.extra_E.max())
+        return Alternatives(layer.cost, *try_(*now, *hosts, *changes, *layer.cost.prices))
 
     @cached_property
-    def longest(self) -> float:
-        """Time on the other links of the longest chain."""
-        return float(self.extra_E.max())
-
-    @cached_property
-    def now(self) -> Tried:
-        """The layer under these hosts, as the only candidate."""
+    def now(self) -> Alternatives:
+        """The layer under these hosts, as the only alternative."""
         nothing = np.full((1, 1), -1)
-        return self.tried(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
+        return self.under(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
 
     @property
     def work_BD(self) -> np.ndarray:
@@ -189,20 +194,16 @@ class Hosting:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
-        return self._seconds(*self._sending)
+        return self.seconds_with(*self._sending)
 
     @cached_property
     def at_most(self) -> float:
         """Seconds of the layer if Trans and Agg take DOUBT times as long as on the busiest rank."""
         trans, agg = self._sending
-        return self._seconds(DOUBT * trans, DOUBT * agg)
+        return self.seconds_with(DOUBT * trans, DOUBT * agg)
 
-    @cached_property
-    def at_least(self) -> float:
-        """Seconds of the layer without Trans and Agg."""
-        return self._seconds(0.0, 0.0)
-
-    def _seconds(self, trans: float, agg: float) -> float:
+    def seconds_with(self, trans: float, agg: float) -> float:
+        """Return the seconds of the layer if Trans and Agg take so long."""
         exchanging = float(self.now.exchanging_A[0])
         computed = float(self.now.computed_A[0])
         return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
@@ -226,34 +227,21 @@ class Hosting:
         """[E, D] bool: whether an expert takes a guest slot of a rank."""
         return (self.shares_ED > 0) & ~self.layer.owned_ED
 
+    @cached_property
+    def free_slots_D(self) -> np.ndarray:
+        """Number of free guest slots on each rank."""
+        return self.layer.placement.guest_slots - self.guests_ED.sum(0)
+
     def slowest(self) -> tuple[int, int]:
         """Return the microbatch and the rank with the most seconds above the mean."""
         over_BD = self.work_BD - self.work_BD.mean(-1, keepdims=True)
         microbatch, rank = divmod(int(over_BD.argmax()), over_BD.shape[-1])
         return microbatch, rank
 
-    def involved_seconds(self, tried: Tried, expert: int, rank: int, involved_AD: np.ndarray) -> np.ndarray:
-        """Return [A] the time of the ranks involved in candidates, Trans and Agg included.
-
-        Other ranks count with the mean: with several slow ranks, relieving one alone would not change the maximum. Nor
-        is what the slow `rank` computes of other experts beyond the mean counted, because they are next; it is taken
-        off `tried.work_ABD`.
-        """
-        layer = self.layer
-        found_A = np.zeros(len(involved_AD))
-        involve(
-            *(self.loads_FBD, *self._experts, expert, rank),
-            *(involved_AD, *layer.cost.prices, self.work_BD, tried.work_ABD, found_A),
-        )
-        return found_A + sum(layer.cost.exposed(layer.mean, tried.trans_A, tried.agg_A))
-
-    def expert_loads(self, expert_A: np.ndarray, shares_AD: np.ndarray) -> np.ndarray:
-        """Return [A, 5, B, D]: the loads of experts with these hosts."""
-        owner_A = self.layer.owner_E[expert_A]
-        primary_A = self.primary_E[expert_A]
-        row_A = np.arange(len(expert_A))
-        first_A = np.where(shares_AD[row_A, owner_A], owner_A, (shares_AD > 0).argmax(1))
-        primary_A = np.where(shares_AD[row_A, primary_A], primary_A, first_A)
-        cost = self.layer.cost
-        counts_ABD = self.layer.counts_EBD[expert_A]
-        return expert_loads(cost.network, cost.split, counts_ABD, shares_AD, primary_A)
+    def hosts(self) -> list[Sequence[int]]:
+        """Return the ranks that compute each expert, as `Placement.rehost` takes them."""
+        hosts: list[Sequence[int]] = [*zip(self.layer.owner_E.tolist(), strict=True)]
+        ranks = np.arange(len(self.sent_D))
+        for expert in (self.shares_ED != self.layer.owned_ED).any(1).nonzero()[0].tolist():
+            hosts[expert] = np.repeat(ranks, self.shares_ED[expert]).tolist()
+        return hosts

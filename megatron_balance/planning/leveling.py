@@ -1,14 +1,18 @@
-"""Even loads where hosts share an expert's tokens by a fixed rule: a greedy search in plain numbers.
+"""Even loads where hosts share an expert's tokens by a fixed rule: the greedy search of Pro-Prophet's Algorithm 1.
 
-It takes the heaviest rank's heaviest expert, and gives it the fewest guests with which its hosts have room for their
-shares. It counts the tokens that ranks compute, and nothing else; a cost model times what it finds.
+The search takes the heaviest rank's heaviest expert, and gives it the fewest guests (the paper's D - n) with which its
+hosts have room for their shares. It counts the tokens that ranks compute, and nothing else. `fastest` then times every
+step of several searches by the cost model.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.core import COMPUTED
 from megatron_balance.device.compiled import compiled
+from megatron_balance.planning.hosting import Hosting
 
 ANYWHERE, ALL_NODES, NEAR = 0, 1, 2
 """Where an expert gets guests: on the lightest ranks, on one rank of each node first, on its owner's node only."""
@@ -16,15 +20,34 @@ ANYWHERE, ALL_NODES, NEAR = 0, 1, 2
 ROUNDING = 1e-9
 """Share of an expert below which room is rounding."""
 
+_Numbers = Annotated[np.ndarray, "float64[::1]"]
 
-class Moves(NamedTuple):
+
+class Copies(NamedTuple):
     """Experts that get guests, one after the other."""
 
-    expert_M: np.ndarray
-    primary_M: np.ndarray
+    expert_M: Annotated[np.ndarray, "int64[::1]"]
+    primary_M: Annotated[np.ndarray, "int64[::1]"]
     """The owner, or the only guest."""
-    guests_MD: np.ndarray
-    """bool."""
+    guests_MD: Annotated[np.ndarray, "boolean[:,::1]"]
+
+
+class UnevenLoad(NamedTuple):
+    """What a search starts from: owners alone compute their experts."""
+
+    rate_D: _Numbers
+    """Relative speed of each rank."""
+    free_D: Annotated[np.ndarray, "int64[::1]"]
+    """Number of guests that each rank may take."""
+    node_size: int
+    experts_DS: Annotated[np.ndarray, "int64[:,::1]"]
+    """The experts of each rank that get guests if need be, by `tokens_E`, ascending."""
+    tokens_E: _Numbers
+    loads_D: _Numbers
+    """Tokens that each rank computes."""
+    tokens_ED: Annotated[np.ndarray, "float64[:,::1]"]
+    """Tokens of each source rank: a guest computes its own, as under `local_first`. Without rows, all hosts compute
+    equally many."""
 
 
 @compiled(None)
@@ -41,9 +64,7 @@ def _heaviest(room_D: np.ndarray, rate_D: np.ndarray) -> int:
 
 
 @compiled(None)
-def _candidates(
-    room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, reach: int
-) -> tuple[np.ndarray, int]:
+def _able(room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, reach: int) -> tuple[np.ndarray, int]:
     """Return the ranks that may take an expert, in order, and the least number that should."""
     ranks = len(room_D)
     home = owner // node_size
@@ -134,50 +155,33 @@ def _local(
             given_R[number] = tokens_D[d]
             left = left - tokens_D[d]
             number = number + 1
-    lent = size - tokens_D[owner]
+    others = size - tokens_D[owner]
     if (
         lightest >= 0
         and left > kept + ROUNDING * size
-        and max(lent - room_D[lightest], size - lent - kept) < left - kept
+        and max(others - room_D[lightest], size - others - kept) < left - kept
     ):
         able_R[0] = lightest
-        given_R[0] = lent
+        given_R[0] = others
         return -1
     return number
 
 
-@compiled(
-    "Tuple((int64[::1], int64[::1], boolean[:,::1]))(float64[::1], int64[::1], int64, int64[:,::1], float64[::1], "
-    "float64[::1], float64, int64, float64[:,::1])"
-)
-def level(
-    rate_D: np.ndarray,
-    free_D: np.ndarray,
-    node_size: int,
-    experts_DH: np.ndarray,
-    tokens_E: np.ndarray,
-    loads_D: np.ndarray,
-    busiest: float,
-    reach: int,
-    tokens_ED: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return Moves in order, until no rank is above its limit or those that are have no other experts.
+@compiled("Copies(UnevenLoad, float64, int64)", Copies, UnevenLoad)
+def level(load: UnevenLoad, busiest: float, reach: int) -> Copies:
+    """Return copies in order, until no rank is above its limit or those that are have no other experts.
 
     Args:
-        free_D: int64, number of guests that each rank may take.
-        experts_DH: the experts of each rank that get guests if need be, by `tokens_E`, ascending.
-        loads_D: tokens that each rank computes.
         busiest: tokens that a rank of rate 1 may compute.
         reach: ANYWHERE, ALL_NODES or NEAR.
-        tokens_ED: tokens of each rank: a guest computes its own, as under `local_first`. Without rows, all hosts
-            compute equally many.
     """
+    rate_D = load.rate_D
     ranks = len(rate_D)
-    experts = len(tokens_E)
+    experts = len(load.tokens_E)
     moves = 0
-    free_D = free_D.copy()
-    room_D = busiest * rate_D - loads_D
-    left_D = np.full(ranks, experts_DH.shape[1])
+    free_D = load.free_D.copy()
+    room_D = busiest * rate_D - load.loads_D
+    left_D = np.full(ranks, load.experts_DS.shape[1])
     expert_M = np.empty(experts, np.int64)
     primary_M = np.empty(experts, np.int64)
     guests_MD = np.zeros((experts, ranks), np.bool_)
@@ -188,8 +192,8 @@ def level(
         if excess >= 0 or left_D[owner] == 0:
             break
         left_D[owner] -= 1
-        expert = experts_DH[owner, left_D[owner]]
-        size = tokens_E[expert]
+        expert = load.experts_DS[owner, left_D[owner]]
+        size = float(load.tokens_E[expert])
         if size <= 0:
             # The rank stays the heaviest
             break
@@ -198,9 +202,9 @@ def level(
         if kept * ranks < size:
             # The owner's other experts alone exceed the limit: all of them are reduced alike
             kept = size * busiest / (busiest - excess)
-        able_R, least = _candidates(room_D, free_D, owner, node_size, reach)
-        if len(tokens_ED):
-            number = _local(able_R, least, room_D, owner, size, kept, tokens_ED[expert], given_R)
+        able_R, least = _able(room_D, free_D, owner, load.node_size, reach)
+        if len(load.tokens_ED):
+            number = _local(able_R, least, room_D, owner, size, kept, load.tokens_ED[expert], given_R)
             if number < 0:
                 number = 1
                 primary = able_R[0]
@@ -218,4 +222,73 @@ def level(
             expert_M[moves] = expert
             primary_M[moves] = primary
             moves += 1
-    return expert_M[:moves], primary_M[:moves], guests_MD[:moves]
+    return Copies(expert_M[:moves], primary_M[:moves], guests_MD[:moves])
+
+
+def leveled(alone: Hosting, free_D: np.ndarray, targets: Sequence[float], *, even: bool = False) -> Iterator[Copies]:
+    """Yield the copies of searches that aim at more or less even loads, with guests on one node or on several.
+
+    Args:
+        alone: the hosting without guests.
+        free_D: number of guests that each rank may take.
+        targets: loads of the heaviest rank over the mean that searches aim at.
+        even: whether hosts share tokens evenly under any split.
+    """
+    layer = alone.layer
+    cost = layer.cost
+    local = cost.split == "local_first" and not even
+    home_DS = np.sort(np.array(layer.placement.home))
+    for counts_ED in _totals(alone):
+        tokens_E = counts_ED.sum(1)
+        load = UnevenLoad(
+            rate_D=cost.rate_D,
+            free_D=free_D,
+            node_size=cost.network.node_size,
+            experts_DS=np.take_along_axis(home_DS, np.argsort(tokens_E[home_DS], kind="stable"), 1),
+            tokens_E=tokens_E,
+            loads_D=tokens_E[np.array(layer.placement.home)].sum(1),
+            tokens_ED=counts_ED if local else counts_ED[:0],
+        )
+        heaviest = float((load.loads_D / cost.rate_D).max())
+        for reach in (ANYWHERE, ALL_NODES, NEAR) if cost.network.has_both_levels else (ANYWHERE,):
+            for busiest in (target * layer.mean for target in targets):
+                if busiest < heaviest:
+                    yield level(load, busiest, reach)
+
+
+def _totals(alone: Hosting) -> Iterator[np.ndarray]:
+    """Yield loads [E, D] that stand for all microbatches: their sum, and each owner's heaviest one, as large as all."""
+    counts_EBD = alone.layer.counts_EBD
+    yield counts_EBD.sum(1)
+    if counts_EBD.shape[1] > 1:
+        tokens_B = counts_EBD.sum((0, 2))
+        scale_B = tokens_B.sum() / np.maximum(tokens_B, 1)
+        heaviest_D = (alone.loads_FBD[COMPUTED] * scale_B[:, None]).argmax(0)
+        heaviest_E = heaviest_D[alone.layer.owner_E]
+        yield counts_EBD[np.arange(len(heaviest_E)), heaviest_E] * scale_B[heaviest_E][:, None]
+
+
+def fastest(alone: Hosting, searches: Iterable[Copies], min_gain: float, number: int) -> list[Hosting]:
+    """Return the fastest hostings on the way of different searches, the fastest first.
+
+    Args:
+        alone: the hosting without guests.
+        min_gain: share of the seconds that further copies must save.
+        number: maximum number of hostings.
+    """
+    searches = [search for search in searches if len(search.expert_M)]
+    if not searches:
+        return []
+    expert_A, primary_A, guests_AD = (np.concatenate(parts) for parts in zip(*searches, strict=True))
+    shares_AD = (guests_AD | alone.layer.owned_ED[expert_A]).astype(np.int64)
+    stops = np.cumsum([len(search.expert_M) for search in searches])
+    begins_A = np.zeros(len(expert_A), dtype=bool)
+    begins_A[[0, *stops[:-1]]] = True
+    seconds_A = alone.under(expert_A[None], shares_AD[None], primary_A[None], begins_A).seconds_A
+    found: dict[float, slice] = {}
+    for first, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True):
+        own_A = seconds_A[first:stop]
+        kept = int((own_A <= own_A.min() * (1 + min_gain)).argmax())
+        found.setdefault(float(own_A[kept]), slice(first, first + kept + 1))
+    best = (found[seconds] for seconds in sorted(found)[:number])
+    return [alone.changed(expert_A[part], shares_AD[part], primary_A[part]) for part in best]

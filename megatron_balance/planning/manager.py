@@ -1,8 +1,8 @@
 """Holds one MoE layer's placement for iteration j and decides the one for j+1."""
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.hosting import prepare
 from megatron_balance.planning.ownership import Guest, Settlement, lasting, settle
-from megatron_balance.planning.paying import Tried, pays
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.predictor import History, Predictor, prediction_error
 
@@ -29,6 +29,9 @@ MOST_COSTS = 8
 LONGEST_PAUSE = 1024
 """Largest number of iterations between two attempts to change owners."""
 
+REMEMBERED = 8
+"""Number of plans that decide whether the next one is used: two periods of W7, one of the workload burst."""
+
 
 class PolicyFailure(Exception):
     """A policy produced no placement. The text completes "the policy ...": what it did, a colon and details."""
@@ -37,6 +40,36 @@ class PolicyFailure(Exception):
         """`final`: the policy cannot be asked again."""
         super().__init__(problem)
         self.final = final
+
+
+class LastPlan(NamedTuple):
+    """The last plan of a policy, used or not, and what earlier ones were worth."""
+
+    placement: Placement | None = None
+    """None: no plan was made yet."""
+    gains: tuple[float, ...] = ()
+    """Share of the layer's seconds that the plans before this one saved; negative if they cost more."""
+
+    def gains_with(self, counts: np.ndarray, cost: CostModel) -> tuple[float, ...]:
+        """Return the gains of the last REMEMBERED plans, with the gain of this plan under the loads that came.
+
+        Args:
+            counts: as in `Policy.plan`, of the iteration that the plan was made for.
+        """
+        if self.placement is None:
+            return self.gains
+        gain = 0.0
+        if not self.placement.is_identity and (alone := cost.layer_seconds(counts, owners_host(self.placement))):
+            gain = 1 - cost.layer_seconds(counts, self.placement) / alone
+        return (*self.gains, gain)[-REMEMBERED:]
+
+
+NO_PLAN = LastPlan()
+
+
+def pays(gains: Sequence[float]) -> bool:
+    """Return whether plans saved more than they cost: also True before there are two."""
+    return len(gains) < 2 or sum(gains) >= 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +93,7 @@ class Decision:
     final: bool = False
     """Whether the policy must not be asked again."""
 
-    tried: Tried = field(default_factory=Tried)
+    last_plan: LastPlan = NO_PLAN
     """The policy's plan, even if it is not used because the last ones did not pay."""
 
     @property
@@ -101,7 +134,7 @@ class Question:
     latest_BDE: np.ndarray | None
     """[B, D, E] the loads of the latest iteration; None before the first one."""
 
-    tried: Tried
+    last_plan: LastPlan
     """The last plan, for these loads."""
 
     beside: tuple[float, float] | None
@@ -111,26 +144,36 @@ class Question:
     def answer(self) -> Decision:
         """Ask the policy and return its decision."""
         try:
-            answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
+            planned = self._planned()
         except PolicyFailure as failure:
             return Decision(self.expected_BDE, None, problem=str(failure), final=failure.final)
-        except BaseException as error:  # a failing policy must not end a run
-            return Decision(self.expected_BDE, None, problem=f"raised {described(error)}")
-        if not isinstance(answer, Placement):
-            problem = f"returned no Placement: a {type(answer).__qualname__}"
-            return Decision(self.expected_BDE, None, problem=problem)
-        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            problem = f"changed owners or guest slots: {cleaned(answer)}"
-            return Decision(self.expected_BDE, None, problem=problem)
         gains: tuple[float, ...] = ()
         if getattr(self.policy, "must_pay", False) and self.latest_BDE is not None:
-            gains = self.tried.under(self.latest_BDE, self.cost)
-        tried = Tried(answer, gains)
-        placement = answer if pays(gains) else owners_host(answer)
+            gains = self.last_plan.gains_with(self.latest_BDE, self.cost)
+        last_plan = LastPlan(planned, gains)
+        placement = planned if pays(gains) else owners_host(planned)
         if not self.transfers:
-            return Decision(self.expected_BDE, placement, tried=tried)
+            return Decision(self.expected_BDE, placement, last_plan=last_plan)
         placement, settlement, wanted = settle(placement, self.expected_BDE, self.held, self.cost, self.ages)
-        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, tried=tried)
+        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
+
+    def _planned(self) -> Placement:
+        """Return the policy's valid answer.
+
+        Raises:
+            PolicyFailure: there is none.
+        """
+        try:
+            answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
+        except PolicyFailure:
+            raise
+        except BaseException as error:  # a failing policy must not end a run
+            raise PolicyFailure(f"raised {described(error)}") from error
+        if not isinstance(answer, Placement):
+            raise PolicyFailure(f"returned no Placement: a {type(answer).__qualname__}")
+        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
+            raise PolicyFailure(f"changed owners or guest slots: {cleaned(answer)}")
+        return answer
 
 
 class Manager:
@@ -161,12 +204,16 @@ class Manager:
         self.interval = interval
         self.placement = owners
         self.transfers = transfers
+        if transfers:
+            prepare()
         self.held: dict[Guest, int] = {}
         """Number of iterations that each guest has been on its rank."""
         self.wanted: dict[int, int] = {}
         """Experts that plans want elsewhere, and the iteration since which they do."""
-        self.pause, self.resumes = 0, 0
-        """Iterations from the last failed Transfer to the next attempt, and the iteration of that attempt."""
+        self.pause = 0
+        """Iterations from the last failed Transfer to the next attempt."""
+        self.resumes = 0
+        """The iteration of that attempt."""
         self.history = History()
         self.factors = UNCALIBRATED
         """Calibration of the cost model that plans are made with."""
@@ -175,7 +222,7 @@ class Manager:
         """[B, D, E] the loads expected in the next iteration."""
         self.latest_BDE: np.ndarray | None = None
         """[B, D, E] the loads of the latest iteration."""
-        self.tried = Tried()
+        self.last_plan = NO_PLAN
         self.iterations = 0
 
     def observe(self, counts_BDE: np.ndarray) -> float | None:
@@ -217,7 +264,7 @@ class Manager:
             ages={expert: self.iterations - since for expert, since in self.wanted.items()},
             transfers=self.transfers and self.iterations >= self.resumes,
             latest_BDE=self.latest_BDE,
-            tried=self.tried,
+            last_plan=self.last_plan,
             beside=None if self.cost.overlap is None else self.cost.overlap[:2],
         )
 
@@ -231,7 +278,7 @@ class Manager:
         if decision.placement.home != self.placement.home:
             self.pause = 0
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
-        self.tried = decision.tried
+        self.last_plan = decision.last_plan
         if decision.placement != self.placement:
             # The same object as long as nothing changes: what has been prepared for it is kept
             self.placement = decision.placement
@@ -239,16 +286,16 @@ class Manager:
     def postpone_transfer(self) -> int:
         """Back off after a failed Transfer: return the number of iterations until plans may change owners again.
 
-        The number doubles with each failure. Until then, experts that would have moved stay lent.
+        The number doubles with each failure. Until then, experts that would have moved stay guests.
         """
         self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE)
         self.resumes = self.iterations + self.pause
         return self.pause
 
     def state(self) -> dict[str, Any]:
-        """Return lists, numbers and strings for a checkpoint between iterations; `restore` gives the same manager.
+        """Return lists, numbers and strings for a checkpoint between iterations, from which `restore` is exact.
 
-        Both are exact. The latest load and the expected one are not in it: they follow from the history.
+        The latest and the expected load follow from the history.
         """
         return {
             "placement": str(self.placement),
@@ -258,19 +305,19 @@ class Manager:
             "wanted": [*self.wanted.items()],
             "pause": self.pause,
             "resumes": self.resumes,
-            "tried": None if self.tried.placement is None else str(self.tried.placement),
-            "gains": [*self.tried.gains],
+            "tried": None if self.last_plan.placement is None else str(self.last_plan.placement),
+            "gains": [*self.last_plan.gains],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
         self.placement = Placement.parse(state["placement"])
         self.history = History.from_plain(state["history"])
-        self.latest_BDE, self.expected_BDE = self.history.parts, self.predictor.predict(self.history)
+        self.latest_BDE = self.history.parts
+        self.expected_BDE = self.predictor.predict(self.history)
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
         self.pause = state["pause"]
         self.resumes = state["resumes"]
-        tried = state["tried"]
-        self.tried = Tried(tried and Placement.parse(tried), tuple(state["gains"]))
+        self.last_plan = LastPlan(state["tried"] and Placement.parse(state["tried"]), tuple(state["gains"]))

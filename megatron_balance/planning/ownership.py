@@ -1,15 +1,14 @@
-"""Lend or Transfer: which experts change their owner.
+"""Guest or Transfer: which experts change their owner.
 
-A guest costs Trans and Agg in every iteration (a lend). Moving the expert's parameters and optimizer state to another
-rank costs messages once (a Transfer). Every home slot holds an expert, so owners are exchanged in pairs.
+A guest costs Trans and Agg in every iteration. A Transfer, which moves the expert's parameters and optimizer state to
+another rank, costs messages once. Every home slot holds an expert, so owners are exchanged in pairs.
 
 A Transfer is proposed for a guest that stays on its rank, and for two experts that their owners compute, where the
-layer is faster if each computes the other's (DEMI's migration). It happens at break-even: once it would have saved the
-seconds that it costs, since it was first proposed. For any later load, both together cost at most twice as much as the
-better of the two (ski rental).
+layer is faster if each owner computes the other's expert (DEMI's migration). It happens at break-even: once it would
+have saved the seconds that it costs, since it was first proposed. For any later load, guests and Transfers together
+cost at most twice as much as the better of the two (ski rental).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,10 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.core import COMPUTED, FEATURES
-from megatron_balance.cost.loads import expert_loads, placement_loads
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
+from megatron_balance.planning.hosting import Hosting, LayerLoad
 from megatron_balance.planning.policies.interface import owners_host
 
 BUDGET = 12
@@ -46,7 +44,7 @@ Home = tuple[tuple[int, ...], ...]
 """The experts in each rank's home slots."""
 
 
-class Move(NamedTuple):
+class OwnerChange(NamedTuple):
     """An expert that moves to another home slot."""
 
     expert: int
@@ -97,19 +95,15 @@ class Settlement:
         )
 
 
-def moves(before: Placement, after: Placement) -> tuple[Move, ...]:
+def owner_changes(before: Home, after: Home) -> tuple[OwnerChange, ...]:
     """Return the experts whose home slot differs, ascending."""
-    return _moves(before.home, after.home)
-
-
-def _moves(before: Home, after: Home) -> tuple[Move, ...]:
     differing = [rank for rank, rows in enumerate(zip(before, after, strict=True)) if rows[0] != rows[1]]
     places = [
         {expert: (rank, slot) for rank in differing for slot, expert in enumerate(home[rank])}
         for home in (before, after)
     ]
     changed = sorted(expert for expert, place in places[0].items() if place != places[1][expert])
-    return tuple(Move(expert, *places[0][expert], *places[1][expert]) for expert in changed)
+    return tuple(OwnerChange(expert, *places[0][expert], *places[1][expert]) for expert in changed)
 
 
 def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]:
@@ -126,7 +120,7 @@ class Settled(NamedTuple):
     """The exchanges that happen now."""
 
     wanted: frozenset[int]
-    """Experts that would change their owner if the load stayed for ever."""
+    """Experts that would change their owner if the load never changed again."""
 
 
 def settle(
@@ -141,7 +135,7 @@ def settle(
     A guest is expected to stay as long as it has already stayed, and another exchange to pay in as many iterations as
     it was proposed for. Several exchanges may be needed before any seconds are saved, because the slowest rank or link
     decides. Exchanges between owners are sought in addition to the guests, and instead of them, because the policy may
-    lend again later.
+    add guests again later.
 
     Args:
         counts_BDE: [B, D, E] the loads that the placement is for.
@@ -149,41 +143,42 @@ def settle(
         ages: number of iterations for which experts have been `wanted` before.
     """
     time = cost.layer_time(counts_BDE, placement)
-    best, settled = _own_guests(placement, counts_BDE, held, cost, time)
-    guests = best
-    reached = (settled, ())
+    guests, settled = _own_guests(placement, counts_BDE, held, cost, time)
+    best = guests
+    reached = settled
     wanted = frozenset[int]()
-    limit = cost.layer_seconds(counts_BDE, settled) if best.exchanges else time.total
+    limit = cost.layer_seconds(counts_BDE, settled) if guests.exchanges else time.total
     starts = [settled]
     # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
     if not settled.is_identity and cost.layer_seconds(counts_BDE, alone := owners_host(settled)) >= limit:
         starts.append(alone)
     for start in starts:
-        chain = ()
+        chain: list[Swap] = []
         fewest = limit
         for exchange, seconds in _swaps(start, counts_BDE, cost, limit):
-            chain = (*chain, exchange)
+            chain.append(exchange)
             if seconds < fewest * (1 - LEAST_GAIN):
                 fewest = seconds
                 wanted = wanted | {swap.experts[0] for swap in chain}
             lifetimes = [ages.get(swap.experts[0], 0) + 1 for swap in chain]
             lifetime = min([*lifetimes, guests.lifetime] if guests.exchanges else lifetimes)
-            if seconds >= limit * (1 - LEAST_GAIN) or lifetime * (time.total - seconds) <= best.gain:
+            saved = time.total - seconds
+            if seconds >= limit * (1 - LEAST_GAIN) or lifetime * saved <= best.gain:
                 continue
-            pairs = [(move.source, move.target) for move in _moves(placement.home, home_of(start, chain))]
-            proposal = Settlement(
-                (*guests.exchanges, *chain), time.total - seconds, lifetime, cost.transfer_seconds(pairs)
-            )
-            if pairs and proposal.gain > best.gain:
+            changes = owner_changes(placement.home, home_of(start, chain))
+            proposal = Settlement((*guests.exchanges, *chain), saved, lifetime, _transfer_seconds(cost, changes))
+            if changes and proposal.gain > best.gain:
                 best = proposal
-                reached = (start, chain)
-    return Settled(exchanged(*reached), best, wanted)
+                reached = exchanged(start, chain)
+    return Settled(reached, best, wanted)
+
+
+def _transfer_seconds(cost: CostModel, changes: Iterable[OwnerChange]) -> float:
+    return cost.transfer_seconds((change.source, change.target) for change in changes)
 
 
 def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
     """Return the placement after exchanges between owners, of experts that their owners alone compute."""
-    if not exchanges:
-        return placement
     hosts = [*placement.hosts]
     primary = [*placement.primary]
     quotas = [*placement.quotas]
@@ -206,9 +201,7 @@ def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
     return tuple(map(tuple, home))
 
 
-def _swaps(
-    placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float = math.inf
-) -> Iterator[tuple[Swap, float]]:
+def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float) -> Iterator[tuple[Swap, float]]:
     """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
 
     Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. All
@@ -219,86 +212,40 @@ def _swaps(
     floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
     if floor >= limit * (1 - LEAST_GAIN):
         return
-    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
+    # The state's own owners stay as they are. So its seconds of Trans do not count, and those of `sending` do
+    state = Hosting.of(LayerLoad.of(counts_BDE, placement, cost))
     owner_E = owners(placement)
-    alone = _Alone.of(cost, counts_EBD)
-    loads_FBD = placement_loads(cost.network, cost.split, counts_BDE, placement)
-    pairs = zip(placement.hosts, placement.owners, strict=True)
-    is_free_E = np.array([ranks == (owner,) for ranks, owner in pairs])
-    tokens_ED = counts_EBD.sum(1)
+    hosted = zip(placement.hosts, placement.owners, strict=True)
+    is_free_E = np.array([ranks == (owner,) for ranks, owner in hosted])
+    tokens_ED = state.layer.counts_EBD.sum(1)
     for _ in range(MOST_SWAPS):
-        seconds_BD = cost.rank_seconds(loads_FBD)
-        over_BD = seconds_BD - seconds_BD.mean(-1, keepdims=True)
-        microbatch, heaviest = (int(place) for place in np.unravel_index(over_BD.argmax(), over_BD.shape))
-        pairs_A2 = _pairs(owner_E, is_free_E, tokens_ED, heaviest, seconds_BD.sum(0))
-        if not len(pairs_A2):
+        microbatch, heaviest = state.slowest()
+        pairs = _pairs(owner_E, is_free_E, tokens_ED, heaviest, state.work_BD.sum(0))
+        if not len(pairs):
             return
-        slower_AB = alone.slower_after(pairs_A2, owner_E[pairs_A2], loads_FBD)
-        now_A = seconds_BD[:, owner_E[pairs_A2]].max(-1).sum(0)
-        helps_A = (slower_AB[:, microbatch] < seconds_BD[microbatch, heaviest] * (1 - LEAST_GAIN)) & (
-            slower_AB.sum(-1) < now_A
-        )
+        ranks = owner_E[pairs]
+        row_A = np.arange(len(pairs))[:, None]
+        work_ABD = state.under(*_hosted(pairs, ranks[:, ::-1], placement.num_ranks)).work_ABD
+        slower_AB = work_ABD[row_A, :, ranks].max(1)
+        before_AB = state.work_BD[:, ranks].max(-1).T
+        helps_A = slower_AB[:, microbatch] < state.work_BD[microbatch, heaviest] * (1 - LEAST_GAIN)
+        helps_A &= slower_AB.sum(1) < before_AB.sum(1)
         if not helps_A.any():
             return
-        pair_2 = pairs_A2[np.where(helps_A, slower_AB.sum(-1), np.inf).argmin()]
-        ranks_2 = owner_E[pair_2]
-        loads_FBD = loads_FBD + (alone.loads(pair_2, ranks_2[::-1]) - alone.loads(pair_2, ranks_2)).sum(0)
-        owner_E[pair_2] = ranks_2[::-1]
-        expert, other, source, target = (int(each) for each in (*pair_2, *ranks_2))
-        seconds = cost.time_of(*cost.work_of(loads_FBD), sending.trans, sending.agg).total
-        yield Swap((expert, other), (source, target)), float(seconds)
+        best = int(np.where(helps_A, slower_AB.sum(1), np.inf).argmin())
+        expert, other = pairs[best].tolist()
+        source, target = ranks[best].tolist()
+        experts, shares_AD, hosts = _hosted(pairs[[best]], ranks[[best], ::-1], placement.num_ranks)
+        state = state.changed(experts[:, 0], shares_AD[:, 0], hosts[:, 0])
+        owner_E[[expert, other]] = target, source
+        yield Swap((expert, other), (source, target)), state.seconds_with(sending.trans, sending.agg)
 
 
-@dataclass(frozen=True, eq=False)
-class _Alone:
-    """Loads of experts that one rank computes."""
-
-    cost: CostModel
-    counts_EBD: np.ndarray
-    total_EB: np.ndarray
-    node_EBN: np.ndarray
-    """Tokens from each node."""
-
-    @classmethod
-    def of(cls, cost: CostModel, counts_EBD: np.ndarray) -> "_Alone":
-        node_EBN = np.add.reduceat(counts_EBD, cost.network.first_N, axis=-1)
-        return cls(cost, counts_EBD, node_EBN.sum(-1), node_EBN)
-
-    def loads(self, expert_A: np.ndarray, host_A: np.ndarray) -> np.ndarray:
-        """Return [A, 5, B, D]: `expert_loads` of experts on these ranks."""
-        hosts_AD = (host_A[:, None] == np.arange(self.counts_EBD.shape[-1])).astype(np.int64)
-        return expert_loads(self.cost.network, self.cost.split, self.counts_EBD[expert_A], hosts_AD, host_A)
-
-    def loads_on(self, expert_A: np.ndarray, host_A: np.ndarray, rank_A: np.ndarray) -> np.ndarray:
-        """Return [A, 5, B]: the loads of one rank each."""
-        node_D = self.cost.network.node_D
-        own_AB = self.counts_EBD[expert_A, :, rank_A]
-        total_AB = self.total_EB[expert_A]
-        near_AB = self.node_EBN[expert_A, :, node_D[host_A]]
-        is_host_A1 = (host_A == rank_A)[:, None]
-        is_near_A1 = (node_D[host_A] == node_D[rank_A])[:, None]
-        loads_FAB = np.zeros((FEATURES, *own_AB.shape))
-        loads_FAB[COMPUTED] = is_host_A1 * total_AB
-        loads_FAB[1] = is_near_A1 * own_AB
-        loads_FAB[3] = ~is_near_A1 * own_AB
-        loads_FAB[1] -= is_host_A1 * own_AB
-        loads_FAB[2] = is_host_A1 * (near_AB - own_AB)
-        loads_FAB[4] = is_host_A1 * (total_AB - near_AB)
-        return loads_FAB.swapaxes(0, 1)
-
-    def slower_after(self, pairs_A2: np.ndarray, ranks_A2: np.ndarray, loads_FBD: np.ndarray) -> np.ndarray:
-        """Return [A, B]: the seconds of the slower of two owners after they exchange a pair of experts."""
-        # Both owners' loads, from both experts, after the exchange and before it
-        size = (2, 2, 2, len(pairs_A2))
-        ranks_2A = ranks_A2.T
-        pairs_2A = pairs_A2.T
-        rank_X = np.broadcast_to(ranks_2A[:, None, None], size).ravel()
-        expert_X = np.broadcast_to(pairs_2A[:, None], size).ravel()
-        host_X = np.broadcast_to(np.stack([ranks_2A[::-1], ranks_2A], axis=1), size).ravel()
-        loads_222AFB = self.loads_on(expert_X, host_X, rank_X).reshape(*size, FEATURES, -1)
-        change_2AFB = (loads_222AFB[:, :, 0] - loads_222AFB[:, :, 1]).sum(1)
-        after_AFB2 = loads_FBD[..., ranks_A2].transpose(2, 0, 1, 3) + change_2AFB.transpose(1, 2, 3, 0)
-        return self.cost.rank_seconds(after_AFB2, self.cost.rate_D[ranks_A2][:, None]).max(-1)
+def _hosted(pairs: np.ndarray, hosts: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of `Hosting.under` for alternatives in which two experts have one host each."""
+    hosts_KA = np.ascontiguousarray(hosts.T)
+    shares_KAD = (hosts_KA[..., None] == np.arange(num_ranks)).astype(np.int64)
+    return np.ascontiguousarray(pairs.T), shares_KAD, hosts_KA
 
 
 def _pairs(
@@ -349,7 +296,7 @@ def _own_guests(
             (*reached.exchanges, exchange),
             time.total - seconds,
             min(held[guest], reached.lifetime or held[guest]),
-            cost.transfer_seconds((move.source, move.target) for move in moves(start, placement)),
+            _transfer_seconds(cost, owner_changes(start.home, placement.home)),
         )
         if reached.gain > best.gain:
             best = reached

@@ -4,19 +4,23 @@ Whatever the policy does there (leave the interpreter, crash, loop, hold the int
 rank continues. The process starts from a clean command line: it has none of the rank's threads, sockets and device
 memory, and imports neither the entry point nor torch. It ends with the rank.
 
-The rank sends questions as pickles. It reads answers as pickles of numbers, strings and tuples only.
+The rank sends questions as pickles. It reads answers as pickles of numbers, strings and tuples only. An answer is a
+problem or None, and a tuple: first the policy's split, later the fields of a Placement. The process runs this module.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import faulthandler
 import io
+import operator
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,10 +32,8 @@ from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.manager import PolicyFailure
-from megatron_balance.planning.policies import load_policy
+from megatron_balance.planning.policies import load_policy, split_of
 from megatron_balance.planning.policies.interface import Policy
-
-SERVER = "megatron_balance.planning.policy_server"
 
 MOST_BYTES = 2**24
 """Maximum number of bytes of an answer; a placement of 256 experts on 64 ranks has 5,000."""
@@ -40,6 +42,8 @@ MOST_DEATHS = 3
 """Number of deaths in a row after which the process is not started again."""
 
 _FIELDS = [field.name for field in dataclasses.fields(Placement)]
+
+_PR_SET_PDEATHSIG = 1
 
 _LAST_SECONDS = 5.0
 """Seconds that a process has to end after it closed its pipe."""
@@ -110,7 +114,7 @@ class PolicyProcess(Policy):
         if self._stopped:
             raise EOFError
         ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-u", "-m", SERVER, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-u", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
         # sys.path may have changed since the program started
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         process = subprocess.Popen(
@@ -188,3 +192,59 @@ def start_policy(name: str, **options: Any) -> Policy:
         ValueError: see `load_policy`.
     """
     return PolicyProcess(name, options) if ":" in name else load_policy(name, **options)
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Answer the questions of the rank, the process `parent`, over the socket that is open as `descriptor`."""
+    _end_with(parent)
+    # The rank handles the end of the job
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    pipe = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        name, options = pickle.loads(pipe.recv_bytes())
+        try:
+            policy = load_policy(name, **options)
+            made = None, (split_of(policy),)
+        except BaseException as error:  # report whatever the policy raises, SystemExit too
+            pipe.send_bytes(pickle.dumps((_reported(error), ())))
+            return
+        pipe.send_bytes(pickle.dumps(made))
+        while True:
+            pipe.send_bytes(_answered(policy, pipe.recv_bytes()))
+
+
+def _answered(policy: Policy, question: bytes) -> bytes:
+    try:
+        planned = policy.plan(*pickle.loads(question))
+        if not isinstance(planned, Placement):
+            return pickle.dumps((f"returned no Placement: a {cleaned(type(planned).__qualname__)}", ()))
+        return pickle.dumps((None, tuple(_plain(getattr(planned, field)) for field in _FIELDS)))
+    except BaseException as error:
+        return pickle.dumps((f"raised {described(error)}", ()))
+
+
+def _plain(value: object) -> object:
+    """Return plain integers and tuples for objects that behave like them."""
+    return tuple(map(_plain, value)) if isinstance(value, Iterable) else operator.index(value)  # pyright: ignore
+
+
+def _reported(error: BaseException) -> str:
+    # load_policy's own errors name the flag
+    return cleaned(error, 400) if isinstance(error, ValueError) else f"raised {described(error)}"
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent, even while a policy loops."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:]))
+    # Do not wait for threads that the policy has started
+    sys.stdout.flush()
+    os._exit(0)

@@ -57,17 +57,14 @@ class Predictor:
         Every source rank is expected to route as many tokens as in the latest iteration, and microbatches are expected
         to share them as in that iteration.
         """
-        total_DE = self._total(state)
-        return None if total_DE is None else _shared(total_DE, state.parts)
-
-    def _total(self, state: "History") -> np.ndarray | None:
         if state.latest is None:
             return None
+        total_DE = state.latest.copy()
         if self.method == "ema" and state.mean is not None:
-            return _with_row_sums(state.mean, state.latest.sum(1))
+            total_DE = _with_row_sums(state.mean, total_DE.sum(1))
         if self.method == "linear" and len(state.recent) > 1:
-            return _with_row_sums(np.maximum(_extrapolate(np.stack(state.recent)), 0), state.latest.sum(1))
-        return state.latest.copy()
+            total_DE = _with_row_sums(np.maximum(_extrapolate(np.stack(state.recent)), 0), total_DE.sum(1))
+        return _shared(total_DE, state.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +115,7 @@ def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float
 
 
 def _shared(total_DE: np.ndarray, parts_BDE: np.ndarray | None) -> np.ndarray:
-    """Return [B, D, E] int64: each cell of the total in the proportions of its parts, which add up to it."""
+    """Return [B, D, E] int64: parts that add up to the total, each cell in the proportions of `parts_BDE`."""
     if parts_BDE is None or len(parts_BDE) == 1:
         return total_DE[None]
     if np.array_equal(parts_BDE.sum(0), total_DE):

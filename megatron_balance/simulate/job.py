@@ -13,7 +13,7 @@ import numpy as np
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, TransPlan
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.ownership import Move, moves
+from megatron_balance.planning.ownership import OwnerChange, owner_changes
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
@@ -175,10 +175,10 @@ class Simulation:
         if job.plans and not job.exact:
             observe()
             planned, end, after = self._plan(key, manager)
-        changes = () if after is None else moves(placement, after)
+        changes = () if after is None else owner_changes(placement.home, after.home)
         return _Decided(placement, transfers, planned, end, changes)
 
-    def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[Move]) -> Work:
+    def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[OwnerChange]) -> Work:
         """Return the work of experts that change owners on all teams at the same time."""
         if not changes:
             return NOTHING
@@ -218,7 +218,7 @@ class _Decided(NamedTuple):
     """The time of the next plan."""
     end: Callable[[], object]
     """Ends the iteration and adopts the plan."""
-    moves: Sequence[Move]
+    moves: Sequence[OwnerChange]
     """Experts that have other owners after the iteration."""
 
 

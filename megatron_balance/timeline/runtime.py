@@ -44,7 +44,7 @@ from megatron_balance.observe.profiler import record_function
 from megatron_balance.observe.trace import Stream, Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
-from megatron_balance.planning.ownership import moves
+from megatron_balance.planning.ownership import owner_changes
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState, sent_bytes
@@ -198,7 +198,7 @@ class Balancer:
             placement = plan.decision.placement
             assert self.mover is not None and placement is not None and state.last is not None
             start = clock.mark()
-            changes = moves(state.placement, placement)
+            changes = owner_changes(state.placement.home, placement.home)
             with record_function("Transfer"):
                 moved = self.mover.transfer(changes, state.fields)
             if isinstance(moved, str):

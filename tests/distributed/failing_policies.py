@@ -7,8 +7,8 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.policies.fastermoe import Top2
 from megatron_balance.planning.policies.interface import owners_host
-from megatron_balance.planning.policies.top_k import Top2
 
 LAYERS = 2
 GOOD = 3

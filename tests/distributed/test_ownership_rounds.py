@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_balance.comm import ownership_transfer
 from megatron_balance.comm.ownership_transfer import ExpertMover, Extent, Field, Moved, Place, plan_messages
-from megatron_balance.planning.ownership import Move
+from megatron_balance.planning.ownership import OwnerChange
 from tests.unit.ownership_cases import Case, Tensors, draw_case, equal
 
 SECONDS = 120.0
@@ -56,7 +56,12 @@ def test_rounds_are_exact_on_eight_ranks(ranks) -> None:
 def ring() -> Case:
     """Return a case where all experts of four ranks move, with odd sizes and sharded moments on every replica."""
     places = tuple(Place(rank, replica) for rank in range(2) for replica in range(2))
-    moves = (Move(0, 0, 0, 1, 1), Move(1, 0, 1, 0, 0), Move(2, 1, 0, 0, 1), Move(3, 1, 1, 1, 0))
+    moves = (
+        OwnerChange(0, 0, 0, 1, 1),
+        OwnerChange(1, 0, 1, 0, 0),
+        OwnerChange(2, 1, 0, 0, 1),
+        OwnerChange(3, 1, 1, 1, 0),
+    )
     fields = (
         Tensors(torch.bfloat16, 7, ((0, 14),) * 4),
         Tensors(torch.float32, 7, ((0, 5), (5, 14)) * 2),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.planning.policies.top_k import Top2
+from megatron_balance.planning.policies.fastermoe import Top2
 from megatron_balance.planning.policy_process import PolicyProcess
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.training.loop import train_step

@@ -119,7 +119,7 @@ def check_rows(device: str) -> None:
 def check_fit(device: str) -> None:
     """Compare the kernel of kernels/fit.py with the function that defines it."""
     from megatron_balance.kernels import fit as kernel
-    from megatron_balance.planning.fit import ORDERS, fit
+    from megatron_balance.planning.fit import ORDERS, PARTS, Overload, fit
 
     generator = np.random.default_rng(0)
     layers = 2
@@ -133,11 +133,13 @@ def check_fit(device: str) -> None:
         arrays = tokens_LDS, experts_LDS, loads_LD, capacities_LD, np.full_like(loads_LD, slots)
         there = [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
         found = kernel.fit(*there, num_experts=experts, node_size=4, order=order)
-        for layer, given in enumerate(zip(*arrays, strict=True)):
-            wanted = fit(*given, node_size=4, order=order)
+        for layer, (tokens_DS, experts_DS, loads_D, capacities_D, slots_D) in enumerate(zip(*arrays, strict=True)):
+            wanted = fit(Overload(tokens_DS, experts_DS, loads_D - capacities_D, slots_D, 4, PARTS), order)
             number = int(found.number_L.cpu()[layer])
-            assert found.moves_LMF.cpu()[layer, :number].tolist() == wanted.moves_MF.tolist(), f"moves, order {order}"
-            assert found.excess_LN.cpu()[layer, : number + 1].tolist() == wanted.excess_N.tolist(), f"order {order}"
+            assert found.moves_LMF.cpu()[layer, :number].tolist() == np.stack(wanted.moves, 1).tolist(), (
+                f"moves, order {order}"
+            )
+            assert found.excess_LN.cpu()[layer, : number + 1].tolist() == wanted.excess.tolist(), f"order {order}"
         assert torch.equal(found.quotas_LED.cpu().sum(2).sum(1), torch.from_numpy(loads_LD.sum(1)))
 
 

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import torch
 
 from megatron_balance.flow import rows
@@ -34,16 +35,16 @@ def fits_equal(cases: list[dict], device: str) -> None:
     for layer, case in enumerate(cases):
         number = int(found.number_L[layer])
         expected = fitted(**case)
-        assert found.moves_LMF[layer, :number].tolist() == expected.moves_MF.tolist()
-        assert found.excess_LN[layer, : number + 1].tolist() == expected.excess_N.tolist()
+        assert found.moves_LMF[layer, :number].tolist() == np.stack(expected.moves, 1).tolist()
+        assert found.excess_LN[layer, : number + 1].tolist() == expected.excess.tolist()
         assert not found.moves_LMF[layer, number:].any() and not found.excess_LN[layer, number + 1 :].any()
         quotas_ED = torch.zeros(experts, ranks, dtype=torch.int64)
         for rank, row in enumerate(case["experts"]):
             for tokens, expert in row:
                 quotas_ED[expert, rank] = tokens
-        for move in expected.moves:
-            quotas_ED[move.expert, move.target] += move.tokens
-            quotas_ED[move.expert, move.source] -= move.tokens
+        for expert, source, target, tokens in zip(*map(np.ndarray.tolist, expected.moves), strict=True):
+            quotas_ED[expert, target] += tokens
+            quotas_ED[expert, source] -= tokens
         assert torch.equal(found.quotas_LED[layer].cpu(), quotas_ED)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies.top_k import Top2
+from megatron_balance.planning.policies.fastermoe import Top2
 
 
 class Good:

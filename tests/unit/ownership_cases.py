@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_balance.comm.ownership_transfer import Extent, Field, Interval, Place
-from megatron_balance.planning.ownership import Move
+from megatron_balance.planning.ownership import OwnerChange
 
 Choose = Callable[[int, int], int]
 """Chooses a number between two bounds, inclusive: drawn by hypothesis or by a seeded generator."""
@@ -28,7 +28,7 @@ class Tensors:
 class Case:
     places: tuple[Place, ...]
     slots: int
-    moves: tuple[Move, ...]
+    moves: tuple[OwnerChange, ...]
     fields: tuple[Tensors, ...]
     staging_bytes: int
 
@@ -70,7 +70,7 @@ def draw_case(choose: Choose, num_ranks: int, replicas: int) -> Case:
         other = choose(0, len(order) - 1)
         swapped[one], swapped[other] = swapped[other], swapped[one]
     moves = [
-        Move(expert, *source, *target)
+        OwnerChange(expert, *source, *target)
         for expert, (source, target) in enumerate(zip(order, swapped, strict=True))
         if source != target
     ]

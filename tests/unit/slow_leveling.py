@@ -1,7 +1,6 @@
 """The greedy search of `planning/leveling.py` in plain Python, on lists."""
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from megatron_balance.planning.leveling import ALL_NODES, NEAR, ROUNDING
@@ -52,12 +51,10 @@ def slow_level(
     moves = list[Move]()
     rooms = [busiest * rate - load for rate, load in zip(rates, loads, strict=True)]
     free = [*ranks.free]
-    above = [(room / rates[rank], rank) for rank, room in enumerate(rooms) if room < 0]
-    heapify(above)
-    while above:
-        excess, owner = heappop(above)
-        if excess != rooms[owner] / rates[owner]:
-            continue
+    while True:
+        excess, owner = min((room / rates[rank], rank) for rank, room in enumerate(rooms))
+        if excess >= 0:
+            break
         size, expert = waiting[owner].pop() if waiting[owner] else (0.0, owner)
         if size <= 0:
             # The rank stays the heaviest
@@ -74,11 +71,7 @@ def slow_level(
         for rank, amount in zip(guests, given, strict=True):
             free[rank] -= 1
             rooms[rank] -= amount
-            if rooms[rank] < 0:
-                heappush(above, (rooms[rank] / rates[rank], rank))
         rooms[owner] += sum(given)
-        if rooms[owner] < 0:
-            heappush(above, (rooms[owner] / rates[owner], owner))
         if guests:
             moves.append(Move(expert, guests, primary))
     return moves

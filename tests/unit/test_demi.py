@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import demi as bench
+from demi_check import check
 from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
 from megatron_balance.planning.demi.program import Program, relax
-from megatron_balance.planning.demi.schedule import check
 from megatron_balance.planning.demi.search import (
     AGGREGATED,
     FULL,
@@ -85,7 +85,7 @@ def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
     hosts_BE = placements_of(problem)
     schedules = [list_schedule(problem, hosts_E, Pace.eager(problem)) for hosts_E in hosts_BE]
     costs = [
-        np.sum(np.array(schedule.amounts) @ problem.weight_T[: schedule.makespan])
+        np.sum(np.array(schedule.amounts) @ problem.weight_U[: schedule.makespan])
         for schedule in schedules
         if 0 < schedule.makespan <= problem.slots
     ]
@@ -298,7 +298,7 @@ def test_large_problems_relieve_the_busiest_worker() -> None:
     problem = even_problem(tokens, np.repeat(range(16), 4).tolist(), guests=2)
     steps = neighbors(problem, problem.owner_E)
     busiest = problem.use(problem.owner_E[None])[0].argmax()
-    assert (steps.source_B == busiest).all() and (steps.expert_B != steps.other_B).any()
+    assert (steps.source_A == busiest).all() and (steps.expert_A != steps.other_A).any()
     expected_B = [times(problem, other_E).soft_maximum for other_E in steps.hosts(problem.owner_E)]
     np.testing.assert_allclose(soft_maxima(problem, problem.owner_E, steps), expected_B, rtol=1e-9)
 

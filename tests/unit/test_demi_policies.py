@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cluster_plans
 import slow_runs
+from demi_check import check
 from emulated import EmulatedDevice
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import make_dispatch_plan
@@ -19,12 +20,12 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.demi import listing, search
 from megatron_balance.planning.demi.neighborhood import times
-from megatron_balance.planning.demi.schedule import MiniTaskKind, check
+from megatron_balance.planning.demi.schedule import MiniTaskKind
 from megatron_balance.planning.policies import demi as demi_module
 from megatron_balance.planning.policies import demi_baselines, load_policy, registered
 from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.planning.policies.demi_baselines import assign
-from megatron_balance.planning.policies.interface import lend
+from megatron_balance.planning.policies.interface import one_host_each
 from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
@@ -143,7 +144,7 @@ def test_lends_that_are_slower_than_owners_end() -> None:
         counts_DE = lognormal(3, 6, seed)
         limit = cost.layer_seconds(counts_DE, owned)
         for hosts_E in all_hosts(owned)[::4]:
-            current = lend(owned, hosts_E)
+            current = one_host_each(owned, hosts_E)
             if limit < cost.layer_seconds(counts_DE, current) < 1.05 * limit:
                 looked += 1
                 assert cost.layer_seconds(counts_DE, Demi().plan(counts_DE, current, cost)) <= limit

@@ -1,7 +1,7 @@
 """Moves of tokens that level ranks: within rooms and slots, as a slow search makes them, and each prefix is a plan."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,11 +18,18 @@ from megatron_balance.planning.fit import (
     PARTS,
     WHOLE,
     Fitted,
-    Move,
+    Overload,
     cheapest,
     fit,
     sending_times,
 )
+
+
+class Move(NamedTuple):
+    expert: int
+    source: int
+    target: int
+    tokens: int
 
 
 @st.composite
@@ -54,8 +61,26 @@ def fitted(
     experts: list[list[tuple[int, int]]], loads: list[int], capacities: list[int], slots: list[int], **options: Any
 ) -> Fitted:
     """Return `fit` for pairs (tokens, expert) of each rank."""
-    per_rank = (np.array(numbers) for numbers in (loads, capacities, slots))
-    return fit(*arrays(experts), *per_rank, **options)
+    return fit(overload(experts, loads, capacities, slots, **options), options.get("order", BUSIEST))
+
+
+def overload(
+    experts: list[list[tuple[int, int]]],
+    loads: list[int],
+    capacities: list[int],
+    slots: list[int],
+    *,
+    node_size: int,
+    far: float = 1.0,
+    reaches_far: bool = True,
+    order: int = BUSIEST,
+) -> Overload:
+    above_D = np.array(loads) - np.array(capacities)
+    return Overload(*arrays(experts), above_D, np.array(slots), node_size, round(far * PARTS) if reaches_far else 0)
+
+
+def moves_of(fitted: Fitted) -> list[Move]:
+    return [Move(*fields) for fields in zip(*map(np.ndarray.tolist, fitted.moves), strict=True)]
 
 
 def arrays(experts: list[list[tuple[int, int]]]) -> tuple[np.ndarray, ...]:
@@ -132,9 +157,9 @@ def reference(
 @given(cases())
 def test_fit_is_the_reference(case: dict) -> None:
     found, (moves, excesses) = fitted(**case), reference(**case)
-    assert found.moves == moves
+    assert moves_of(found) == moves
     # Below capacity, only the sign counts
-    assert found.excess_N.clip(0).tolist() == [max(0, excess) for excess in excesses]
+    assert found.excess.clip(0).tolist() == [max(0, excess) for excess in excesses]
 
 
 @given(cases())
@@ -143,7 +168,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
     left = {expert: size for row in case["experts"] for size, expert in row}
     loads = [*case["loads"]]
     guests = Counter()
-    for index, (expert, source, target, tokens) in enumerate(found.moves):
+    for index, (expert, source, target, tokens) in enumerate(moves_of(found)):
         assert tokens > 0 and source != target
         assert case["reaches_far"] or source // case["node_size"] == target // case["node_size"]
         left[expert] -= tokens
@@ -152,7 +177,7 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
         guests[target] += 1
         assert loads[target] <= case["capacities"][target]
         over = max(load - capacity for load, capacity in zip(loads, case["capacities"], strict=True))
-        assert max(0, over) == max(0, found.excess_N[index + 1]) <= max(0, found.excess_N[index])
+        assert max(0, over) == max(0, found.excess[index + 1]) <= max(0, found.excess[index])
     assert min(left.values(), default=0) >= 0
     assert all(guests[rank] <= slots for rank, slots in enumerate(case["slots"]))
     assert found.fits == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
@@ -169,8 +194,8 @@ def level(sizes: list[list[int]], capacity: int, slots: int, **options: int) -> 
 def test_the_busiest_rank_comes_first() -> None:
     found = level([[60, 40], [70, 10], [10, 10], [20, 20]], 60, 2)
     # Ranks 0 and 1 have 100 and 80 tokens, ranks 2 and 3 room for 40 and 20
-    assert found.moves == [Move(0, 0, 2, 40), Move(2, 1, 3, 20)]
-    assert found.excess_N.tolist() == [40, 20, 0]
+    assert moves_of(found) == [Move(0, 0, 2, 40), Move(2, 1, 3, 20)]
+    assert found.excess.tolist() == [40, 20, 0]
 
 
 def test_filling_receivers_needs_fewer_slots() -> None:
@@ -185,59 +210,60 @@ def test_filling_receivers_needs_fewer_slots() -> None:
 )
 def test_no_order_needs_the_fewest_moves_of_all_loads(tokens: list[int], moves: list[int]) -> None:
     fits = [level([[size] for size in tokens], 50, 2, order=order) for order in (BUSIEST, LEAST_FIRST, WHOLE)]
-    assert all(found.fits for found in fits) and [len(found.moves) for found in fits] == moves
+    assert all(found.fits for found in fits) and [len(found.moves.expert_M) for found in fits] == moves
 
 
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
 def test_a_guest_on_another_node_has_to_take_more_for_its_cost(far: float, target: int) -> None:
     # Room for 10 tokens on the same node, for 20 on the other one
     found = fitted([[(40, 0)], [], [], []], [40, 10, 0, 20], [20] * 4, [1] * 4, node_size=2, far=far)
-    assert found.moves[0].target == target
+    assert found.moves.target_M[0] == target
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 4), st.sampled_from([1.0, 1.51, 8.0]))
 def test_sending_times_grow_guest_by_guest(data: st.DataObject, ranks: int, node_size: int, far: float) -> None:
     owner_E = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=6)))
     places = st.tuples(st.integers(0, len(owner_E) - 1), st.integers(0, ranks - 1))
-    pairs_K2 = np.array(data.draw(st.lists(places, max_size=20, unique=True)), np.int64).reshape(-1, 2)
-    found_2K = sending_times(pairs_K2, owner_E, ranks, node_size, far)
-    for number in range(len(pairs_K2) + 1):
+    pairs = data.draw(st.lists(places, max_size=20, unique=True))
+    expert_M, rank_M = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+    busiest, extras = sending_times(expert_M, rank_M, owner_E, ranks, node_size, far)
+    for number in range(len(pairs) + 1):
         times_D = [0.0] * ranks
         sent = dict[int, list[float]]()
-        for expert, rank in pairs_K2[:number].tolist():
+        for expert, rank in pairs[:number]:
             owner = int(owner_E[expert])
             time = 1.0 if owner // node_size == rank // node_size else far
             times_D[rank] += time
             times_D[owner] += 0.0 if expert in sent else time
             sent.setdefault(expert, []).append(time)
         extra = max((sum(times) - max(times) for times in sent.values()), default=0.0)
-        assert found_2K[:, number].tolist() == pytest.approx([max(times_D), extra])
+        assert [busiest[number], extras[number]] == pytest.approx([max(times_D), extra])
 
 
 @given(cases(), st.floats(0, 1), st.booleans(), st.integers(1, 3))
 def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: float, free: bool, rounds: int) -> None:
     """Guests that are sent anyway are the first half of a fit's moves."""
     case, size = {**case, "reaches_far": True, "far": 4.0}, case["node_size"]
-    first = fitted(**{**case, "order": BUSIEST})
-    pairs_K2 = np.ascontiguousarray(first.moves_MF[: len(first.moves_MF) // 2, ::2])
-    start_MF = first.moves_MF[: round(part * len(first.moves_MF))]
+    first = fitted(**{**case, "order": BUSIEST}).moves
+    given = first.first(len(first.expert_M) // 2)
+    start = first.first(round(part * len(first.expert_M)))
     owner_E = np.zeros(1 + max((expert for row in case["experts"] for _, expert in row), default=0), np.int64)
     for rank, row in enumerate(case["experts"]):
         owner_E[[expert for _, expert in row]] = rank
     negligible = 10.0
     line = SendingLine(*([0.0] * 7 if free else [1.0, 2.0, 3.0, 8.0, 1.0, 0.5, 4.0]))
     prices = packed(SendingPrices(line, line, 4.0, rounds))
-    best_MF = start_MF
+    best = start
     least = np.inf
     fits = [fitted(**{**case, "order": order}) for order in ORDERS]
-    for moves_MF in (start_MF, *(each.moves_MF for each in fits if each.fits)):
-        sent_2K = sending_times(np.concatenate([pairs_K2, moves_MF[:, ::2]]), owner_E, len(case["loads"]), size, 4.0)
-        seconds = sum(few_batches(*sent_2K[:, -1].tolist(), prices))
-        fewer = len(moves_MF) < len(best_MF)
+    for moves in (start, *(each.moves for each in fits if each.fits)):
+        expert_M = np.concatenate([given.expert_M, moves.expert_M])
+        rank_M = np.concatenate([given.target_M, moves.target_M])
+        busiest, extras = sending_times(expert_M, rank_M, owner_E, len(case["loads"]), size, 4.0)
+        seconds = sum(few_batches(float(busiest[-1]), float(extras[-1]), prices))
+        fewer = len(moves.expert_M) < len(best.expert_M)
         if seconds < least - negligible or (fewer and seconds <= least + negligible):
-            best_MF = moves_MF
+            best = moves
             least = seconds
-    above = np.array(case["loads"]) - np.array(case["capacities"])
-    slots = np.array(case["slots"])
-    given = *arrays(case["experts"]), above, slots, size, 4 * PARTS, pairs_K2, owner_E
-    assert cheapest(start_MF, *given, prices, negligible).tolist() == best_MF.tolist()
+    found = cheapest(start, overload(**case), given.expert_M, given.target_M, owner_E, prices, negligible)
+    assert [part_M.tolist() for part_M in found] == [part_M.tolist() for part_M in best]

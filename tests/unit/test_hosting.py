@@ -1,4 +1,4 @@
-"""What hosts and candidates make ranks compute, exchange and send: compiled loops against arrays."""
+"""What hosts and alternatives make ranks compute, exchange and send: compiled loops against arrays."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megatron_balance.cost.loads import expert_loads
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.hosting import Hosting, Layer
-from megatron_balance.planning.selection import LOANS, SIZES, Selection
+from megatron_balance.planning.hosting import Hosting, LayerLoad
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.slow_splits import SPLITS, within_nodes
 
@@ -43,7 +42,7 @@ def cost_model(num_ranks: int, node_size: int, generator: np.random.Generator, *
 
 
 class Case:
-    """A layer, any hosts, and candidates."""
+    """A layer, any hosts, and alternatives."""
 
     def __init__(self, seed: int, ranks: int, home: int, node_size: int) -> None:
         self.generator = generator = np.random.default_rng(seed)
@@ -52,7 +51,7 @@ class Case:
         self.placement = Placement.identity(ranks * home, ranks, ranks * home)
         counts_BDE = generator.integers(0, 100, (self.cost.microbatches, ranks, ranks * home))
         counts_BDE[:, :, generator.random(ranks * home) < 0.3] = 0
-        self.hosting = Hosting.of(Layer.of(counts_BDE, self.placement, self.cost), self.placement)
+        self.hosting = Hosting.of(LayerLoad.of(counts_BDE, self.placement, self.cost))
         expert_A, shares_AD, primary_A = self.hosts(ranks * home)
         self.hosting = self.hosting.changed(expert_A, shares_AD, primary_A)
 
@@ -121,7 +120,7 @@ def test_hosts_that_change(case: Case) -> None:
 
 
 @given(drawn, st.integers(1, 4), st.integers(1, 2), st.booleans())
-def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int, one_after_the_other: bool) -> None:
+def test_alternatives_are_as_hosts_that_change(case: Case, ways: int, number: int, one_after_the_other: bool) -> None:
     hosting = case.hosting
     number = min(number, len(case.hosting.primary_E))
     hosts = [case.hosts(number) for _ in range(ways)]
@@ -135,75 +134,18 @@ def test_candidates_are_as_hosts_that_change(case: Case, ways: int, number: int,
     if is_none:
         expert_KA[-1, 0] = -1
     begins_A = np.array([True, *[not one_after_the_other] * (len(hosts) - 1)])
-    tried = hosting.tried(expert_KA, shares_KAD, primary_KA, begins_A)
+    found = hosting.under(expert_KA, shares_KAD, primary_KA, begins_A)
     after = hosting
     extra = float(hosting.extra_E.max())
     for a, arrays in enumerate(hosts):
         kept = number - 1 if is_none and a == 0 else number
         after = (after if one_after_the_other else hosting).changed(*(each[:kept] for each in arrays))
         extra = max(extra if one_after_the_other else float(hosting.extra_E.max()), float(after.extra_E.max()))
-        assert tried.work_ABD[a] == pytest.approx(after.work_BD, abs=1e-9)
-        assert tried.exchanging_A[a] == pytest.approx(after.now.exchanging_A[0], abs=1e-9)
-        assert tried.computed_A[a] == pytest.approx(after.now.computed_A[0], abs=1e-9)
-        assert tried.busiest_A[a] == pytest.approx(after.sent_D.max(), abs=1e-9)
-        assert tried.more_A[a] == pytest.approx((after.sent_D - hosting.sent_D).sum(), abs=1e-9)
-        assert tried.extra_A[a] == pytest.approx(extra, abs=1e-9)
-    sent_2A = case.cost.transport.seconds_of(tried.busiest_A, tried.extra_A)
-    assert tried.trans_A == pytest.approx(sent_2A[0], rel=1e-12) and tried.agg_A == pytest.approx(sent_2A[1], rel=1e-12)
-
-
-@given(drawn)
-def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
-    hosting = case.hosting
-    cost = case.cost
-    expert = int(case.generator.integers(len(hosting.primary_E)))
-    rank = int(case.generator.integers(case.ranks))
-    _, shares_AD, primary_A = case.hosts(4)
-    involved_AD = case.generator.random(shares_AD.shape) < 0.6
-    involved_AD[:, rank] = True
-    tried = hosting.tried(np.full((1, len(primary_A)), expert), shares_AD[None], primary_A[None])
-    work_ABD = tried.work_ABD.copy()
-    mean_B1 = hosting.work_BD.mean(-1, keepdims=True)
-    others_BD = cost.rank_seconds(hosting.loads_FBD - case.loads(hosting)[expert])
-    work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
-    seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
-    seconds_A += sum(cost.exposed(hosting.layer.mean, *cost.transport.seconds_of(tried.busiest_A, tried.extra_A)))
-    assert hosting.involved_seconds(tried, expert, rank, involved_AD) == pytest.approx(seconds_A, abs=1e-9)
-    assert tried.work_ABD == pytest.approx(work_ABD, abs=1e-9)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 10), st.booleans())
-def test_guests_that_are_tried(seed: int, ranks: int, node_size: int, local: bool) -> None:
-    """The reference builds one set after the other."""
-    generator = np.random.default_rng(seed)
-    cost = CostModel(
-        cost_model(ranks, node_size, generator).profile,
-        token_bytes=4,
-        param_bytes=6,
-        grad_bytes=12,
-        split="local_first" if local else "proportional",
-    )
-    counts_DE = generator.integers(0, 3, (ranks, ranks)) * 10
-    selection = Selection.plain(counts_DE, Placement.identity(ranks, ranks, 1), cost)
-    owner = int(generator.integers(ranks))
-    shares_AD, primary_A = selection._options(owner, (0, owner))
-    work_D = selection.work_BD[0]
-    tokens_D = counts_DE[:, owner]
-    computed_D = selection.tokens_BD[0]
-    able = [rank for rank in range(ranks) if work_D[rank] < work_D[owner]]
-    if local:
-        fits = tokens_D + computed_D < computed_D[owner]
-        able = [rank for rank in able if fits[rank] and tokens_D[rank]]
-    able.sort(key=lambda rank: work_D[rank])
-    lightest = able[:LOANS] if local else []
-    if local:
-        able.sort(key=lambda rank: -tokens_D[rank])
-    expected = [({owner}, owner)]
-    near = [rank for rank in able if rank // node_size == owner // node_size]
-    for order in (able, near) if 1 < node_size < ranks else (able,):
-        counts = [*(size for size in SIZES if size < len(order)), len(order)] if order else []
-        expected += [({owner, *order[:count]}, owner) for count in counts]
-    expected += [({owner, rank}, rank) for rank in lightest]
-    assert [
-        ({*row.nonzero()[0].tolist()}, int(first)) for row, first in zip(shares_AD, primary_A, strict=True)
-    ] == expected
+        assert found.work_ABD[a] == pytest.approx(after.work_BD, abs=1e-9)
+        assert found.exchanging_A[a] == pytest.approx(after.now.exchanging_A[0], abs=1e-9)
+        assert found.computed_A[a] == pytest.approx(after.now.computed_A[0], abs=1e-9)
+        assert found.busiest_A[a] == pytest.approx(after.sent_D.max(), abs=1e-9)
+        assert found.more_A[a] == pytest.approx((after.sent_D - hosting.sent_D).sum(), abs=1e-9)
+        assert found.extra_A[a] == pytest.approx(extra, abs=1e-9)
+    sent_2A = case.cost.transport.seconds_of(found.busiest_A, found.extra_A)
+    assert found.trans_A == pytest.approx(sent_2A[0], rel=1e-12) and found.agg_A == pytest.approx(sent_2A[1], rel=1e-12)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, Moves
+from megatron_balance.planning.leveling import ALL_NODES, ANYWHERE, NEAR, UnevenLoad
 from megatron_balance.planning.leveling import level as compiled_level
 from tests.unit.slow_leveling import Move, Ranks, slow_level
 from tests.unit.slow_splits import SPLITS
@@ -28,14 +28,15 @@ def level(
     moves = slow_level(ranks, experts, loads, busiest, reach=reach, tokens=tokens)
     most = max(map(len, experts))
     tokens_E = np.zeros(1 + most * len(loads))
-    experts_DH = np.full((len(loads), most), most * len(loads))
+    experts_DS = np.full((len(loads), most), most * len(loads))
     for rank, row in enumerate(experts):
         # Missing experts come first, and have no tokens
         for place, (size, expert) in enumerate(row, start=most - len(row)):
-            tokens_E[expert], experts_DH[rank, place] = size, expert
-    arrays = (np.array(ranks.rates), np.array(ranks.free), len(ranks.nodes[0]), experts_DH, tokens_E, np.array(loads))
+            tokens_E[expert], experts_DS[rank, place] = size, expert
     tokens_ED = np.array(tokens, dtype=np.float64).reshape(-1, len(loads))
-    found = Moves(*compiled_level(*arrays, busiest, reach, tokens_ED))
+    rates, free, loads_D = (np.array(numbers) for numbers in (ranks.rates, ranks.free, loads))
+    load = UnevenLoad(rates, free, len(ranks.nodes[0]), experts_DS, tokens_E, loads_D, tokens_ED)
+    found = compiled_level(load, busiest, reach)
     assert found.expert_M.tolist() == [move.expert for move in moves]
     assert found.primary_M.tolist() == [move.primary for move in moves]
     assert [row.nonzero()[0].tolist() for row in found.guests_MD] == [sorted(move.guests) for move in moves]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.manager import INVALID, Decision, Manager
-from megatron_balance.planning.paying import REMEMBERED, Tried
+from megatron_balance.planning.manager import INVALID, REMEMBERED, Decision, LastPlan, Manager
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.predictor import METHODS, Predictor
@@ -176,17 +175,18 @@ def test_plans_that_cost_more_than_they_saved_are_left_out() -> None:
     for iteration in range(12):
         iterate(7 * (iteration % 2))
         used.append(not one.placement.is_identity)
-        assert one.tried.placement is not None and not one.tried.placement.is_identity
+        assert one.last_plan.placement is not None and not one.last_plan.placement.is_identity
     assert used == [True] * 2 + [False] * 10
-    assert len(one.tried.gains) == REMEMBERED and max(one.tried.gains) < 0
+    assert len(one.last_plan.gains) == REMEMBERED and max(one.last_plan.gains) < 0
     kept = manager(load_policy("quota"))
     kept.restore(json.loads(json.dumps(one.state())))
-    assert kept.tried == one.tried
+    assert kept.last_plan == one.last_plan
     for _ in range(REMEMBERED + 1):
         iterate(0)
-    assert not one.placement.is_identity and min(one.tried.gains) > 0
+    assert not one.placement.is_identity and min(one.last_plan.gains) > 0
     # Plans of the paper's policies are used whatever they were worth
-    one.policy, one.tried = load_policy("top2"), Tried(OWNERS.with_hosts([(0, 1)]), (-1.0,) * REMEMBERED)
+    one.policy = load_policy("top2")
+    one.last_plan = LastPlan(OWNERS.with_hosts([(0, 1)]), (-1.0,) * REMEMBERED)
     iterate(7)
     assert not one.placement.is_identity
 

@@ -86,7 +86,7 @@ def test_mini_tasks_order_chunks_with_any_policy(policy: str) -> None:
     assert parse(flags).config.comm.moe_comm_order == "demi"
 
 
-@pytest.mark.parametrize("policy", [*registered(), "megatron_balance.planning.policies.top_k:Top3"])
+@pytest.mark.parametrize("policy", [*registered(), "megatron_balance.planning.policies.fastermoe:Top3"])
 def test_policies(policy: str) -> None:
     slots = "--balance-guest-slots 3" if "op3" in policy else ""
     assert parse(f"{EP4} --balance-policy {policy} {slots}").config.balance.balance_policy == policy

@@ -26,7 +26,7 @@ from types import MappingProxyType
 import numpy as np
 
 from megatron_balance.cost.model import owners
-from megatron_balance.planning.policies.interface import Policy, lend
+from megatron_balance.planning.policies.interface import Policy, one_host_each
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class NextRank(Policy):
         hosts_E = owners(current)
         hottest = counts_DE.sum(0).argmax()
         hosts_E[hottest] = (hosts_E[hottest] + self.distance) % current.num_ranks
-        return lend(current, hosts_E)
+        return one_host_each(current, hosts_E)
 '''
 
 SHARED = {"none"}

@@ -15,7 +15,7 @@ from megatron_balance.comm.ownership_transfer import (
     plan_messages,
     plan_rounds,
 )
-from megatron_balance.planning.ownership import Move
+from megatron_balance.planning.ownership import OwnerChange
 from tests.unit.ownership_cases import Case, draw_case, equal
 
 
@@ -72,7 +72,7 @@ def test_rounds_are_full_and_no_more(case: Case) -> None:
 
 def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
     """Two experts exchange owners, and a third moves within rank 1, so rank 1 stages three values per element."""
-    exchanged = (Move(0, 0, 0, 1, 0), Move(2, 1, 0, 1, 1), Move(3, 1, 1, 0, 0))
+    exchanged = (OwnerChange(0, 0, 0, 1, 0), OwnerChange(2, 1, 0, 1, 1), OwnerChange(3, 1, 1, 0, 0))
     extents = [[Extent(5, (0, 10), 2), Extent(3, (0, 6), 4)]] * 2
     messages = plan_messages(exchanged, [Place(0, 0), Place(1, 0)], extents)
 
@@ -88,7 +88,7 @@ def test_a_window_is_as_wide_as_the_busiest_rank_allows() -> None:
 
 def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
     """Replica 1 keeps the whole first field and replica 0 the whole second, so the fields share no rank."""
-    exchanged = (Move(0, 0, 0, 0, 1), Move(1, 0, 1, 0, 0))
+    exchanged = (OwnerChange(0, 0, 0, 0, 1), OwnerChange(1, 0, 1, 0, 0))
     nothing = (0, 0)
     everything = (0, 2)
     extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]

@@ -16,10 +16,9 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import SPLITS
-from megatron_balance.planning.leveling import Moves
+from megatron_balance.planning.hosting import Hosting, LayerLoad
+from megatron_balance.planning.leveling import Copies, fastest, leveled
 from megatron_balance.planning.policies import load_policy, pro_prophet, registered
-from megatron_balance.planning.searches import fastest, leveled
-from megatron_balance.planning.selection import Selection
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 
@@ -74,31 +73,28 @@ def test_any_load_gets_a_valid_placement(name: str, case: tuple[np.ndarray, Plac
         assert cost.layer_seconds(counts_DE, planned) <= cost.layer_seconds(counts_DE, plain) * (1 + 1e-12)
 
 
-@given(cases())
-def test_selections_count_as_the_model_does(case: tuple[np.ndarray, Placement, CostModel]) -> None:
-    counts_DE, current, cost = case
-    selection = Selection.plain(counts_DE, current, cost).extended(100, 0.0, alpha=0.0)
-    check(selection, counts_DE)
-    check(selection.repeated(100, 0.0), counts_DE)
-
-
-def check(selection: Selection, counts: np.ndarray) -> None:
-    """Compare a selection with the cost model."""
-    cost = selection.layer.cost
-    placement = selection.placement()
+def check(hosting: Hosting, counts: np.ndarray) -> None:
+    """Compare a hosting with the cost model."""
+    cost = hosting.layer.cost
+    placement = placed(hosting)
     work = cost.work(counts, placement)
-    assert [float(part) for part in cost.work_of(selection.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
-    assert selection.free_D.tolist() == [row.count(EMPTY) for row in placement.guests]
+    assert [float(part) for part in cost.work_of(hosting.loads_FBD)] == pytest.approx(work, rel=1e-9, abs=1e-15)
+    assert hosting.free_slots_D.tolist() == [row.count(EMPTY) for row in placement.guests]
+    assert hosting.seconds_with(0.0, 0.0) == pytest.approx(float(cost.time_of(*work, 0.0, 0.0).total), rel=1e-9)
 
 
-def drawn_searches(selection: Selection, generator: np.random.Generator) -> list[list[tuple[int, list[int], int]]]:
+def placed(hosting: Hosting) -> Placement:
+    return hosting.layer.placement.rehost(hosting.hosts(), hosting.primary_E.tolist())
+
+
+def drawn_searches(alone: Hosting, generator: np.random.Generator) -> list[list[tuple[int, list[int], int]]]:
     """Return some moves of each of a few searches, within the guest slots: experts, guests and primaries."""
     searches = []
     for _ in range(int(generator.integers(0, 4))):
-        free_D = selection.free_D.copy()
+        free_D = alone.free_slots_D.copy()
         moves = list[tuple[int, list[int], int]]()
-        for expert in generator.permutation(len(selection.primary_E))[: int(generator.integers(0, 5))].tolist():
-            owner = int(selection.layer.owner_E[expert])
+        for expert in generator.permutation(len(alone.primary_E))[: int(generator.integers(0, 5))].tolist():
+            owner = int(alone.layer.owner_E[expert])
             able = [rank for rank in np.flatnonzero(free_D).tolist() if rank != owner]
             guests = generator.permutation(able)[: int(generator.integers(1, len(able) + 1)) if able else 0].tolist()
             free_D[guests] -= 1
@@ -109,10 +105,10 @@ def drawn_searches(selection: Selection, generator: np.random.Generator) -> list
     return searches
 
 
-def arrays(moves: Sequence[tuple[int, list[int], int]], num_ranks: int) -> Moves:
+def arrays(moves: Sequence[tuple[int, list[int], int]], num_ranks: int) -> Copies:
     guests = [np.isin(np.arange(num_ranks), guests) for _, guests, _ in moves]
     experts, primaries = (np.array([move[part] for move in moves], dtype=np.int64) for part in (0, 2))
-    return Moves(experts, primaries, np.array(guests, dtype=bool).reshape(-1, num_ranks))
+    return Copies(experts, primaries, np.array(guests, dtype=bool).reshape(-1, num_ranks))
 
 
 @given(cases(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1]))
@@ -121,7 +117,7 @@ def test_each_search_keeps_its_fastest_step(
 ) -> None:
     """The reference makes the moves one by one."""
     counts_DE, current, cost = case
-    plain = Selection.plain(counts_DE, current, cost)
+    plain = Hosting.alone(LayerLoad.of(counts_DE, current, cost))
     searches = drawn_searches(plain, np.random.default_rng(seed))
     kept = []
     for moves in searches:
@@ -148,7 +144,7 @@ def test_each_search_keeps_its_fastest_step(
     seconds = sorted({round(step[0], 15): step for step in kept}.values())
     assert [selection.seconds for selection in found[:1]] == pytest.approx([step[0] for step in seconds[:1]])
     if len(kept) == 1:
-        assert [*found[0].chosen] == seconds[0][1]
+        assert found[0].guests_ED.any(1).nonzero()[0].tolist() == sorted(seconds[0][1])
 
 
 def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
@@ -160,9 +156,11 @@ def test_microbatches_are_leveled_together_and_by_the_heaviest() -> None:
     counts_BDE[1, :, 0] = 10
     current = Placement.identity(4, 4, 2)
     cost = cost_model(4, split="proportional", microbatches=2)
-    experts = [moves.expert_M.tolist() for moves in leveled(Selection.plain(counts_BDE, current, cost))]
+    free_D = np.full(4, 2)
+    alone, added = (Hosting.alone(LayerLoad.of(counts, current, cost)) for counts in (counts_BDE, counts_BDE.sum(0)))
+    experts = [copies.expert_M.tolist() for copies in leveled(alone, free_D, (1.02, 1.6))]
     assert {row[0] for row in experts} <= {0, 2} <= {expert for row in experts for expert in row}
-    assert not [*leveled(Selection.plain(counts_BDE.sum(0), current, cost))]
+    assert not [*leveled(added, free_D, (1.02, 1.6))]
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
@@ -231,24 +229,16 @@ def test_pro_prophet_decides_by_exact_times(monkeypatch: pytest.MonkeyPatch) -> 
     cost = cost_model(4)
     current = Placement.identity(8, 4, 1)
     counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    plain = Selection.plain(counts_DE, current, cost)
-    # Any guest counts as a gain, and only a useless one is found
-    monkeypatch.setattr(Selection, "seconds", property(lambda each: 1e-9 if each.chosen else plain.now.seconds_A[0]))
+    plain = Hosting.alone(LayerLoad.of(counts_DE, current, cost))
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).added_hosts
+    # Any guest counts as a gain, and only a useless one is found
+    alone = plain.seconds
+    monkeypatch.setattr(Hosting, "seconds", property(lambda each: 1e-9 if each.guests_ED.any() else alone))
     useless = fastest(plain, [arrays([(7, [0, 1, 2], 3)], 4)], 0.0, 1)
-    assert useless[0].placement().added_hosts == 3
+    assert placed(useless[0]).added_hosts == 3
     monkeypatch.setattr(pro_prophet, "fastest", lambda *_: useless)
-    monkeypatch.setattr(Selection, "extended", lambda selection, *_: selection)
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
-
-
-def test_selections_without_guests_are_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts_DE = np.full((4, 8), 10)
-    cost = cost_model(4)
-    current = Placement.identity(8, 4, 1)
-    counts_DE[:, 0] = [5_000, 10, 10, 40_000]
-    monkeypatch.setattr(pro_prophet, "fastest", lambda plain, *_: [plain])
-    monkeypatch.setattr(Selection, "extended", lambda selection, *_: selection)
+    monkeypatch.setattr(pro_prophet, "fastest", lambda *_: [])
     assert load_policy("pro_prophet").plan(counts_DE, current, cost).is_identity
 
 
@@ -334,7 +324,7 @@ def test_policies_name_their_split() -> None:
 
 def test_policies_by_path() -> None:
     assert load_policy("pro_prophet", alpha=0.1).alpha == 0.1
-    path = "megatron_balance.planning.policies.top_k:TopK"
+    path = "megatron_balance.planning.policies.fastermoe:TopK"
     assert load_policy(path, k=4).k == 4
     for name, message in [
         ("best", "choose from demi, .*, none, pro_prophet, quota, top2"),

@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from demi_check import check
 from demi_exact import least_makespan
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.problem import Problem
 from megatron_balance.planning.demi.program import Program, Relaxed, relax
-from megatron_balance.planning.demi.schedule import check
 from megatron_balance.planning.demi.search import best_pace, draw, relax_by_size, repair, round_shares, solve
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.demi import Demi

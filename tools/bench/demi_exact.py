@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import milp
 
 from megatron_balance.planning.demi.problem import Problem
-from megatron_balance.planning.demi.program import ABSENT, Rows
+from megatron_balance.planning.demi.program import ABSENT, ProgramRows
 
 
 def least_makespan(problem: Problem, most: int) -> int | None:
@@ -39,7 +39,7 @@ class _Exact:
         for crossing in (self.dispatch, self.combine):
             crossing[:, ~self.apart_DD] = ABSENT
         self.trans_EDT = np.where(self.foreign_ED[..., None], self._variables(self.arrived_EDT.shape), ABSENT)
-        self.equal, self.most = Rows(), Rows()
+        self.equal, self.most = ProgramRows(), ProgramRows()
 
     def _variables(self, shape: tuple[int, ...]) -> np.ndarray:
         self.count += math.prod(shape)
@@ -55,7 +55,7 @@ class _Exact:
         most = self.most.matrix(self.count)
         binary = np.arange(self.count) < self.binaries
         # Binary variables are bounded by 1 in rows
-        bounded = Rows()
+        bounded = ProgramRows()
         bounded.put(bounded.new(self.binaries, 1.0), np.arange(self.binaries), 1.0)
         constraints = [
             (equal, self.equal.bound, self.equal.bound),

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel, LayerTime, owners
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.planning.fit import ORDERS, fit
+from megatron_balance.planning.fit import ORDERS, Overload, fit
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster import Cluster, Ranks, profile_of
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, builtin
@@ -51,12 +51,12 @@ def fitted(tokens_E: np.ndarray, owner_E: np.ndarray, num_ranks: int, slots: int
     experts_DS = np.argsort(owner_E, kind="stable").reshape(num_ranks, -1)
     loads_D = tokens_E[experts_DS].sum(1)
     limits_D = np.full(num_ranks, limit_of(int(tokens_E.sum()), num_ranks, target))
-    given = tokens_E[experts_DS], experts_DS, loads_D, limits_D, np.full(num_ranks, slots)
-    fits = (fit(*given, node_size=num_ranks, order=order) for order in ORDERS)
-    found = min(fits, key=lambda found: (max(0, found.excess_N[-1]), len(found.moves_MF)))
+    overload = Overload(tokens_E[experts_DS], experts_DS, loads_D - limits_D, np.full(num_ranks, slots), num_ranks, 0)
+    fits = (fit(overload, order) for order in ORDERS)
+    found = min(fits, key=lambda found: (max(0, found.excess[-1]), len(found.moves.expert_M)))
     quotas_ED = np.zeros((len(tokens_E), num_ranks), dtype=np.int64)
     quotas_ED[np.arange(len(tokens_E)), owner_E] = tokens_E
-    for expert, source, rank, tokens in found.moves:
+    for expert, source, rank, tokens in zip(*found.moves, strict=True):
         quotas_ED[expert, [source, rank]] += [-tokens, tokens]
     return quotas_ED
 

@@ -1,7 +1,7 @@
 """DEMI's scheduling problem: which worker computes each expert, and in which time slots (DEMI, Section III).
 
     problem       Problem: sizes, capacities and room of one MoE layer
-    schedule      MiniTaskSchedule as data and as text, and the check of its constraints
+    schedule      MiniTaskSchedule as data and as text
     program       the linear program (7), which relaxes each expert's worker to shares
     listing       list scheduling of given placements (Algorithm 1, lines 3 to 42)
     neighborhood  moves and exchanges of experts, and how busy they keep links and workers

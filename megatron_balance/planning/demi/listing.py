@@ -4,8 +4,8 @@ Two rules take precedence over the paper's priority. No task depends on a combin
 own tokens, so these run only when their link or worker has no other work. And a part of an expert is useless (6b), so a
 migration in progress goes first. Otherwise line 10 decides.
 
-P is the number of (source, expert) pairs with tokens; M that of mini-tasks of one placement: P of task 1, E of task 2,
-P of task 3 and P of task 4; A that of mini-tasks with available work, over all placements.
+J counts the (source, expert) pairs with tokens. Q counts the mini-tasks of one placement: J of task 1, E of task 2, J
+of task 3 and J of task 4; or those of all placements that have available work.
 """
 
 import math
@@ -46,16 +46,16 @@ class _Tasks:
     def __init__(self, problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> None:
         workers = problem.num_workers
         (placements, experts) = hosts_BE.shape
-        self.expert_P, self.source_P = np.nonzero(problem.tokens_DE.T)
-        expert_P = self.expert_P
-        source_P = self.source_P
+        self.expert_J, self.source_J = np.nonzero(problem.tokens_DE.T)
+        expert_J = self.expert_J
+        source_J = self.source_J
         expert_E = np.arange(experts)
-        tokens_P = problem.tokens_DE[source_P, expert_P]
-        host_BP = hosts_BE[:, expert_P]
-        self.is_local_BP = host_BP == source_P
-        crossing_BP = np.where(self.is_local_BP, 0.0, tokens_P)
+        tokens_J = problem.tokens_DE[source_J, expert_J]
+        host_BJ = hosts_BE[:, expert_J]
+        self.is_local_BJ = host_BJ == source_J
+        crossing_BJ = np.where(self.is_local_BJ, 0.0, tokens_J)
         moved_BE = np.where(hosts_BE != problem.owner_E, problem.size_E, 0.0)
-        pairs = len(expert_P)
+        pairs = len(expert_J)
         ends = np.cumsum([0, pairs, experts, pairs, pairs]).tolist()
         self.parts = [slice(*pair) for pair in pairwise(ends)]
         """Slices of the mini-tasks: tasks 1 to 4."""
@@ -64,84 +64,84 @@ class _Tasks:
             rows = [np.broadcast_to(part, (placements, part.shape[-1])) for part in parts]
             return np.concatenate(rows, axis=1)
 
-        self.size_BM = joined(crossing_BP, moved_BE, tokens_P, crossing_BP)
+        self.size_BQ = joined(crossing_BJ, moved_BE, tokens_J, crossing_BJ)
         """r: size of each mini-task."""
         links = workers * workers
-        resource_BM = joined(
-            source_P * workers + host_BP,
+        resource_BQ = joined(
+            source_J * workers + host_BJ,
             problem.owner_E * workers + hosts_BE,
-            links + host_BP,
-            host_BP * workers + source_P,
+            links + host_BJ,
+            host_BJ * workers + source_J,
         )
-        self.resource_BM = resource_BM + (links + workers) * np.arange(placements)[:, None]
+        self.resource_BQ = resource_BQ + (links + workers) * np.arange(placements)[:, None]
         others = np.zeros(pairs + experts, dtype=bool)
-        self.queue_BM = 3 * self.resource_BM + 1 + joined(others, self.is_local_BP, np.ones(pairs, dtype=bool))
+        self.queue_BQ = 3 * self.resource_BQ + 1 + joined(others, self.is_local_BJ, np.ones(pairs, dtype=bool))
         """Sort key: by resource, migrations in progress first, tasks that no task depends on last."""
         self.capacity = np.tile(np.concatenate([problem.passage_DD.ravel(), problem.compute_D]), placements)
         """Capacities of the links and workers of each placement."""
         shape = (experts, workers, workers)
         per_unit = joined(
-            np.broadcast_to(pace.dispatch_EDD, shape)[expert_P, source_P, host_BP],
+            np.broadcast_to(pace.dispatch_EDD, shape)[expert_J, source_J, host_BJ],
             np.broadcast_to(pace.trans_ED, shape[:2])[expert_E, hosts_BE],
-            np.broadcast_to(pace.compute_EDD, shape)[expert_P, source_P, host_BP],
-            np.broadcast_to(pace.combine_EDD, shape)[expert_P, source_P, host_BP],
+            np.broadcast_to(pace.compute_EDD, shape)[expert_J, source_J, host_BJ],
+            np.broadcast_to(pace.combine_EDD, shape)[expert_J, source_J, host_BJ],
         )
-        self.priority_BM = self.size_BM * per_unit
+        self.priority_BQ = self.size_BQ * per_unit
         """xi less the weighted work done so far (line 10 without its last term)."""
-        self.left_BM = self.size_BM.copy()
+        self.left_BQ = self.size_BQ.copy()
 
     def available(self) -> np.ndarray:
-        """Return [B, M]: the work of each mini-task that the next slot may do (lines 16 to 33 without capacities).
+        """Return [B, Q]: the work of each mini-task that the next slot may do (lines 16 to 33 without capacities).
 
         It depends on earlier slots only, so the order within a slot matters for capacities only.
         """
         first, second, third, fourth = self.parts
-        done_BM = self.size_BM - self.left_BM
-        available_BM = self.left_BM.copy()
-        received_BP = np.where(self.is_local_BP, self.size_BM[:, third], done_BM[:, first])
-        has_expert_BP = (self.left_BM[:, second] == 0)[:, self.expert_P]
-        available_BM[:, third] = np.where(has_expert_BP, received_BP - done_BM[:, third], 0.0)
-        returning_BP = np.where(self.is_local_BP, 0.0, done_BM[:, third] - done_BM[:, fourth])
-        available_BM[:, fourth] = returning_BP
-        return np.maximum(available_BM, 0.0)
+        done_BQ = self.size_BQ - self.left_BQ
+        available_BQ = self.left_BQ.copy()
+        received_BJ = np.where(self.is_local_BJ, self.size_BQ[:, third], done_BQ[:, first])
+        has_expert_BJ = (self.left_BQ[:, second] == 0)[:, self.expert_J]
+        available_BQ[:, third] = np.where(has_expert_BJ, received_BJ - done_BQ[:, third], 0.0)
+        returning_BJ = np.where(self.is_local_BJ, 0.0, done_BQ[:, third] - done_BQ[:, fourth])
+        available_BQ[:, fourth] = returning_BJ
+        return np.maximum(available_BQ, 0.0)
 
     def fill(self, weight: float) -> tuple[np.ndarray, np.ndarray]:
         """Do the work of a slot with this omega_t.
 
         Returns:
-            [B, M] the work done, and [B] the share of the slot that each placement's busiest link or worker needs.
+            [B, Q] the work done, and [B] the share of the slot that each placement's busiest link or worker needs.
         """
-        available_BM = self.available()
-        resource = self.resource_BM.ravel()
-        left = self.left_BM.ravel()
-        amounts = available_BM.ravel()
+        available_BQ = self.available()
+        resource = self.resource_BQ.ravel()
+        left = self.left_BQ.ravel()
+        amounts = available_BQ.ravel()
         needed = np.bincount(resource, weights=amounts, minlength=len(self.capacity)) / self.capacity
         # Only where not all available work can be done does the order matter
-        (chosen_A,) = ((needed > 1.0)[resource] & (amounts > 0)).nonzero()
-        if len(chosen_A):
-            amounts[chosen_A] = self._in_order(chosen_A, amounts[chosen_A], weight)
-        is_last = left - amounts <= CRUMB * self.size_BM.ravel()
+        (chosen_Q,) = ((needed > 1.0)[resource] & (amounts > 0)).nonzero()
+        if len(chosen_Q):
+            amounts[chosen_Q] = self._in_order(chosen_Q, amounts[chosen_Q], weight)
+        is_last = left - amounts <= CRUMB * self.size_BQ.ravel()
         amounts[is_last] = left[is_last]
         left -= amounts
-        self.priority_BM -= weight * available_BM
-        return available_BM, np.minimum(needed.reshape(len(self.left_BM), -1).max(1), 1.0)
+        self.priority_BQ -= weight * available_BQ
+        return available_BQ, np.minimum(needed.reshape(len(self.left_BQ), -1).max(1), 1.0)
 
-    def _in_order(self, chosen_A: np.ndarray, wanted_A: np.ndarray, weight: float) -> np.ndarray:
-        """Return [A]: how much of the wanted work of these mini-tasks their resources do, by their priorities."""
+    def _in_order(self, chosen_Q: np.ndarray, wanted_Q: np.ndarray, weight: float) -> np.ndarray:
+        """Return [Q]: how much of the wanted work of these mini-tasks their resources do, by their priorities."""
         second = self.parts[1]
-        untouched = self.left_BM[:, second] == self.size_BM[:, second]
-        self.queue_BM[:, second] = 3 * self.resource_BM[:, second] + untouched
-        priority_A = self.priority_BM.ravel()[chosen_A] - weight * self.left_BM.ravel()[chosen_A]
-        order_A = np.lexsort((priority_A, self.queue_BM.ravel()[chosen_A]))
-        resource_A = self.resource_BM.ravel()[chosen_A[order_A]]
-        wanted_A = wanted_A[order_A]
+        untouched = self.left_BQ[:, second] == self.size_BQ[:, second]
+        self.queue_BQ[:, second] = 3 * self.resource_BQ[:, second] + untouched
+        priority_Q = self.priority_BQ.ravel()[chosen_Q] - weight * self.left_BQ.ravel()[chosen_Q]
+        order_Q = np.lexsort((priority_Q, self.queue_BQ.ravel()[chosen_Q]))
+        resource_Q = self.resource_BQ.ravel()[chosen_Q[order_Q]]
+        wanted_Q = wanted_Q[order_Q]
         # Work ahead of a task in its resource's queue: a running sum that restarts with each resource
-        before_A = wanted_A.cumsum() - wanted_A
-        starts = np.concatenate([[0], (np.diff(resource_A) != 0).nonzero()[0] + 1])
-        before_A -= np.repeat(before_A[starts], np.diff(np.append(starts, len(order_A))))
-        amounts_A = np.empty_like(wanted_A)
-        amounts_A[order_A] = np.minimum(wanted_A, np.maximum(self.capacity[resource_A] - before_A, 0.0))
-        return amounts_A
+        before_Q = wanted_Q.cumsum() - wanted_Q
+        starts = np.concatenate([[0], (np.diff(resource_Q) != 0).nonzero()[0] + 1])
+        before_Q -= np.repeat(before_Q[starts], np.diff(np.append(starts, len(order_Q))))
+        amounts_Q = np.empty_like(wanted_Q)
+        amounts_Q[order_Q] = np.minimum(wanted_Q, np.maximum(self.capacity[resource_Q] - before_Q, 0.0))
+        return amounts_Q
 
 
 def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float = math.inf) -> np.ndarray:
@@ -152,7 +152,7 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float 
     tasks = _Tasks(problem, hosts_BE, pace)
     finish_B = np.zeros(len(hosts_BE))
     slot = 0
-    while (open_B := tasks.left_BM.any(1)).any():
+    while (open_B := tasks.left_BQ.any(1)).any():
         if slot >= longest:
             return np.where(open_B, np.inf, finish_B)
         _, needed_B = tasks.fill(problem.weight(slot))
@@ -168,13 +168,13 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
     """
     tasks = _Tasks(problem, hosts_E[None], pace)
     slots = []
-    while tasks.left_BM.any():
+    while tasks.left_BQ.any():
         slots.append(tasks.fill(problem.weight(len(slots)))[0][0])
-    amounts_MT = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BM.shape[1], 0))
+    amounts_QU = np.stack(slots, axis=1) if slots else np.zeros((tasks.size_BQ.shape[1], 0))
     whole_E = problem.whole_E
-    experts = problem.whole_E[tasks.expert_P]
-    sources = tasks.source_P
-    hosts = hosts_E[tasks.expert_P]
+    experts = problem.whole_E[tasks.expert_J]
+    sources = tasks.source_J
+    hosts = hosts_E[tasks.expert_J]
     owned = (whole_E, problem.owner_E, hosts_E)
     columns = ((experts, sources, hosts), owned, (experts, sources, hosts), (experts, hosts, sources))
     mini_tasks = [
@@ -182,6 +182,6 @@ def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTask
         for task, ends in zip(MiniTaskKind, columns, strict=True)
         for expert, source, target in zip(*(part.tolist() for part in ends), strict=True)
     ]
-    kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_MT.tolist(), strict=True) if any(row)]
+    kept = [(name, tuple(row)) for name, row in zip(mini_tasks, amounts_QU.tolist(), strict=True) if any(row)]
     workers = tuple(tuple(part.tolist()) for part in np.split(hosts_E, np.diff(whole_E).nonzero()[0] + 1))
     return MiniTaskSchedule(workers, tuple(row[0] for row in kept), tuple(row[1] for row in kept))

@@ -1,6 +1,7 @@
 """Neighbors of a placement, which have one expert moved or two exchanged, and how busy they keep links and workers.
 
-B is the number of neighbors. Axes of size 2 are a step's source and target, the two workers that it changes.
+A counts neighbors. Names without letters have the shapes [A, 2] and [A, 2, D]: the axes of size 2 are a step's source
+and target, the two workers that it changes.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ SIGNS = np.array([-1, 1])
 """Signs of the changes of two workers: the source loses an amount, and the target gains it."""
 
 
-class Times(NamedTuple):
+class BusyTimes(NamedTuple):
     """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule.
 
     An expert is busy during its migration and then during its computation.
@@ -50,7 +51,7 @@ def _raised(times: np.ndarray) -> np.ndarray:
     return squares * squares
 
 
-def times(problem: Problem, hosts_E: np.ndarray) -> Times:
+def times(problem: Problem, hosts_E: np.ndarray) -> BusyTimes:
     """Return the busy times of a placement."""
     return _times(problem, hosts_E, *_work(problem, hosts_E))
 
@@ -67,50 +68,50 @@ def _work(problem: Problem, hosts_E: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return tokens_DD, experts_DD
 
 
-def _times(problem: Problem, hosts_E: np.ndarray, tokens_DD: np.ndarray, experts_DD: np.ndarray) -> Times:
+def _times(problem: Problem, hosts_E: np.ndarray, tokens_DD: np.ndarray, experts_DD: np.ndarray) -> BusyTimes:
     link_DD = (tokens_DD + tokens_DD.T + experts_DD) / problem.passage_DD
     busy_E = _expert_time(problem, np.arange(problem.num_experts), hosts_E)
-    return Times(link_DD, tokens_DD.sum(1) / problem.compute_D, busy_E)
+    return BusyTimes(link_DD, tokens_DD.sum(1) / problem.compute_D, busy_E)
 
 
-def _expert_time(problem: Problem, expert_B: np.ndarray, host_B: np.ndarray) -> np.ndarray:
-    """Return [B]: `expert_E` of Times for these experts on these workers."""
-    owner_B = problem.owner_E[expert_B]
-    size_B = problem.size_E[expert_B]
-    busy_B = size_B / problem.passage_DD[owner_B, host_B] + problem.load_E[expert_B] / problem.compute_D[host_B]
-    return np.where((owner_B != host_B) & (size_B > 0), busy_B, 0.0)
+def _expert_time(problem: Problem, expert_A: np.ndarray, host_A: np.ndarray) -> np.ndarray:
+    """Return [A]: `expert_E` of BusyTimes for these experts on these workers."""
+    owner_A = problem.owner_E[expert_A]
+    size_A = problem.size_E[expert_A]
+    busy_A = size_A / problem.passage_DD[owner_A, host_A] + problem.load_E[expert_A] / problem.compute_D[host_A]
+    return np.where((owner_A != host_A) & (size_A > 0), busy_A, 0.0)
 
 
 class Steps(NamedTuple):
     """Steps from a placement to neighbors: an expert moves, and one of the target's experts may take its place."""
 
-    expert_B: np.ndarray
-    source_B: np.ndarray
-    target_B: np.ndarray
-    other_B: np.ndarray
-    """Expert that moves from the target to the source; `expert_B` where none does."""
+    expert_A: np.ndarray
+    source_A: np.ndarray
+    target_A: np.ndarray
+    other_A: np.ndarray
+    """Expert that moves from the target to the source; `expert_A` where none does."""
 
     @property
-    def ends_B2(self) -> np.ndarray:
-        return np.stack([self.source_B, self.target_B], axis=1)
+    def ends(self) -> np.ndarray:
+        return np.stack([self.source_A, self.target_A], axis=1)
 
     @property
-    def exchanges_B(self) -> np.ndarray:
+    def exchanges_A(self) -> np.ndarray:
         """Whether an expert moves to the source."""
-        return self.expert_B != self.other_B
+        return self.expert_A != self.other_A
 
     def moved(self, sizes_E: np.ndarray) -> np.ndarray:
-        """Return [B, ...]: how much the target gains and the source loses if experts have these sizes, [E, ...]."""
-        exchanges = self.exchanges_B.reshape(-1, *(1 for _ in sizes_E.shape[1:]))
-        return sizes_E[self.expert_B] - sizes_E[self.other_B] * exchanges
+        """Return [A, ...]: how much the target gains and the source loses if experts have these sizes, [E, ...]."""
+        exchanges = self.exchanges_A.reshape(-1, *(1 for _ in sizes_E.shape[1:]))
+        return sizes_E[self.expert_A] - sizes_E[self.other_A] * exchanges
 
     def hosts(self, hosts_E: np.ndarray) -> np.ndarray:
-        """Return [B, E]: the neighbors of `hosts_E`."""
-        rows = np.arange(len(self.expert_B))
-        hosts_BE = np.repeat(hosts_E[None], len(self.expert_B), axis=0)
-        hosts_BE[rows, self.other_B] = self.source_B
-        hosts_BE[rows, self.expert_B] = self.target_B
-        return hosts_BE
+        """Return [A, E]: the neighbors of `hosts_E`."""
+        rows = np.arange(len(self.expert_A))
+        hosts_AE = np.repeat(hosts_E[None], len(self.expert_A), axis=0)
+        hosts_AE[rows, self.other_A] = self.source_A
+        hosts_AE[rows, self.expert_A] = self.target_A
+        return hosts_AE
 
 
 def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
@@ -139,68 +140,68 @@ def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
     alone = np.repeat(moved, targets.shape[1])
     left = np.repeat(moved, len(others))
     right = np.tile(others, len(moved))
-    expert_B = np.concatenate([alone, left])
-    other_B = np.concatenate([alone, right])
-    target_B = np.concatenate([targets.ravel(), hosts_E[right]])
-    steps = Steps(expert_B, hosts_E[expert_B], target_B, other_B)
-    kept_B = (steps.source_B != target_B) & _fit(problem, used, steps)
-    return Steps(*(part_B[kept_B] for part_B in steps))
+    expert_A = np.concatenate([alone, left])
+    other_A = np.concatenate([alone, right])
+    target_A = np.concatenate([targets.ravel(), hosts_E[right]])
+    steps = Steps(expert_A, hosts_E[expert_A], target_A, other_A)
+    kept_A = (steps.source_A != target_A) & _fit(problem, used, steps)
+    return Steps(*(part_A[kept_A] for part_A in steps))
 
 
 def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarray:
-    """Return [B] bool: whether the source and the target respect all bounds after a step.
+    """Return [A] bool: whether the source and the target respect all bounds after a step.
 
     Args:
         used: `Problem.use` of the placement before the step.
     """
-    ends_B2 = steps.ends_B2
-    foreign_B2, back_B2 = (problem.owner_E[part_B][:, None] != ends_B2 for part_B in (steps.expert_B, steps.other_B))
-    moved = (
+    ends = steps.ends
+    foreign, back = (problem.owner_E[part_A][:, None] != ends for part_A in (steps.expert_A, steps.other_A))
+    changes = (
         steps.moved(problem.load_E)[:, None],
         steps.moved(problem.size_E)[:, None],
-        foreign_B2 - 1.0 * back_B2 * steps.exchanges_B[:, None],
+        foreign - 1.0 * back * steps.exchanges_A[:, None],
     )
-    fits_B2 = np.ones(ends_B2.shape, dtype=bool)
-    for used_1D, moved_B2, room_D in zip(used, moved, problem.rooms(), strict=True):
-        fits_B2 &= used_1D[0, ends_B2] + SIGNS * moved_B2 <= room_D[ends_B2]
-    return fits_B2.all(1)
+    bounds = zip(used, changes, problem.rooms(), strict=True)
+    return np.logical_and.reduce(
+        [(used_BD[0, ends] + SIGNS * change <= room_D[ends]).all(1) for used_BD, change, room_D in bounds]
+    )
 
 
 def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarray:
-    """Return [B]: soft maxima of the busy times of neighbors of `hosts_E`.
+    """Return [A]: soft maxima of the busy times of neighbors of `hosts_E`.
 
     They follow from the busy times of `hosts_E`, because a step changes only its experts and what its two workers
     compute, send and receive.
     """
-    expert_B, source_B, target_B, other_B = steps
-    rows_B = np.arange(len(expert_B))
-    ends_B2 = steps.ends_B2
+    expert_A, source_A, target_A, other_A = steps
+    rows_A = np.arange(len(expert_A))
+    ends = steps.ends
     tokens_DD, experts_DD = _work(problem, hosts_E)
     now = _times(problem, hosts_E, tokens_DD, experts_DD)
     longest = now.longest or 1.0
     link_DD, compute_D, expert_E = (_raised(part / longest) for part in now)
-    ending_B = expert_E[expert_B] + expert_E[other_B] * steps.exchanges_B + compute_D[ends_B2].sum(1)
-    ending_B += (link_DD.sum(0) + link_DD.sum(1))[ends_B2].sum(1)
-    ending_B -= link_DD[source_B, target_B] + link_DD[target_B, source_B]
+    ending_A = expert_E[expert_A] + expert_E[other_A] * steps.exchanges_A + compute_D[ends].sum(1)
+    ending_A += (link_DD.sum(0) + link_DD.sum(1))[ends].sum(1)
+    ending_A -= link_DD[source_A, target_A] + link_DD[target_A, source_A]
 
-    moved_BD = steps.moved(problem.tokens_DE.T)
-    crossing_B2D = (tokens_DD + tokens_DD.T)[ends_B2] + SIGNS[:, None] * moved_BD[:, None]
+    moved_AD = steps.moved(problem.tokens_DE.T)
+    crossing = (tokens_DD + tokens_DD.T)[ends] + SIGNS[:, None] * moved_AD[:, None]
     # Between both ends, the target's tokens for a moved expert stop crossing, and the source's tokens start to cross
-    crossing_B2D[rows_B[:, None], [0, 1], ends_B2[:, ::-1]] -= SIGNS * np.take_along_axis(moved_BD, ends_B2, axis=1)
-    into_B2D = experts_DD.T[ends_B2]
-    into_B2D[rows_B, :, problem.owner_E[expert_B]] += SIGNS * problem.size_E[expert_B][:, None]
-    back_B = problem.size_E[other_B] * steps.exchanges_B
-    into_B2D[rows_B, :, problem.owner_E[other_B]] -= SIGNS * back_B[:, None]
-    outward_B2D = (crossing_B2D + experts_DD[ends_B2]) / problem.passage_DD[ends_B2]
+    crossing[rows_A[:, None], [0, 1], ends[:, ::-1]] -= SIGNS * np.take_along_axis(moved_AD, ends, axis=1)
+    into = experts_DD.T[ends]
+    into[rows_A, :, problem.owner_E[expert_A]] += SIGNS * problem.size_E[expert_A][:, None]
+    back_A = problem.size_E[other_A] * steps.exchanges_A
+    into[rows_A, :, problem.owner_E[other_A]] -= SIGNS * back_A[:, None]
+    outward = (crossing + experts_DD[ends]) / problem.passage_DD[ends]
     # The links between both ends are among those into them
-    outward_B2D[rows_B[:, None], :, ends_B2] = 0.0
+    outward[rows_A[:, None], :, ends] = 0.0
     busy = (
-        ((crossing_B2D + into_B2D) / problem.passage_DD.T[ends_B2]).reshape(-1, 2 * problem.num_workers),
-        outward_B2D.reshape(-1, 2 * problem.num_workers),
-        (tokens_DD.sum(1)[ends_B2] + SIGNS * moved_BD.sum(1, keepdims=True)) / problem.compute_D[ends_B2],
-        _expert_time(problem, expert_B, target_B)[:, None],
-        (_expert_time(problem, other_B, source_B) * steps.exchanges_B)[:, None],
+        ((crossing + into) / problem.passage_DD.T[ends]).reshape(-1, 2 * problem.num_workers),
+        outward.reshape(-1, 2 * problem.num_workers),
+        (tokens_DD.sum(1)[ends] + SIGNS * moved_AD.sum(1, keepdims=True)) / problem.compute_D[ends],
+        _expert_time(problem, expert_A, target_A)[:, None],
+        (_expert_time(problem, other_A, source_A) * steps.exchanges_A)[:, None],
     )
-    beginning_B = sum(_raised(part / longest).sum(1) for part in busy)
+    beginning_A = sum(_raised(part / longest).sum(1) for part in busy)
     total = link_DD.sum() + compute_D.sum() + expert_E.sum()
-    return longest * (total - ending_B + beginning_B).clip(0.0) ** (1 / POWER)
+    return longest * (total - ending_A + beginning_A).clip(0.0) ** (1 / POWER)

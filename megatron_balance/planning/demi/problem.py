@@ -120,8 +120,8 @@ class Problem:
         return 2.0 ** min(slot, MOST_DOUBLINGS) if self.weights == "pow2" else slot + 1.0
 
     @property
-    def weight_T(self) -> np.ndarray:
-        """[T]: omega of the linear program's slots."""
+    def weight_U(self) -> np.ndarray:
+        """[U]: omega of the linear program's slots."""
         return np.array([self.weight(slot) for slot in range(self.slots)])
 
     def use(self, hosts_BE: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

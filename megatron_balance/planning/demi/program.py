@@ -38,7 +38,7 @@ def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
     """Solve the linear program with the dual simplex method of HiGHS.
 
     Args:
-        group_E: [E] the group of each expert, 0 .. G-1.
+        group_E: [E] the group of each expert, 0 .. Z-1.
 
     Returns:
         The optimum; None if the work does not fit into T slots.
@@ -46,7 +46,7 @@ def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
     return Program(problem, group_E).solve()
 
 
-class Rows:
+class ProgramRows:
     """Constraints of one kind, equations or upper bounds, as entries of a sparse matrix."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Program:
         """Assemble the program.
 
         Args:
-            group_E: [E] the group of each expert, 0 .. G-1.
+            group_E: [E] the group of each expert, 0 .. Z-1.
         """
         self.problem = problem
         self.group_E = group_E
@@ -99,21 +99,21 @@ class Program:
         self.apart_DD = ~np.eye(workers, dtype=bool)
         self.foreign_ED = problem.owner_E[:, None] != np.arange(workers)
         self.migrates_ED = self.foreign_ED & (problem.size_E > 0)[:, None]
-        self.has_tokens_GD = np.zeros((int(group_E.max()) + 1, workers), dtype=bool)
-        np.logical_or.at(self.has_tokens_GD, group_E, self.tokens_ED > 0)
-        pairs = self.has_tokens_GD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
+        self.has_tokens_ZD = np.zeros((int(group_E.max()) + 1, workers), dtype=bool)
+        np.logical_or.at(self.has_tokens_ZD, group_E, self.tokens_ED > 0)
+        pairs = self.has_tokens_ZD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
         crossing = pairs & self.apart_DD[..., None]
         local = pairs & ~self.apart_DD[..., None]
         # (6a) to (6e) forbid some tasks in the first and last slots
         end = problem.slots
         self.count = 0
         self.share_ED = self._variables(np.ones(self.foreign_ED.shape, dtype=bool))
-        self.dispatch_GDDT = self._variables(crossing & (slots < end - 2))
-        self.trans_EDT = self._variables(self.migrates_ED[..., None] & (slots < end - 1))
-        self.compute_GDDT = self._variables(crossing & (slots >= 1) & (slots < end - 1) | local & (slots >= 0))
-        self.combine_GDDT = self._variables(crossing & (slots >= 2))
+        self.dispatch_ZDDU = self._variables(crossing & (slots < end - 2))
+        self.trans_EDU = self._variables(self.migrates_ED[..., None] & (slots < end - 1))
+        self.compute_ZDDU = self._variables(crossing & (slots >= 1) & (slots < end - 1) | local & (slots >= 0))
+        self.combine_ZDDU = self._variables(crossing & (slots >= 2))
         """Axes: source, worker."""
-        self.equal, self.most = Rows(), Rows()
+        self.equal, self.most = ProgramRows(), ProgramRows()
         self._place()
         self._complete()
         self._share_capacities()
@@ -134,9 +134,9 @@ class Program:
         return variables
 
     @property
-    def _remote_GDDT(self) -> np.ndarray:
+    def _remote_ZDDU(self) -> np.ndarray:
         """Variables of task 3 on other workers' tokens."""
-        return np.where(self.apart_DD[..., None], self.compute_GDDT, ABSENT)
+        return np.where(self.apart_DD[..., None], self.compute_ZDDU, ABSENT)
 
     def _place(self) -> None:
         """Add (1), (3a), (3b) and the bound on guests."""
@@ -152,17 +152,17 @@ class Program:
 
     def _complete(self) -> None:
         """Add (2a) to (2d) with (4): shares determine the work over all slots."""
-        first = np.where(self.apart_DD[..., None], self.dispatch_GDDT, self.compute_GDDT)
+        first = np.where(self.apart_DD[..., None], self.dispatch_ZDDU, self.compute_ZDDU)
         tokens = self.equal.new(first.shape[:-1], 0.0)
         self.equal.put(tokens[..., None], first, 1.0)
         self.equal.put(tokens[self.group_E], self.share_ED[:, None, :], -self.tokens_ED[:, :, None])
-        remote_GDDT = self._remote_GDDT
-        for before, after in ((self.dispatch_GDDT, remote_GDDT), (remote_GDDT, self.combine_GDDT)):
+        remote_ZDDU = self._remote_ZDDU
+        for before, after in ((self.dispatch_ZDDU, remote_ZDDU), (remote_ZDDU, self.combine_ZDDU)):
             rows = self.equal.new(first.shape[:-1], 0.0)[..., None]
             self.equal.put(rows, before, 1.0)
             self.equal.put(rows, after, -1.0)
         experts = self.equal.new(self.share_ED.shape, 0.0)
-        self.equal.put(experts[..., None], self.trans_EDT, 1.0)
+        self.equal.put(experts[..., None], self.trans_EDU, 1.0)
         self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
 
     def _share_capacities(self) -> None:
@@ -171,19 +171,19 @@ class Program:
         workers = self.problem.num_workers
         slots = self.problem.slots
         link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
-        links_DDT = self.most.new((workers, workers, slots), link[..., None])
-        self.most.put(links_DDT, self.dispatch_GDDT, 1.0)
-        self.most.put(links_DDT[problem.owner_E], self.trans_EDT, 1.0)
-        self.most.put(links_DDT.swapaxes(0, 1), self.combine_GDDT, 1.0)
-        computers_DT = self.most.new((workers, slots), problem.compute_D[:, None] / self.unit)
-        self.most.put(computers_DT, self.compute_GDDT, 1.0)
+        links_DDU = self.most.new((workers, workers, slots), link[..., None])
+        self.most.put(links_DDU, self.dispatch_ZDDU, 1.0)
+        self.most.put(links_DDU[problem.owner_E], self.trans_EDU, 1.0)
+        self.most.put(links_DDU.swapaxes(0, 1), self.combine_ZDDU, 1.0)
+        computers_DU = self.most.new((workers, slots), problem.compute_D[:, None] / self.unit)
+        self.most.put(computers_DU, self.compute_ZDDU, 1.0)
 
     def _keep_order(self) -> None:
         """Add (6a) and (6c). The variables' slots satisfy (6d) and (6e), and (4) covers the last slot."""
         end = self.problem.slots
-        remote_GDDT = self._remote_GDDT
-        self._follow(remote_GDDT, self.dispatch_GDDT, 1, end - 2)
-        self._follow(self.combine_GDDT, remote_GDDT, 2, end - 1)
+        remote_ZDDU = self._remote_ZDDU
+        self._follow(remote_ZDDU, self.dispatch_ZDDU, 1, end - 2)
+        self._follow(self.combine_ZDDU, remote_ZDDU, 2, end - 1)
 
     def _follow(self, later: np.ndarray, earlier: np.ndarray, first: int, end: int) -> None:
         """Bound `later` up to each slot in first .. end-1 by `earlier` up to the slot before it."""
@@ -192,7 +192,7 @@ class Program:
         self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:end])
 
     def _up_to(self, offset: int) -> np.ndarray:
-        """Return [T, T]: for each slot, 1 for the slots up to itself plus `offset`."""
+        """Return [U, U]: for each slot, 1 for the slots up to itself plus `offset`."""
         return np.tri(self.problem.slots, k=offset)
 
     def _wait_for_experts(self) -> None:
@@ -205,15 +205,15 @@ class Program:
         all of its tokens, another with the part of its tokens that equals its arrived part.
         """
         slots = self.problem.slots
-        rows = self.most.new((*self.compute_GDDT.shape[:-1], slots - 1), 0.0)
-        self.most.put(rows[..., None], self.compute_GDDT[..., None, :], self._up_to(0)[:-1])
+        rows = self.most.new((*self.compute_ZDDU.shape[:-1], slots - 1), 0.0)
+        self.most.put(rows[..., None], self.compute_ZDDU[..., None, :], self._up_to(0)[:-1])
         by_expert = rows[self.group_E]
         stays_ED = ~self.migrates_ED
         here = np.where(stays_ED[:, None], self.tokens_ED[:, :, None], 0.0)
         self.most.put(by_expert, self.share_ED[:, None, :, None], -here[..., None])
         per_size = self.tokens_ED / np.where(self.size_E > 0, self.size_E, 1.0)[:, None]
         factors = -per_size[:, :, None, None, None] * self._up_to(-1)[:-1]
-        self.most.put(by_expert[..., None], self.trans_EDT[:, None, :, None, :], factors)
+        self.most.put(by_expert[..., None], self.trans_EDU[:, None, :, None, :], factors)
 
     def solve(self, method: str = "highs-ds", seconds: float | None = None) -> Relaxed | None:
         """Minimize (7).
@@ -225,12 +225,12 @@ class Program:
         Returns:
             The optimum; None if there is none, or none was found in time.
         """
-        tasks = (self.dispatch_GDDT, self.trans_EDT, self.compute_GDDT, self.combine_GDDT)
-        weight_T = self.problem.weight_T
+        tasks = (self.dispatch_ZDDU, self.trans_EDU, self.compute_ZDDU, self.combine_ZDDU)
+        weight_U = self.problem.weight_U
         costs = np.zeros(self.count)
         for task in tasks:
             exist = task != ABSENT
-            costs[task[exist]] = np.broadcast_to(weight_T, task.shape)[exist]
+            costs[task[exist]] = np.broadcast_to(weight_U, task.shape)[exist]
         most, equal = self.matrices
         bounds = self.most.bound, self.equal.bound
         options = {} if seconds is None else {"time_limit": seconds}
@@ -240,15 +240,15 @@ class Program:
         # ABSENT indexes the last value
         values = np.append(answer.x, 0.0)
         share_ED = values[self.share_ED].clip(0.0)
-        means = [_mean_weights(values[task], weight_T, stage) for task, stage in zip(tasks, (0, 0, 1, 2), strict=True)]
+        means = [_mean_weights(values[task], weight_U, stage) for task, stage in zip(tasks, (0, 0, 1, 2), strict=True)]
         dispatch, trans, compute, combine = means
         pace = Pace(dispatch[self.group_E], trans, compute[self.group_E], combine[self.group_E])
         return Relaxed(share_ED / share_ED.sum(1, keepdims=True), float(answer.fun) * self.unit, pace)
 
 
-def _mean_weights(amounts: np.ndarray, weight_T: np.ndarray, stage: int) -> np.ndarray:
+def _mean_weights(amounts: np.ndarray, weight_U: np.ndarray, stage: int) -> np.ndarray:
     """Return the mean omega of each task's work; without work, the mean of its kind, or its kind's first slot."""
     total = amounts.sum(-1)
-    weighted = amounts @ weight_T
-    mean = weighted.sum() / total.sum() if total.sum() > NEGLIGIBLE else weight_T[stage]
+    weighted = amounts @ weight_U
+    mean = weighted.sum() / total.sum() if total.sum() > NEGLIGIBLE else weight_U[stage]
     return np.divide(weighted, total, out=np.full_like(total, mean), where=total > NEGLIGIBLE)

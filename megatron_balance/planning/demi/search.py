@@ -25,9 +25,6 @@ FULL = 600
 AGGREGATED = 4000
 """Approximate number of variables up to which the aggregated program is solved, which takes about 20 ms."""
 
-STARTS = 1
-"""Number of placements that `improve` starts from, the best ones."""
-
 TRIED = 8
 """Number of neighbors whose schedules are timed in each step of `improve`."""
 
@@ -106,8 +103,9 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
     pace, finish_B = best_pace(problem, hosts_BE, relaxed, longest)
     seen = [(hosts_BE, finish_B)]
     tried = int(min(TRIED, LISTED // (16 * tasks)))
-    for index in np.argsort(finish_B, kind="stable")[: STARTS if tried else 0]:
-        seen += improve(problem, hosts_BE[index], float(finish_B[index]), pace=pace, tried=tried, longest=longest)
+    if tried:
+        best = finish_B.argmin()
+        seen += improve(problem, hosts_BE[best], float(finish_B[best]), pace=pace, tried=tried, longest=longest)
     hosts_BE, finish_B = (np.concatenate(parts) for parts in zip(*seen, strict=True))
     hosts_BE, first_B = np.unique(hosts_BE, axis=0, return_index=True)
     finish_B = finish_B[first_B]
@@ -140,22 +138,22 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
     """
     hosts_E = hosts_E.copy()
     workers = np.arange(problem.num_workers)
-    sizes_3E = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
-    room_3D = np.stack(problem.rooms())
+    sizes = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
+    rooms = np.stack(problem.rooms())
     # Experts go where there is room for them, so none moves twice
     for _ in range(problem.num_experts):
-        used_3D = np.stack([used[0] for used in problem.use(hosts_E[None])])
-        over_3D = used_3D > room_3D
-        if not over_3D.any():
+        used = np.stack([each[0] for each in problem.use(hosts_E[None])])
+        over = used > rooms
+        if not over.any():
             return hosts_E
         foreign_E = hosts_E != problem.owner_E
-        helps_E = over_3D[:2, hosts_E].any(0) | over_3D[2, hosts_E] & foreign_E
+        helps_E = over[:2, hosts_E].any(0) | over[2, hosts_E] & foreign_E
         step = None
         for expert in np.argsort(np.where(helps_E, problem.load_E, np.inf), kind="stable")[: helps_E.sum()].tolist():
-            needed_3D = np.where([[True], [True], [False]], sizes_3E[:, [expert]], workers != problem.owner_E[expert])
-            roomy_D = (used_3D + needed_3D <= room_3D).all(0) & (workers != hosts_E[expert])
+            needed = np.where([[True], [True], [False]], sizes[:, [expert]], workers != problem.owner_E[expert])
+            roomy_D = (used + needed <= rooms).all(0) & (workers != hosts_E[expert])
             if roomy_D.any():
-                step = expert, np.where(roomy_D, used_3D[0] / problem.compute_D, np.inf).argmin()
+                step = expert, np.where(roomy_D, used[0] / problem.compute_D, np.inf).argmin()
                 break
         if step is None:
             return None
@@ -167,13 +165,13 @@ def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
     """Return the descent from a placement, inclusive, over neighbors with ever smaller soft maxima of busy times."""
     descent = [hosts_E]
     best = times(problem, hosts_E).soft_maximum
-    while len(descent) <= MOST_STEPS and len((steps := neighbors(problem, descent[-1])).expert_B):
-        busy_B = soft_maxima(problem, descent[-1], steps)
-        chosen = busy_B.argmin()
-        if busy_B[chosen] >= best * (1 - GAIN):
+    while len(descent) <= MOST_STEPS and len((steps := neighbors(problem, descent[-1])).expert_A):
+        busy_A = soft_maxima(problem, descent[-1], steps)
+        chosen = busy_A.argmin()
+        if busy_A[chosen] >= best * (1 - GAIN):
             break
         descent.append(steps.hosts(descent[-1])[chosen])
-        best = float(busy_B[chosen])
+        best = float(busy_A[chosen])
     return descent
 
 
@@ -186,9 +184,9 @@ def improve(
         The placements timed in each step, and the ends of their schedules.
     """
     seen = []
-    while len((steps := neighbors(problem, hosts_E)).expert_B):
-        order_B = np.argsort(soft_maxima(problem, hosts_E, steps), kind="stable")
-        promising_BE = steps.hosts(hosts_E)[order_B[:tried]]
+    while len((steps := neighbors(problem, hosts_E)).expert_A):
+        order_A = np.argsort(soft_maxima(problem, hosts_E, steps), kind="stable")
+        promising_BE = steps.hosts(hosts_E)[order_A[:tried]]
         finish_B = finishes(problem, promising_BE, pace, longest)
         seen.append((promising_BE, finish_B))
         chosen = finish_B.argmin()

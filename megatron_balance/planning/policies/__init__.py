@@ -2,8 +2,7 @@
 
     interface        Policy, the base class, and what several policies share
     none             no balancing: owners compute their experts
-    top_k            top2, top3: the hottest experts on every rank
-    fastermoe        FasterMoE: the hottest experts on every rank, as long as the cost model predicts a gain
+    fastermoe        FasterMoE, top2, top3: the hottest experts on every rank
     pro_prophet      Pro-Prophet: the heaviest ranks' experts on the ranks that hold most of their tokens
     flexmoe          FlexMoE: Expand, Shrink and Migrate vExperts, starting from the placement in use
     quota            even loads with few copies, whose hosts take exact numbers of tokens

@@ -1,7 +1,7 @@
 """S1, S2 and S3, the strategies that DEMI is compared with (its Section V-A): one host per expert, no schedule.
 
 They migrate regardless of the time it takes. The paper's workers accept any number of experts; a rank here accepts one
-per guest slot. G is the number of guest slots of all ranks, A that of experts of one rank.
+per guest slot. G counts the guest slots of all ranks, and A the experts of one rank.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import scipy  # imports its parts at their first use, so that a process which do
 from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies.interface import Policy, lend
+from megatron_balance.planning.policies.interface import Policy, one_host_each
 
 EXACT = 256
 """Maximum number of (expert, rank) pairs for which S3 is solved exactly."""
@@ -30,7 +30,9 @@ class DemiS1(Policy):
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
         counts_DE = by_microbatch(counts).sum(0)
-        return lend(current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots))
+        return one_host_each(
+            current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots)
+        )
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DemiS2(Policy):
         owner_E = owners(current)
         counts_DE = by_microbatch(counts).sum(0)
         saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
-        return lend(current, assign(saved_ED, owner_E, current.guest_slots))
+        return one_host_each(current, assign(saved_ED, owner_E, current.guest_slots))
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class DemiS3(Policy):
             hosts_E = _unload(
                 hosts_E, saved_ED=saved_ED, load_E=load_E, owner_E=owner_E, guest_slots=current.guest_slots
             )
-        return lend(current, hosts_E)
+        return one_host_each(current, hosts_E)
 
 
 def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
@@ -89,9 +91,9 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
         np.hstack([gain_EG, np.zeros((num_experts, num_experts))]), maximize=True
     )
     hosts_E = owner_E.copy()
-    lent = columns < len(rank_G)
-    lent[lent] = gain_EG[experts[lent], columns[lent]] > 0
-    hosts_E[experts[lent]] = rank_G[columns[lent]]
+    moves = columns < len(rank_G)
+    moves[moves] = gain_EG[experts[moves], columns[moves]] > 0
+    hosts_E[experts[moves]] = rank_G[columns[moves]]
     return hosts_E
 
 
@@ -109,27 +111,23 @@ def _least_traffic_and_load(
     """
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
-    of_rank = scipy.sparse.eye_array(num_ranks, format="csr")
-    loads = scipy.sparse.kron(scipy.sparse.csr_array(load_E[None] / scale), of_rank)
     foreign_ED = owner_E[:, None] != np.arange(num_ranks)
-    matrix = scipy.sparse.block_array(
+    of_rank = np.tile(np.eye(num_ranks), num_experts)
+    matrix = np.vstack(
         [
-            [scipy.sparse.kron(scipy.sparse.eye_array(num_experts), np.ones((1, num_ranks))), None],
-            [
-                scipy.sparse.kron(np.ones((1, num_experts)), of_rank).multiply(foreign_ED.ravel()[None].astype(float)),
-                None,
-            ],
-            [loads, scipy.sparse.csr_array(-np.ones((num_ranks, 1)))],
-        ],
-        format="csc",
+            np.repeat(np.eye(num_experts), num_ranks, axis=1),
+            of_rank * foreign_ED.ravel(),
+            of_rank * np.repeat(load_E / scale, num_ranks),
+        ]
     )
+    largest = np.repeat([0.0, -1.0], [num_experts + num_ranks, num_ranks])
     most = np.concatenate([np.ones(num_experts), np.full(num_ranks, float(guest_slots)), np.zeros(num_ranks)])
     least = np.concatenate([np.ones(num_experts), np.full(2 * num_ranks, -np.inf)])
     pairs = saved_ED.size
     answer = scipy.optimize.milp(
         np.append(-saved_ED.ravel() / scale, 1.0),
         integrality=np.append(np.ones(pairs), 0.0),
-        constraints=(matrix, least, most),
+        constraints=(np.column_stack([matrix, largest]), least, most),
         options={"node_limit": NODES},
     )
     return None if answer.x is None else answer.x[:pairs].reshape(num_experts, num_ranks).argmax(1)
@@ -150,9 +148,9 @@ def _unload(
         if not len(experts_A):
             return hosts_E
         moved_AD = load_D + load_E[experts_A, None]
-        left_A1 = (load_D[heaviest] - load_E[experts_A])[:, None]
+        left = (load_D[heaviest] - load_E[experts_A])[:, None]
         others_D = np.array([np.delete(load_D, [heaviest, rank]).max(initial=0.0) for rank in ranks])
-        largest_AD = np.maximum(np.maximum(moved_AD, left_A1), others_D)
+        largest_AD = np.maximum(np.maximum(moved_AD, left), others_D)
         change_AD = largest_AD - load_D[heaviest] - saved_ED[experts_A] + saved_ED[experts_A, heaviest, None]
         allowed_AD = (free_D | (ranks == owner_E[experts_A, None])) & (ranks != heaviest)
         change_AD = np.where(allowed_AD, change_AD, np.inf)

@@ -1,12 +1,27 @@
-"""FasterMoE's dynamic shadowing, Pro-Prophet's baseline (its Section VI)."""
+"""Policies that copy experts to all ranks, which Pro-Prophet compares with (Section VI): FasterMoE, top2 and top3."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies.interface import Policy, everywhere, hottest_first, owners_host
+from megatron_balance.planning.policies.interface import Policy, owners_host
+
+
+def _shadowed(counts: np.ndarray, current: Placement) -> Iterator[Placement]:
+    """Yield the placements in which 1, 2, ... of the experts with most tokens are on all ranks with a free slot."""
+    tokens_E = by_microbatch(counts).sum((0, 1))
+    free_D = np.full(current.num_ranks, current.guest_slots)
+    additions: list[tuple[int, int]] = []
+    for expert in np.argsort(-tokens_E, kind="stable")[: np.count_nonzero(tokens_E)].tolist():
+        ranks = [rank for rank in free_D.nonzero()[0].tolist() if rank != current.owner(expert)]
+        free_D[ranks] -= 1
+        additions += [(expert, rank) for rank in ranks]
+        yield owners_host(current, additions)
 
 
 @dataclass(frozen=True)
@@ -19,18 +34,48 @@ class FasterMoE(Policy):
         """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts, best)
-        free_D = np.full(current.num_ranks, current.guest_slots)
-        additions: list[tuple[int, int]] = []
-        for expert in hottest_first(counts):
-            ranks = everywhere(current.owner(expert), free_D)
-            if not ranks:
-                break
-            free_D[ranks] -= 1
-            additions += [(expert, rank) for rank in ranks]
-            candidate = owners_host(current, additions)
+        for candidate in _shadowed(counts, current):
             shadowed = cost.layer_seconds(counts, candidate)
             if shadowed >= seconds:
                 break
             best = candidate
             seconds = shadowed
         return best
+
+
+@dataclass(frozen=True)
+class TopK(Policy):
+    """Copies the k experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
+
+    k: int
+
+    def check(self, owners: Placement) -> None:
+        """See `Policy.check`."""
+        needed = min(self.k, owners.num_experts - owners.home_slots)
+        if owners.guest_slots < needed:
+            raise ValueError(
+                f"--balance-guest-slots {owners.guest_slots}: --balance-policy {self.name} copies {self.k} experts to "
+                f"every rank; give --balance-guest-slots {needed}"
+            )
+
+    def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+        """See `Policy.plan`."""
+        return [owners_host(current), *islice(_shadowed(counts, current), self.k)][-1]
+
+
+@dataclass(frozen=True)
+class Top2(TopK):
+    """Copies the two experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
+
+    name = "top2"
+
+    k: int = 2
+
+
+@dataclass(frozen=True)
+class Top3(TopK):
+    """Copies the three experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
+
+    name = "top3"
+
+    k: int = 3

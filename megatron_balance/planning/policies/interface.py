@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi.schedule import MiniTaskSchedule
@@ -16,8 +15,8 @@ from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 class Policy(ABC):
     """Decides which ranks host which experts of one MoE layer.
 
-    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may
-    remember something: it is asked on every rank, and all ranks must get the same result.
+    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may keep
+    state: it is asked on every rank, and all ranks must get the same result.
 
     A class in a module of `planning/policies` that sets `name` is a value of `--balance-policy`. No other line of the
     package names it.
@@ -36,7 +35,7 @@ class Policy(ABC):
     """Whether plans have quotas, which only the split `proportional` keeps to."""
 
     must_pay: ClassVar[bool] = False
-    """Whether guests are left out while those of the last plans cost more than they saved; see `paying`."""
+    """Whether owners compute alone while the last plans cost more than they saved; see `manager.LastPlan`."""
 
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
@@ -90,18 +89,7 @@ def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -
     return current.rehost(hosts, primary)
 
 
-def lend(current: Placement, hosts_E: np.ndarray) -> Placement:
+def one_host_each(current: Placement, hosts_E: np.ndarray) -> Placement:
     """Return the placement in which each expert has one host, its primary; guests keep their slots."""
     hosts = hosts_E.tolist()
     return current.rehost([(rank,) for rank in hosts], hosts)
-
-
-def everywhere(owner: int, free_D: np.ndarray) -> list[int]:
-    """Return the ranks that receive an expert copied to all ranks: all with a free guest slot, except its owner."""
-    return [rank for rank, slots in enumerate(free_D.tolist()) if slots and rank != owner]
-
-
-def hottest_first(counts: np.ndarray) -> list[int]:
-    """Return the experts that have tokens, by number of tokens, largest first."""
-    tokens_E = by_microbatch(counts).sum((0, 1))
-    return [expert for expert in np.argsort(-tokens_E, kind="stable").tolist() if tokens_E[expert]]

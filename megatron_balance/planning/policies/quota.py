@@ -1,15 +1,9 @@
-"""The quota policy: few guests, and exact numbers of tokens for each of them, chosen by the seconds that they save.
+"""The quota policy: few guests, and exact numbers of tokens for each of them, chosen by the seconds that they save."""
 
-M counts experts with guests; K counts guests, or numbers of moves, from none to all of a fit.
-
-Arrays `guests_K3` are int64: a guest's expert, its rank, and the tokens of all microbatches that it takes over from the
-expert's owner.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +12,17 @@ from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, Fitted, cheapest, leveled, sending_times
+from megatron_balance.planning.fit import (
+    BUSIEST,
+    FILLING,
+    PARTS,
+    Fitted,
+    Overload,
+    TokenMoves,
+    cheapest,
+    fit,
+    sending_times,
+)
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 EVEN = 1.01
@@ -39,8 +43,8 @@ FEW_RANKS = 32
 MANY_RANKS = 64
 """Number of ranks beyond which plans aim at less even loads, because the first copies level most of them."""
 
-SHARES = (0.6,)
-"""Parts of a fit's moves that are tried, because the first guest on another node costs much, and others no more."""
+SHARE = 0.6
+"""Part of a fit's moves that is tried, because the first guest on another node costs much, and others no more."""
 
 RUNGS = 8
 """Number of fits with rising targets before receivers are filled."""
@@ -72,7 +76,7 @@ class Quota(Policy):
     must_pay = True
 
     def __init__(self) -> None:
-        for loop in (*GUEST_LOOPS, leveled, sending_times, cheapest):
+        for loop in (*GUEST_LOOPS, fit, sending_times, cheapest):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
@@ -84,14 +88,14 @@ class Quota(Policy):
         if not any(way.localized for way in ways) and _is_even(counts, current, cost):
             return alone
         layer = _Layer.of(counts, current, cost)
-        plans = [guests_K3 for way in ways if len(guests_K3 := layer.leveled(way))]
+        plans = [guests for way in ways if len((guests := layer.leveled(way)).expert_M)]
         if not plans:
             return alone
-        (alone_seconds, *seconds), (_, *hidden) = layer.timed(plans)
+        alone_seconds, seconds, hidden = layer.timed(plans)
         limit = alone_seconds * (1 - NEGLIGIBLE)
-        least = [s + HIDDEN * h for s, h in zip(seconds, hidden, strict=True)]
-        for index in sorted(range(len(plans)), key=least.__getitem__):
-            if least[index] >= limit:
+        charged = seconds + HIDDEN * hidden
+        for index in np.argsort(charged, kind="stable").tolist():
+            if charged[index] >= limit:
                 break
             planned = layer.placement(current, plans[index])
             if seconds[index] * (1 + UNSURE) < limit or cost.layer_seconds(counts, planned) < limit:
@@ -136,7 +140,7 @@ def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
         return [near, _Way(True, 1, even=1.03), _Way(True, 1, 1.0, raised=0.3, prefers_near=False)]
     ways = [near, _Way(True, 1)]
     if ranks <= FEW_RANKS and _can_localize(counts, cost):
-        ways += [_Way(True, 1, 1.0), _Way(True, slots), *(_Way(True, slots, share) for share in SHARES)]
+        ways += [_Way(True, 1, 1.0), _Way(True, slots), _Way(True, slots, SHARE)]
         ways += [_Way(True, slots, localized=part) for part in LOCALIZED]
     return ways
 
@@ -150,22 +154,35 @@ def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
     return cost.overlap is not None or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
 
 
-def _together(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [K, 3] guests, each once, with the tokens that it takes over in all parts."""
-    parts = [guests_K3 for guests_K3 in parts if len(guests_K3)]
-    if len(parts) < 2:
-        return parts[0] if parts else np.zeros((0, 3), np.int64)
-    all_K3 = np.concatenate(parts)
-    _, first, guest_K = np.unique(all_K3[:, :2], axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    tokens = np.bincount(guest_K.ravel(), all_K3[:, 2]).astype(np.int64)
-    return np.column_stack([all_K3[first[order], :2], tokens[order]])
+class _Guests(NamedTuple):
+    """Guests of a plan, each once, int64."""
+
+    expert_M: np.ndarray
+    rank_M: np.ndarray
+    tokens_M: np.ndarray
+    """Tokens of all microbatches that the guest takes over from the expert's owner."""
+
+    @classmethod
+    def together(cls, parts: Iterable["_Guests"]) -> "_Guests":
+        """Return the guests of all parts; a guest takes over its tokens of all of them."""
+        parts = [part for part in parts if len(part.expert_M)]
+        if len(parts) < 2:
+            return parts[0] if parts else NOBODY
+        expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        pair_M = expert_M * (1 + rank_M.max()) + rank_M
+        _, first, guest_M = np.unique(pair_M, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        tokens = np.bincount(guest_M, tokens_M).astype(np.int64)
+        return cls(expert_M[first[order]], rank_M[first[order]], tokens[order])
 
 
-class _Start(NamedTuple):
-    """What a fit starts from."""
+NOBODY = _Guests(*np.zeros((3, 0), np.int64))
 
-    tokens_DH: np.ndarray
+
+class _Load(NamedTuple):
+    """The tokens of a microbatch, given guests for others."""
+
+    tokens_DS: np.ndarray
     """Tokens of its experts that each rank may give away."""
     loads_D: np.ndarray
     """Tokens of each rank."""
@@ -182,7 +199,7 @@ class _Layer:
     cost: CostModel
     counts_EBD: np.ndarray
     owner_E: np.ndarray
-    home_DH: np.ndarray
+    home_DS: np.ndarray
     """Experts of each rank."""
 
     owned_FBD: np.ndarray
@@ -193,42 +210,43 @@ class _Layer:
     """Tokens of each expert in all microbatches."""
 
     slots: int
-    token_seconds: float
-    """Seconds for which the busiest rank computes and exchanges a token."""
 
     @classmethod
     def of(cls, counts: np.ndarray, current: Placement, cost: CostModel) -> "_Layer":
         counts_BDE = by_microbatch(counts)
-        network = cost.network
-        profile = cost.profile
         counts_EBD = counts_BDE.transpose(2, 0, 1)
         owner_E = owners(current)
         tokens_BE = counts_BDE.sum(1)
-        ranks = network.num_ranks
-        size = network.node_size
-        exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
         return cls(
             cost=cost,
             counts_EBD=counts_EBD,
             owner_E=owner_E,
-            home_DH=np.array(current.home),
-            owned_FBD=owner_loads(network, counts_EBD, owner_E),
+            home_DS=np.array(current.home),
+            owned_FBD=owner_loads(cost.network, counts_EBD, owner_E),
             tokens_BE=tokens_BE,
             total_E=tokens_BE.sum(0),
             slots=current.guest_slots,
-            token_seconds=profile.forward.seconds_per_token
-            + profile.backward.seconds_per_token
-            + 4 * cost.token_bytes * cost.exchange.scale * exchanging,
         )
 
     @cached_property
-    def _localized(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K, 3] guests of the experts that other nodes than their owner's have most tokens for; they compute these.
+    def _token_seconds(self) -> float:
+        """Seconds for which the busiest rank computes and exchanges a token."""
+        network = self.cost.network
+        profile = self.cost.profile
+        ranks = network.num_ranks
+        size = network.node_size
+        exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
+        computing = profile.forward.seconds_per_token + profile.backward.seconds_per_token
+        return computing + 4 * self.cost.token_bytes * self.cost.exchange.scale * exchanging
 
-        The second array is [K], how many pairs of an expert and a node have more tokens than a guest's.
+    @cached_property
+    def _localized(self) -> tuple[_Guests, np.ndarray]:
+        """Guests of the experts that other nodes than their owner's have most tokens for; they compute these.
+
+        The second array is [M], how many pairs of an expert and a node have more tokens than a guest's.
         """
         network = self.cost.network
-        slots = [self.slots] * self.cost.network.num_ranks
+        slots = [self.slots] * network.num_ranks
         tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
         tokens_EN[np.arange(len(tokens_EN)), network.node_D[self.owner_E]] = 0
         hottest = np.argsort(-tokens_EN, axis=None, kind="stable")[: sum(slots)]
@@ -245,150 +263,163 @@ class _Layer:
                 loads[rank] += tokens
                 loads[owners[expert]] -= tokens
                 slots[rank] -= 1
-        found_K4 = np.array(found, np.int64).reshape(-1, 4)
-        return found_K4[:, :3], found_K4[:, 3]
+        *guests, place_M = np.array(found, np.int64).reshape(-1, 4).T.copy()
+        return _Guests(*guests), place_M
 
-    def leveled(self, way: _Way) -> np.ndarray:
-        """Return [K, 3] the guests that level all ranks, or as far as they are worth their cost."""
-        found = [np.zeros((0, 3), np.int64)] * (1 + len(self.tokens_BE))
+    def leveled(self, way: _Way) -> _Guests:
+        """Return the guests that level all ranks, or as far as they are worth their cost."""
+        # Those of experts that save messages, then those for each microbatch
+        found = [NOBODY] * (1 + len(self.tokens_BE))
         if way.localized:
-            guests_K3, place_K = self._localized
-            found[0] = guests_K3[place_K < int(way.localized * self.slots * self.cost.network.num_ranks)]
+            guests, place_M = self._localized
+            kept_M = place_M < int(way.localized * self.slots * self.cost.network.num_ranks)
+            found[0] = _Guests(*(part_M[kept_M] for part_M in guests))
         tokens_BD = self.owned_FBD[COMPUTED]
         order_B = np.argsort(tokens_BD.mean(1) - tokens_BD.max(1), kind="stable").tolist()
         for index, microbatch in [*enumerate(order_B, start=1)] * (ROUNDS if len(order_B) > 1 else 1):
-            others_K3 = _together([*found[:index], *found[index + 1 :]])
+            others = _Guests.together([*found[:index], *found[index + 1 :]])
             tokens_E = self.tokens_BE[microbatch]
-            guests_K3 = self._moves(tokens_E, others_K3, way)[:, [0, 2, 3]]
+            moves = self._moves(tokens_E, others, way)
             # The same share of the expert's tokens in all microbatches, at most what the owner has left
-            expert_K = guests_K3[:, 0]
-            guests_K3[:, 2] = guests_K3[:, 2] * self.total_E[expert_K] // tokens_E[expert_K]
-            found[index] = guests_K3[guests_K3[:, 2] > 0]
-        return _together(found)
+            expert_M = moves.expert_M
+            tokens_M = moves.tokens_M * self.total_E[expert_M] // tokens_E[expert_M]
+            kept_M = tokens_M > 0
+            found[index] = _Guests(expert_M[kept_M], moves.target_M[kept_M], tokens_M[kept_M])
+        return _Guests.together(found)
 
-    def _moves(self, tokens_E: np.ndarray, guests_K3: np.ndarray, way: _Way) -> np.ndarray:
+    def _moves(self, tokens_E: np.ndarray, others: _Guests, way: _Way) -> TokenMoves:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
-        alone = len(self.tokens_BE) == 1 and not len(guests_K3)
-        start = self._start if alone else self._started(tokens_E, guests_K3)
-        busiest = way.even * start.mean
+        alone = len(self.tokens_BE) == 1 and not len(others.expert_M)
+        load = self._only_load if alone else self._left(tokens_E, others)
+        busiest = way.even * load.mean
         if not way.reaches_far:
             # A node keeps its tokens
             first_N = self.cost.network.first_N
-            loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (start.loads_D, self.cost.rate_D))
+            loads_N, rate_N = (np.add.reduceat(part_D, first_N) for part_D in (load.loads_D, self.cost.rate_D))
             busiest = way.even * float((loads_N / rate_N).max())
-        busiest, found, slots = self._fitted(start, way, busiest)
-        number = round((way.share or 0) * len(found.moves_MF))
+        busiest, slots, found = self._fitted(load, way, busiest)
         if way.share is None:
-            number = self._worthwhile(busiest, found, guests_K3)
+            number = self._worthwhile(busiest, found, others)
+        else:
+            number = round(way.share * len(found.moves.expert_M))
+        moves = found.moves.first(number)
         if not number:
-            return found.moves_MF[:0]
-        return self._cheapest(
-            start, way, busiest + max(0, int(found.excess_N[number])), slots, found.moves_MF[:number], guests_K3
+            return moves
+        busiest += max(0, int(found.excess[number]))
+        return cheapest(
+            moves,
+            self._overload(load, way, busiest, slots),
+            others.expert_M,
+            others.rank_M,
+            self.owner_E,
+            self.cost.transport.prices_1,
+            NEGLIGIBLE * self._token_seconds * busiest,
         )
 
     @cached_property
-    def _start(self) -> "_Start":
-        """The start of a fit of the only microbatch."""
-        return self._started(self.tokens_BE[0], np.zeros((0, 3), np.int64))
+    def _only_load(self) -> _Load:
+        """The load of the only microbatch without guests."""
+        return self._left(self.tokens_BE[0], NOBODY)
 
-    def _started(self, tokens_E: np.ndarray, guests_K3: np.ndarray) -> "_Start":
+    def _left(self, tokens_E: np.ndarray, others: _Guests) -> _Load:
+        """Return the load of a microbatch that guests for other microbatches leave."""
         ranks = self.cost.network.num_ranks
-        left_E = tokens_E
+        left_E = tokens_E.copy()
         loads_D = np.bincount(self.owner_E, tokens_E, ranks)
-        expert_K, rank_K, whole_K = guests_K3.T
-        if len(guests_K3):
-            product_K = whole_K * tokens_E[expert_K]
-            total_K = self.total_E[expert_K]
-            ends_K2 = np.stack([rank_K, self.owner_E[expert_K]], axis=1)
-            np.add.at(loads_D, ends_K2, (product_K / total_K)[:, None] * (1, -1))
-            left_E = tokens_E.copy()
-            np.subtract.at(left_E, expert_K, -(-product_K // total_K))
-            left_E = np.maximum(left_E, 0)
+        expert_M, rank_M, whole_M = others
+        if len(expert_M):
+            product_M = whole_M * tokens_E[expert_M]
+            total_M = self.total_E[expert_M]
+            share_M = product_M / total_M
+            # In the order of the guests: sums of fractions depend on it
+            ends = np.column_stack([rank_M, self.owner_E[expert_M]]).ravel()
+            np.add.at(loads_D, ends, np.column_stack([share_M, -share_M]).ravel())
+            np.subtract.at(left_E, expert_M, -(-product_M // total_M))
         loads_D = loads_D.astype(np.int64)
         mean = float(loads_D.sum() / self.cost.rate_D.sum())
-        return _Start(left_E[self.home_DH], loads_D, np.bincount(rank_K, minlength=ranks), mean)
+        return _Load(left_E.clip(0)[self.home_DS], loads_D, np.bincount(rank_M, minlength=ranks), mean)
 
-    def _fitted(self, start: "_Start", way: _Way, busiest: float) -> tuple[float, Fitted, int]:
-        """Return a fit that leaves so many tokens on the busiest rank, or as few more as possible, and a rank's slots.
+    def _fitted(self, load: _Load, way: _Way, busiest: float) -> tuple[float, int, Fitted]:
+        """Return the tokens of a rank of average speed, a rank's slots, and a fit that leaves no rank with more tokens.
 
-        The number of tokens is that of a rank of average speed, and rises as the way says.
+        The number of tokens is `busiest`, or rises as the way says if some ranks keep more. If no fit succeeds, the
+        result is the one that leaves the busiest rank the fewest tokens.
         """
-        for _ in range(RUNGS if way.raised else 1):
-            found = busiest, self._fit(start, way, busiest, way.slots, BUSIEST), way.slots
+        rungs = RUNGS if way.raised else 1
+        while True:
+            found = self._fit(load, way, busiest, way.slots, BUSIEST)
             # Within a node, tokens more often lack room than slots
-            if found[1].fits or not way.reaches_far:
+            if found[2].fits or not way.reaches_far:
                 return found
-            busiest += way.raised * int(found[1].excess_N[-1])
-        filled = busiest, self._fit(start, way, busiest, way.slots, FILLING), way.slots
-        if not filled[1].fits and way.slots < self.slots:
-            filled = busiest, self._fit(start, way, busiest, self.slots, FILLING), self.slots
-        return min(found, filled, key=lambda each: each[0] + max(0, int(each[1].excess_N[-1])))
+            busiest += way.raised * int(found[2].excess[-1])
+            rungs -= 1
+            if not rungs:
+                break
+        filled = self._fit(load, way, busiest, way.slots, FILLING)
+        if not filled[2].fits and way.slots < self.slots:
+            filled = self._fit(load, way, busiest, self.slots, FILLING)
+        return min(found, filled, key=lambda each: each[0] + max(0, int(each[2].excess[-1])))
 
-    def _fit(self, start: "_Start", way: _Way, busiest: float, slots: int, order: int) -> Fitted:
-        tokens_DS, *others = self._given(start, way, busiest, slots)
-        return Fitted(*leveled(tokens_DS.copy(), *others, order))
+    def _fit(self, load: _Load, way: _Way, busiest: float, slots: int, order: int) -> tuple[float, int, Fitted]:
+        return busiest, slots, fit(self._overload(load, way, busiest, slots), order)
 
-    def _cheapest(
-        self, start: "_Start", way: _Way, busiest: float, slots: int, moves_MF: np.ndarray, guests_K3: np.ndarray
-    ) -> np.ndarray:
-        """Return these moves, or others with the same number of tokens on the busiest rank that are cheaper."""
-        pairs_K2 = np.ascontiguousarray(guests_K3[:, :2])
-        negligible = NEGLIGIBLE * self.token_seconds * busiest
-        given = self._given(start, way, busiest, slots)
-        return cheapest(moves_MF, *given, pairs_K2, self.owner_E, self.cost.transport.prices_1, negligible)
-
-    def _given(self, start: "_Start", way: _Way, busiest: float, slots: int) -> tuple[Any, ...]:
-        """Return the first arguments of `leveled`."""
+    def _overload(self, load: _Load, way: _Way, busiest: float, slots: int) -> Overload:
+        """Return what a fit starts from, if a rank of average speed may have `busiest` tokens and so many guests."""
         rate_D = self.cost.rate_D
-        network = self.cost.network
-        capacities_D = np.maximum(np.ceil(start.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
+        capacities_D = np.maximum(np.ceil(load.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
         far = round((self.cost.transport.far if way.prefers_near else 1.0) * PARTS) if way.reaches_far else 0
-        free_D = np.maximum(slots - start.taken_D, 0)
-        return start.tokens_DH, self.home_DH, start.loads_D - capacities_D, free_D, network.node_size, far
+        return Overload(
+            load.tokens_DS,
+            self.home_DS,
+            load.loads_D - capacities_D,
+            np.maximum(slots - load.taken_D, 0),
+            self.cost.network.node_size,
+            far,
+        )
 
-    def _worthwhile(self, busiest: float, found: Fitted, guests_K3: np.ndarray) -> int:
+    def _worthwhile(self, busiest: float, found: Fitted, others: _Guests) -> int:
         """Return how many of the first moves are worth their cost."""
         network = self.cost.network
         transport = self.cost.transport
-        pairs_K2 = np.concatenate([guests_K3[:, :2], found.moves_MF[:, ::2]])
-        sent_2K = sending_times(pairs_K2, self.owner_E, network.num_ranks, network.node_size, transport.far)
-        sending = sum(self.cost.exposed(busiest, *transport.seconds_of(*sent_2K[:, len(guests_K3) :])))
-        total_K = self.token_seconds * (busiest + np.maximum(found.excess_N, 0)) + sending
-        return int((total_K <= total_K.min() * (1 + NEGLIGIBLE)).argmax())
+        expert_M = np.concatenate([others.expert_M, found.moves.expert_M])
+        rank_M = np.concatenate([others.rank_M, found.moves.target_M])
+        times = sending_times(expert_M, rank_M, self.owner_E, network.num_ranks, network.node_size, transport.far)
+        sent = transport.seconds_of(*(time[len(others.expert_M) :] for time in times))
+        total = self._token_seconds * (busiest + found.excess.clip(0)) + sum(self.cost.exposed(busiest, *sent))
+        return int((total <= total.min() * (1 + NEGLIGIBLE)).argmax())
 
-    def timed(self, plans: Sequence[np.ndarray]) -> tuple[list[float], list[float]]:
-        """Return the seconds of the layer, and those of Trans and Agg that are hidden, both as on the busiest rank.
+    def timed(self, plans: Sequence[_Guests]) -> tuple[float, np.ndarray, np.ndarray]:
+        """Return the seconds of the layer without guests, and [A] with each plan, and [A] of Trans and Agg hidden then.
 
-        The first are those without guests; the others are those of the plans.
+        Trans and Agg count as on the busiest rank.
         """
-        guests = self._guests(plans)
+        expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*plans, strict=True))
+        plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
+        planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
         far = self.cost.transport.far
-        busy_A, extra_A = guest_times(self.cost.network, far, self.owner_E, guests, len(plans))
-        sent_2A = np.array(self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A)))
+        busy_A, extra_A = guest_times(self.cost.network, far, self.owner_E, planned, len(plans))
+        sent = self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A))
         loads = self.counts_EBD, self.tokens_BE.T, self.owner_E
-        added_AFBD = guest_loads(self.cost.network, *loads, guests, len(plans))
+        added_AFBD = guest_loads(self.cost.network, *loads, planned, len(plans))
         loads_AFBD = np.concatenate([self.owned_FBD[None], self.owned_FBD + added_AFBD])
-        time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent_2A)
-        return time.total.tolist(), (sent_2A.sum(0) - time.trans - time.agg).tolist()
+        time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent)
+        hidden = sum(sent) - time.trans - time.agg
+        return float(time.total[0]), time.total[1:], hidden[1:]
 
-    def _guests(self, plans: Sequence[np.ndarray]) -> PlannedGuests:
-        expert_K, rank_K, tokens_K = np.concatenate(plans).T
-        plan_K = np.repeat(np.arange(len(plans)), [*map(len, plans)])
-        return PlannedGuests.of(plan_K, expert_K, rank_K, tokens_K / self.total_E[expert_K])
-
-    def placement(self, current: Placement, guests_K3: np.ndarray) -> Placement:
+    def placement(self, current: Placement, guests: _Guests) -> Placement:
         """Return the placement with these guests; the owner computes what they leave."""
         owned = current.owners
         hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
         quotas = list[tuple[int, ...]]([()]) * len(owned)
         primary = [*owned]
-        lent: dict[int, dict[int, int]] = {}
-        for expert, rank, tokens in guests_K3.tolist():
-            lent.setdefault(expert, {})[rank] = tokens
-        for expert, taken in lent.items():
-            if left := int(self.total_E[expert]) - sum(taken.values()):
-                taken[owned[expert]] = left
+        taken: dict[int, dict[int, int]] = {}
+        for expert, rank, tokens in zip(*(column.tolist() for column in guests), strict=True):
+            taken.setdefault(expert, {})[rank] = tokens
+        for expert, quota_of in taken.items():
+            if left := int(self.total_E[expert]) - sum(quota_of.values()):
+                quota_of[owned[expert]] = left
             else:
-                primary[expert] = min(taken)
-            hosts[expert], quotas[expert] = (*taken,), (*taken.values(),)
+                primary[expert] = min(quota_of)
+            hosts[expert] = (*quota_of,)
+            quotas[expert] = (*quota_of.values(),)
         return current.rehost(hosts, primary, quotas=quotas)
