@@ -4,9 +4,12 @@ In shapes, M counts the experts whose hosts a candidate changes, or the guests o
 plans. `cost/core.py` explains loads and other letters.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.cost.core import (
+    FEATURES,
     CandidateCosts,
     Prices,
     add_node,
@@ -15,6 +18,7 @@ from megatron_balance.cost.core import (
     send_expert,
     sum_work,
 )
+from megatron_balance.cost.network import Network
 from megatron_balance.device.compiled import compiled
 
 _EXPERTS = "float64[:,:,::1], int64[:,::1], int64[::1], int64[::1]"
@@ -125,6 +129,54 @@ def try_(
         costs.more_A[a] = more
         costs.trans_A[a], costs.agg_A[a] = estimate(busy, extra, prices.sending)
     return costs
+
+
+class PlannedGuests(NamedTuple):
+    """The guests of several plans for one layer, under the split `proportional`, sorted by plan, expert and rank."""
+
+    plan_M: np.ndarray
+    expert_M: np.ndarray
+    rank_M: np.ndarray
+    """A rank that does not own the expert; each (plan, expert, rank) occurs once."""
+    share_M: np.ndarray
+    """Part of the expert's tokens that the guest takes over from the owner."""
+
+    @classmethod
+    def of(cls, plan_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, share_M: np.ndarray) -> "PlannedGuests":
+        """Return these guests, which may be in any order."""
+        order_M = np.lexsort((rank_M, expert_M, plan_M))
+        return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
+
+
+def guest_loads(
+    network: Network,
+    counts_EBD: np.ndarray,
+    tokens_EB: np.ndarray,
+    owner_E: np.ndarray,
+    guests: PlannedGuests,
+    plans: int,
+) -> np.ndarray:
+    """Return [A, 5, B, D]: what the guests of `plans` plans add to `owner_loads`.
+
+    Args:
+        tokens_EB: sums of `counts_EBD`.
+    """
+    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
+    counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
+    size = network.node_size if network.has_both_levels else 1
+    _add_guests(added_AFBD, counts_EBD, tokens_EB, owner_E, *guests, size, len(network.first_N) == 1)
+    return added_AFBD
+
+
+def guest_times(
+    network: Network, far: float, owner_E: np.ndarray, guests: PlannedGuests, plans: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their
+
+    They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
+    """
+    shared = float(network.adapters if network.adapters < network.node_size else 0)
+    return _time_guests(plans, *guests[:3], owner_E, network.num_ranks, network.node_size, float(far), shared)
 
 
 @compiled(
