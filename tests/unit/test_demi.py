@@ -5,12 +5,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import demi as bench
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import demi as bench
 from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times

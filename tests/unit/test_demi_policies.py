@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import cluster_plans
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cluster_plans
 import slow_runs
 from emulated import EmulatedDevice
 from megatron_balance.cost.model import CostModel, Overlap, owners
