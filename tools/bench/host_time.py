@@ -1,6 +1,6 @@
 """Measures the host's time in an MoE layer, ours and megatron-core's: what keeps a GPU waiting, counted without one.
 
-    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [--profile FILE] [flags ...]
+    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [flags ...]
 
 One process is rank 0 of an expert-parallel group of any size, on the simulated CUDA device of tests/hostcuda. The other
 ranks do not exist: an all-gather returns a drawn load matrix, an all-to-all returns rows of zeros of the right number.
