@@ -36,7 +36,7 @@ import ranks
 from comparisons import COMPARISONS, Comparison
 from megatron_balance.workloads import imbalance
 from megatron_balance.workloads.synthetic import BURST, NAMES, ROTATION
-from slow_runs import Cluster, Variant, add_options, build, jobs, sums_over_layers
+from slow_runs import Cluster, Variant, build, jobs, sums_over_layers
 from testbed import TestbedUnavailable
 
 if TYPE_CHECKING:
@@ -288,7 +288,11 @@ def whole_periods(case: str, iterations: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", choices=COMPARISONS)
-    add_options(parser)
+    parser.add_argument("--nodes", type=int, help="these options replace the comparison's own cluster")
+    parser.add_argument("--ranks-per-node", type=int)
+    parser.add_argument("--link-mbit", type=float, nargs="+", help="Mbit/s of each node's link, one table for each")
+    parser.add_argument("--bus-mbit", type=float, help="Mbit/s within each node; default: the loopback's rate")
+    parser.add_argument("--gflops", type=float, nargs="+", help="1e9 operations per second of the emulated device")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="the first is compared with the others")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="cases, or workloads of --moe-router-force-workload")
     parser.add_argument("--add", nargs="+", default=[], metavar="NAME=FLAGS", help="more variants")

@@ -4,7 +4,6 @@ On an emulated cluster, messages are real, and attention and experts sleep like 
 planners' profile describes exactly that device and network. The models of all runs are in the same processes.
 """
 
-import argparse
 import functools
 import multiprocessing
 import tempfile
@@ -253,12 +252,3 @@ def _with_cpu_seconds(task: Callable[..., Any], *args: Any) -> tuple[Any, float]
 def sums_over_layers(report: "StepReport", names: Iterable[str]) -> list[float]:
     """Return the sum over layers of each of these fields of the reports; zeros without a policy."""
     return [sum(getattr(layer, name) for layer in report.balance.values()) for name in names]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that replace a comparison's own cluster."""
-    parser.add_argument("--nodes", type=int)
-    parser.add_argument("--ranks-per-node", type=int)
-    parser.add_argument("--link-mbit", type=float, nargs="+", help="Mbit/s of each node's link, one table for each")
-    parser.add_argument("--bus-mbit", type=float, help="Mbit/s within each node; default: the loopback's rate")
-    parser.add_argument("--gflops", type=float, nargs="+", help="1e9 operations per second of the emulated device")
