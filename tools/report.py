@@ -213,7 +213,7 @@ def _timeline(run: LoggedRun) -> Chart:
         )
     iteration = run.timeline[0].iteration
     file = io.BytesIO()
-    picture(run.timeline, iteration).save(file, format="PNG", optimize=True)
+    picture(run.timeline, iteration).savefig(file, format="png", dpi=100)
     return Chart(_inside("image/png", file.getvalue()), f"timeline of iteration {iteration}")
 
 

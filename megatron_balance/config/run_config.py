@@ -132,7 +132,7 @@ class BalanceConfig:
     - W1: three of four tokens choose from the first quarter of the experts.
     - W2: as W1, with other random numbers.
     - W3: three of four tokens choose from every other expert.
-    - W4: uniform; sources are ragged in tools/bench/imbalance.py alone.
+    - W4: uniform.
     - W5: only the upper half of the experts.
     - W6: as W1, with another quarter every 3 iterations.
     - W7: uniform; in every fourth iteration, half of the tokens choose from the first quarter."""

@@ -231,7 +231,7 @@ def _as_json(value: Any) -> Any:
 LAUNCHING = Fit(20e-6, 5e-6, 0.0, 0.0)
 """Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured.
 
-`tools/bench/launches.py` measures torch's share on a CPU: 2 us for a batch and 3 us for a message. The rest is NCCL's,
+On a CPU, torch's share is 2 us for a batch and 3 us for a message. The rest is NCCL's,
 which enqueues each message and launches a kernel; each takes some microseconds.
 """
 

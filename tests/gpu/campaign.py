@@ -116,7 +116,6 @@ ALONE = (
     # Two microbatches, so that waits for each one differ from those for the iteration
     bench("one_gpu", 50, "one_gpu", "--global-batch-size", "8", small=SMALL_RUN),
     bench("overlap", 60, "gpu_overlap", small=["--cpu"]),
-    bench("graph", 25, "gpu_graph", small=["--cpu"]),
     bench("rates", 85, "gpu_rates", small=["--cpu"]),
     bench("mixtral", 70, "one_gpu", "--mixtral", *CLUSTERS, *PARTS, small=SMALL_MIXTRAL),
 )

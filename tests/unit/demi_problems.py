@@ -47,3 +47,39 @@ def even_problem(tokens: list[list[float]], owners: list[int], **changes: object
         name: np.asarray(value, dtype=float) if name in values else value for name, value in (values | changes).items()
     }
     return Problem(tokens_DE=tokens_DE, owner_E=np.array(owners), **arrays)
+
+
+def instance(seed: int) -> Problem:
+    """Return a random problem: skewed tokens, experts of different sizes, unequal links and workers, limited rooms."""
+    generator = np.random.default_rng(seed)
+    workers = int(generator.integers(2, 4))
+    experts = int(generator.integers(3, 6))
+    owner_E = np.sort(np.r_[generator.permutation(workers), generator.integers(0, workers, experts - workers)])
+    popular_E = generator.lognormal(0, 0.8, experts)
+    tokens_DE = np.rint(generator.lognormal(2, 1, (workers, experts)) * popular_E)
+    tokens_DE[generator.random((workers, experts)) < 0.1] = 0
+    load_E = tokens_DE.sum(0)
+    mean = tokens_DE.sum() / experts
+    size_E = np.rint(generator.uniform(0, 1) * generator.lognormal(0, 0.5, experts) * mean)
+    link_DD = generator.uniform(0.5, 1.5, (workers, workers))
+    compute_D = generator.uniform(0.5, 3, workers)
+    owned_DD = np.zeros((workers, workers))
+    np.add.at(owned_DD, owner_E, tokens_DE.T)
+    crossing_DD = (owned_DD + owned_DD.T) * ~np.eye(workers, dtype=bool)
+    busiest = max((crossing_DD / link_DD).max(), (owned_DD.sum(1) / compute_D).max())
+    slot = max(busiest, 1.0) / generator.uniform(4, 7)
+    rooms = [
+        np.maximum(np.bincount(owner_E, weights=sizes_E, minlength=workers), sizes_E.max()).clip(share * sizes_E.sum())
+        for sizes_E, share in zip((load_E, size_E), generator.uniform(0.5, 1, 2), strict=True)
+    ]
+    return Problem(
+        tokens_DE=tokens_DE,
+        owner_E=owner_E,
+        size_E=size_E,
+        link_DD=link_DD * slot,
+        compute_D=compute_D * slot,
+        token_room_D=rooms[0],
+        expert_room_D=rooms[1],
+        slots=8,
+        guests=[None, 1, 2][generator.integers(3)],
+    )

@@ -4,14 +4,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import demi as bench
-from demi_check import check
+from megatron_balance.cost.model import CostModel
+from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
@@ -27,8 +28,12 @@ from megatron_balance.planning.demi.search import (
     round_shares,
     solve,
 )
+from megatron_balance.planning.policies.demi import Demi
+from megatron_balance.profile.cluster import Ranks, load_profile
 from megatron_balance.workloads.synthetic import load_matrix
-from tests.unit.demi_problems import even_problem, problems
+from tests.unit.demi_check import check
+from tests.unit.demi_exact import least_makespan
+from tests.unit.demi_problems import even_problem, instance, problems
 
 
 def one_group(problem: Problem) -> np.ndarray:
@@ -106,8 +111,12 @@ def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
 
 
 def test_the_paper_setting_solved_by_both_methods() -> None:
-    counts_DE = load_matrix("hot_rank", 4, 16, 2, bench.PAPER_TOKENS, 0, 0)
-    problem = bench.paper_problem(1, counts_DE)
+    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4000, 0, 0)
+    # The paper's setting 1: four workers of one V100 server, of which only rooms bound the experts
+    ranks = Ranks(num_ranks=4, node_size=4, ranks_per_node=4)
+    profile = load_profile(Path(__file__).parents[2] / "configs/clusters/demi.yaml", ranks, 500, 1000, 4)
+    cost = CostModel(profile, token_bytes=2000, param_bytes=7.64e6, grad_bytes=7.64e6)
+    problem = dataclasses.replace(Demi().problem(counts_DE, Placement.identity(16, 4, 16), cost), guests=None)
     assert problem.slots == 5 and problem.guests is None
     # Half of all tokens and half of all experts, and links of 100 Gb/s that a worker divides among three others
     assert problem.token_room_D.min() == pytest.approx(4 * 4000 * 2 * 2000 / 2)
@@ -306,9 +315,9 @@ def test_large_problems_relieve_the_busiest_worker() -> None:
 def test_solutions_are_close_to_the_least_makespan() -> None:
     ratios = []
     for seed in range(1000, 1025):
-        problem = bench.instance(seed)
+        problem = instance(seed)
         found = solve(problem, relax_by_size(problem))
-        optimum = bench.least_makespan(problem, math.ceil(found.finish_B[0]))
+        optimum = least_makespan(problem, math.ceil(found.finish_B[0]))
         assert optimum is not None
         ratios.append(math.ceil(found.finish_B[0]) / optimum)
     assert max(ratios) <= 1.5 and np.mean(ratios) <= 1.05
@@ -321,7 +330,7 @@ def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     hosts_BE = placements_of(problem)
     makespan = math.ceil(finishes(problem, hosts_BE, Pace.eager(problem)).min())
     assume(makespan <= 12)
-    optimum = bench.least_makespan(problem, makespan)
+    optimum = least_makespan(problem, makespan)
     least = min(times(problem, hosts_E).longest for hosts_E in hosts_BE)
     assert optimum is not None and math.ceil(least - 1e-6) <= optimum <= makespan
 
@@ -338,7 +347,6 @@ def test_the_exact_program_against_all_placements(problem: Problem) -> None:
     ],
 )
 def test_the_exact_program_on_cases_solved_by_hand(problem: Problem, slots: int) -> None:
-    least_makespan = bench.least_makespan
     assert least_makespan(problem, slots) == least_makespan(problem, slots + 2) == slots
     assert slots == 1 or least_makespan(problem, slots - 1) is None
 

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_graph
 import pytest
 import torch
 
 import device_timer
-import gpu_graph
 import gpu_overlap
 import gpu_rates
 import measured_cluster

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracle
 import planner
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.observe.load_log import LoadLog

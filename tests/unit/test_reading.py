@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import mutate_inputs
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.cli.arguments import build_parser, yaml_flags
@@ -242,20 +241,6 @@ def test_blobs_that_are_elsewhere_are_no_cache(tmp_path: Path) -> None:
     (snapshot / "tokenizer").symlink_to("../../blobs/passwd")
     with pytest.raises(ValueError, match="is a link to /etc/passwd"):
         inside(snapshot, "tokenizer")
-
-
-KINDS = {
-    **{"yaml": 300, "moe-layer-freq": 300, "config": 100, "saved-flags": 60},
-    **{"profile": 200, "cluster": 100},
-}
-"""Numbers of inputs; tools/bench/mutate_inputs.py uses more."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_mutated_inputs(kind: str) -> None:
-    result = mutate_inputs.campaign(kind, count=KINDS[kind], seed=7)
-    assert result.failures == []
-    assert result.accepted and result.refused
 
 
 def test_the_content_of_files(tmp_path: Path) -> None:

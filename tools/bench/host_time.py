@@ -1,6 +1,6 @@
 """Measures the host's time in an MoE layer, ours and megatron-core's: what keeps a GPU waiting, counted without one.
 
-    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [--profile FILE] [flags ...]
+    python tools/bench/host_time.py [--sizes 8x64 64x256] [--iterations 30] [--repeats 3] [flags ...]
 
 One process is rank 0 of an expert-parallel group of any size, on the simulated CUDA device of tests/hostcuda. The other
 ranks do not exist: an all-gather returns a drawn load matrix, an all-to-all returns rows of zeros of the right number.
@@ -39,8 +39,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import cProfile
-
     import torch
 
     from megatron_balance.profile.cluster_profile import ClusterProfile
@@ -85,20 +83,15 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["8x64", "64x256"], help="ranks x experts of a group")
     parser.add_argument("--iterations", type=int, default=30, help="measured iterations of each run")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of each size")
-    parser.add_argument("--profile", type=Path, help="also write cProfile's functions of our runs to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args()
     if args.worker:
         return _work(json.loads(args.worker))
-    if args.profile is not None:
-        args.profile.write_text("")
     for size in args.sizes:
         ranks, experts = map(int, size.split("x"))
-        task = {"ranks": ranks, "experts": experts, "iterations": args.iterations, "flags": flags, "profile": None}
+        task = {"ranks": ranks, "experts": experts, "iterations": args.iterations, "flags": flags}
         jobs = [_job(task) for _ in range(args.repeats)]
         print(f"\nEP{ranks}, {experts} experts, {TOPK.get(experts, 2)} per token\n{_table(jobs)}", flush=True)
-        if args.profile is not None:
-            _job(task | {"profile": str(args.profile.resolve())})
     return 0
 
 
@@ -163,10 +156,6 @@ def _work(task: Mapping[str, Any]) -> int:
     more = {name: "" if "megatron" in name else " ".join(task["flags"]) for name in RUNS}
     flags = {name: f"{shape} {layout} {own.format(profile=profile)} {more[name]}" for name, own in RUNS.items()}
     runs = {name: Watched(run, experts) for name, run in ranks.build(flags, Machine.here(task["ranks"])).items()}
-    if task["profile"]:
-        _profile(runs, task)
-        Path(task["output"]).write_text("null")
-        return 0
     times = {name: {interval: [] for interval in INTERVALS} for name in RUNS}
     for iteration in range(WARMUP + task["iterations"]):
         for name in list(RUNS) if iteration % 2 else [*RUNS][::-1]:
@@ -276,19 +265,6 @@ class Watched:
         )
         return {name: (since.ns / 1e3, since.queued) for name, since in zip(INTERVALS, values, strict=True)}
 
-    def profile(self, profiles: "Mapping[str, cProfile.Profile]", iterations: int) -> None:
-        """Collect profiles of the passes; they run in different threads."""
-        switch = {
-            "forward begins": profiles["forward"].enable,
-            "forward ends": profiles["forward"].disable,
-            "backward begins": profiles["backward"].enable,
-            "backward ends": profiles["backward"].disable,
-        }
-        self._note = lambda moment: switch[moment]()
-        for _ in range(iterations):
-            self.step()
-        self._note = lambda moment: None
-
     def count(self) -> dict[str, str]:
         """Return the counts of a forward and a backward pass, as text."""
         from tests.hostcuda.checker import Checker
@@ -337,34 +313,6 @@ def _totals(checker: "Checker") -> dict[str, float]:
         name.replace("bytes", "KiB"): number / 1024 if name.endswith("bytes") else number
         for name, number in found.items()
     }
-
-
-def _profile(runs: "Mapping[str, Watched]", task: Mapping[str, Any]) -> None:
-    """Append the functions of our layers that take most time to a file: calls of the forward and the backward pass."""
-    import cProfile
-    import io
-    import pstats
-
-    from tests.hostcuda.host_clock import HostClock
-    from tests.hostcuda.torch_cuda import report_to
-
-    clock = HostClock()
-    report_to(clock)
-    for name, run in runs.items():
-        for _ in range(WARMUP):
-            run.step()
-        profiles = {part: cProfile.Profile(clock.outside, 1e-9) for part in ("forward", "backward")}
-        run.profile(profiles, task["iterations"])
-        profiles["iteration"] = cProfile.Profile(clock.outside, 1e-9)
-        for _ in range(task["iterations"]):
-            profiles["iteration"].runcall(run.step)
-        for part, profile in profiles.items():
-            for order in ("tottime", "cumulative"):
-                text = io.StringIO()
-                pstats.Stats(profile, stream=text).strip_dirs().sort_stats(order).print_stats(45)
-                with Path(task["profile"]).open("a") as file:
-                    head = f"EP{task['ranks']}, {task['experts']} experts: {name}, {part}, {task['iterations']} passes"
-                    file.write(f"\n=== {head}, by {order}\n{text.getvalue()}")
 
 
 if __name__ == "__main__":

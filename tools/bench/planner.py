@@ -1,6 +1,6 @@
-"""Compares the policies' plans for each synthetic workload: quality, planning time, and distance from the optimum.
+"""Compares the policies' plans for each synthetic workload: quality and planning time.
 
-    OMP_NUM_THREADS=1 python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR] [--part plans optimum]
+    OMP_NUM_THREADS=1 python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR]
 
 Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
@@ -15,7 +15,6 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,20 +25,9 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
-from oracle import least_seconds
 
 LAYOUTS = ((4, 16), (16, 16), (16, 64), (64, 256))
 """(D, E)."""
-
-SMALL = (
-    *((4, 4, 2, 4), (3, 6, 2, 3), (4, 8, 1, 4), (4, 8, 2, 4), (4, 16, 1, 4)),
-    *((4, 8, 1, 2), (4, 8, 2, 2), (8, 8, 1, 4)),
-    *((4, 8, 1, 1), (8, 8, 1, 2)),
-)
-"""(D, E, guest slots, ranks per node) of the cases whose optimum is known, on one, two and four nodes."""
-
-FEW = 8
-"""Number of ranks from which the optimum is found for one seed only, because it takes long."""
 
 HIDDEN = 1024
 FFN = 2048
@@ -51,19 +39,12 @@ REPEATS = 7
 TRACED = 16
 """Number of iterations of each layer that are taken from a trace."""
 
-PARTS = ("plans", "optimum")
-
 COLUMNS = (
     *(("plan ms", 9, 2), ("layer ms", 10, 3), ("speedup", 9, 2)),
     *(("max/mean", 10, 2), ("RB", 8, 2), ("D", 7, 3)),
     *(("guests", 8, 0), ("moved", 7, 0), ("lent", 6, 0)),
 )
 """(name, width, decimals)."""
-
-COPIES = "(copies)"
-
-PRECISION = 1e-5
-"""Precision of the solver."""
 
 Loads = dict[str, list[np.ndarray]]
 """Load matrices [D, E] by workload."""
@@ -75,17 +56,14 @@ def main() -> int:
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4, help="loads per synthetic workload")
     parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir: also plan for its loads")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     traces = read_traces(args.trace) if args.trace else {}
-    for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)) if "plans" in args.part else ():
+    for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)):
         print(f"\nD={num_ranks} E={num_experts} guest slots={args.guest_slots}")
         loads = (
             _synthetic(num_ranks, num_experts, args.tokens, args.seeds) if (num_ranks, num_experts) in LAYOUTS else {}
         )
         _table(num_ranks, num_experts, loads | traces.get((num_ranks, num_experts), {}), args)
-    if "optimum" in args.part:
-        _against_optimum(traces, args)
     return 0
 
 
@@ -192,44 +170,6 @@ def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel
         placement = policy.plan(counts_DE, current, cost)
         seconds.append(time.process_time() - start)
     return placement, 1e3 * statistics.median(seconds)
-
-
-def _against_optimum(traces: dict[tuple[int, int], Loads], args: argparse.Namespace) -> None:
-    print("\nmodeled layer time over the least of any placement and split")
-    print("the least one's Trans and Agg are counted from below, so the true ratios are these or smaller")
-    print(f"'{COPIES}': the best copies of experts, where owners compute too and the split is local_first")
-    print("nodes D   E   G  policy         10%  median     90%     max  optimal  loads")
-    for num_ranks, num_experts, guest_slots, node_size in SMALL:
-        current = Placement.identity(num_experts, num_ranks, guest_slots)
-        recorded = itertools.chain.from_iterable(traces.get((num_ranks, num_experts), {}).values())
-        seeds = args.seeds if num_ranks < FEW else 1
-        ratios: dict[str, list[float]] = {name: [] for name in (COPIES, *registered())}
-        for counts_DE in itertools.chain(_small_loads(num_ranks, num_experts, args.tokens, seeds), recorded):
-            copies = cost_model(num_ranks, node_size=node_size)
-            least = least_seconds(counts_DE, current, copies)
-            ratios[COPIES].append(least_seconds(counts_DE, current, copies, copies=True) / least)
-            for name in registered():
-                policy = load_policy(name)
-                cost = cost_model(num_ranks, policy.split, node_size)
-                ratios[name].append(cost.layer_seconds(counts_DE, policy.plan(counts_DE, current, cost)) / least)
-        for name, values in ratios.items():
-            low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
-            share = np.mean(np.array(values) < 1 + PRECISION)
-            print(
-                f"{-(-num_ranks // node_size):5d} {num_ranks} {num_experts:3d} {guest_slots:3d}  {name:11s} {low:7.3f} "
-                f"{median:7.3f} {high:7.3f} {max(values):7.3f}  {share:6.0%} {len(values):6d}",
-                flush=True,
-            )
-
-
-def _small_loads(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Iterator[np.ndarray]:
-    yield from itertools.chain.from_iterable(_synthetic(num_ranks, num_experts, tokens, seeds).values())
-    generator = np.random.default_rng(0)
-    for _ in range(4 * seeds):
-        # Log-normal popularities that differ between sources, like those of a router early in training
-        weights_DE = generator.lognormal(0, 1, num_experts) * generator.lognormal(0, 0.5, (num_ranks, num_experts))
-        shares_DE = weights_DE / weights_DE.sum(1, keepdims=True)
-        yield np.stack([generator.multinomial(TOPK * tokens, row) for row in shares_DE])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
 """Shared parts of the benchmarks: jobs of ranks, models that take turns, and the load of the machine."""
 
-import argparse
 import json
 import os
 import resource
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,24 +18,6 @@ WARMUP = 10
 
 Task = dict[str, Any]
 """Parameters of a job, passed as JSON."""
-
-
-def add_worker_option(parser: argparse.ArgumentParser) -> None:
-    """Add the flag with which `job` starts a process of its script as a rank."""
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-
-
-def job(script: str, processes: int, task: Task) -> Any:
-    """Run `script` on this number of ranks, one thread each, and return the result of rank 0's `work`."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [script, "--worker", json.dumps(task | {"output": str(output)})]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if result.returncode:
-            raise SystemExit(f"the job failed:\n{result.stderr[-10000:]}")
-        return json.loads(output.read_text())
 
 
 def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
@@ -109,16 +86,6 @@ def take_turns(
             if iteration >= warmup:
                 reports[name].append(report)
     return reports
-
-
-def compare(jobs: Sequence[Mapping[str, Sequence[float]]], name: str, baseline: str) -> str:
-    """Format the ratio of two runs' median seconds, for every job, and the first job's milliseconds."""
-    medians = [(statistics.median(seconds[name]), statistics.median(seconds[baseline])) for seconds in jobs]
-    ratios = [own / other for own, other in medians]
-    return (
-        f"median {statistics.median(ratios):.3f} (jobs: {', '.join(f'{ratio:.3f}' for ratio in ratios)}) | "
-        f"{1000 * medians[0][0]:.1f} against {1000 * medians[0][1]:.1f}"
-    )
 
 
 @contextmanager

@@ -1,15 +1,14 @@
-"""Shared parts of benchmarks that train on a slow network (testbed.py) with an emulated device (emulated.py).
+"""Builds runs that train in turns: on an emulated cluster (testbed.py, emulated.py), or on this machine as it is.
 
-Messages are real; attention and experts sleep like a device with one FLOP rate. The planner's profile is exactly that
-device and network. Models of all variants are in the same processes and take turns.
+On an emulated cluster, messages are real, and attention and experts sleep like a device with one FLOP rate. The
+planners' profile describes exactly that device and network. The models of all runs are in the same processes.
 """
 
-import argparse
 import functools
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ MODEL = (
     "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --optimizer sgd --clip-grad 0 --lr 1e-3 "
     "--train-iters 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-workers 0"
 )
-"""Common flags of all these models, which leave little real computation."""
+"""Flags of the models on emulated devices; these models leave little real computation."""
 
 MESSAGE_SECONDS = 0.3e-3
 """Seconds of an empty message over gloo."""
@@ -48,41 +47,32 @@ MESSAGE_SECONDS = 0.3e-3
 
 @dataclass(frozen=True)
 class Cluster:
-    """Emulated devices on slow links."""
+    """Where the runs train."""
 
-    nodes: int
-    ranks_per_node: int
-    link_mbit: float
-    """Mbit/s of each node's link, in each direction."""
-    gflops: float
-    """1e9 operations per second of each device."""
+    nodes: int = 2
+    ranks_per_node: int = 2
+    link_mbit: float | None = 200.0
+    """Mbit/s of each node's link, in each direction; None: one node, which is this machine."""
+    gflops: float | None = None
+    """1e9 operations per second of each emulated device; None: the ranks compute."""
     bus_mbit: float | None = None
     """Mbit/s within each node; None: not limited."""
 
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> "Cluster":
-        """Construct the cluster from the options of `add_options`."""
-        return cls(args.nodes, args.ranks_per_node, args.link_mbit, args.gflops, args.bus_mbit)
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
 
     @property
     def flags(self) -> str:
         """Flags of a run in which all ranks share the experts."""
-        experts = f"--expert-model-parallel-size {self.nodes * self.ranks_per_node}"
-        return f"{experts} --moe-comm-node-size {self.ranks_per_node}"
+        return f"--expert-model-parallel-size {self.world_size} --moe-comm-node-size {self.ranks_per_node}"
 
     def __str__(self) -> str:
+        if self.link_mbit is None:
+            return f"{self.world_size} ranks on this machine"
         bus = "" if self.bus_mbit is None else f", {self.bus_mbit:g} inside nodes"
-        links = f"links of {self.link_mbit:g} Mbit/s{bus}"
-        return f"{self.nodes}x{self.ranks_per_node}, {links}, {self.gflops:g} GFLOP/s, EMULATED"
-
-
-def add_options(parser: argparse.ArgumentParser, gflops: float) -> None:
-    """Add the cluster's options; `gflops` is the default of --gflops."""
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--link-mbit", type=float, default=200.0)
-    parser.add_argument("--bus-mbit", type=float, help="Mbit/s within each node; default: the loopback's rate")
-    parser.add_argument("--gflops", type=float, default=gflops, help="1e9 operations per second of the emulated device")
+        device = "" if self.gflops is None else f", {self.gflops:g} GFLOP/s, EMULATED"
+        return f"{self.nodes}x{self.ranks_per_node}, links of {self.link_mbit:g} Mbit/s{bus}{device}"
 
 
 class Variant(NamedTuple):
@@ -93,54 +83,23 @@ class Variant(NamedTuple):
     """Change that is applied to the built run."""
 
 
-class Flops(NamedTuple):
-    """Floating-point operations of one layer's forward pass."""
-
-    attention: int
-    """Operations per token: projections, and scores and values of causal attention."""
-
-    expert: int
-    """Operations per row in one expert."""
-
-    @classmethod
-    def of(cls, hidden: int, query: int, kv: int, sequence: int, ffn: int, gated: bool) -> "Flops":
-        """
-        Args:
-            hidden: width of the model.
-            query: width of all heads' queries.
-            kv: width of all groups' keys, and of their values.
-            sequence: tokens of a sample; a token attends to half of them on average.
-            ffn: an expert's inner width.
-            gated: whether the expert has a third matrix.
-        """
-        projections = 2 * hidden * (query + 2 * kv) + 2 * query * hidden
-        return cls(projections + 2 * sequence * query, (6 if gated else 4) * hidden * ffn)
-
-
 def device_of(config: "RunConfig", gflops: float) -> EmulatedDevice:
     """Return a device with one FLOP rate: T_FNEC follows from the experts' throughput, as the planner assumes."""
+    from megatron_balance.profile.flops import attention_flops, mlp_flops
+
     transformer = config.transformer
     length = config.model.seq_length
     samples = config.train.micro_batch_size
     assert length is not None and samples is not None and transformer.moe_ffn_hidden_size is not None
-    assert transformer.kv_channels is not None and transformer.num_query_groups is not None
-    flops = Flops.of(
-        hidden=transformer.hidden_size,
-        query=transformer.num_attention_heads * transformer.kv_channels,
-        kv=transformer.num_query_groups * transformer.kv_channels,
-        sequence=length,
-        ffn=transformer.moe_ffn_hidden_size,
-        gated=transformer.gated_linear_unit,
-    )
-    flops_per_second = gflops * 1e9
-    expert = flops.expert / transformer.expert_tensor_parallel_size
-    return EmulatedDevice(expert / flops_per_second, samples * length * flops.attention / flops_per_second)
+    expert = mlp_flops(transformer, transformer.moe_ffn_hidden_size) / transformer.expert_tensor_parallel_size
+    attention = samples * length * attention_flops(transformer, length)
+    return EmulatedDevice(expert / (gflops * 1e9), attention / (gflops * 1e9))
 
 
 def profile_of(device: EmulatedDevice, nodes: int, node_size: int, link_mbit: float) -> ClusterProfile:
     """Return the profile that `tools/profile_cluster.py` would measure there; bytes within a node are free.
 
-    A message between nodes has its node's link for itself, or shares it with those of the node's other ranks.
+    A message between nodes has its node's link for itself, or shares it with the messages of the node's other ranks.
     """
     message = Fit(MESSAGE_SECONDS, 8 / (link_mbit * 1e6), 0.0, 0.0)
     forward = Throughput(device.expert_seconds_per_token, 0.0, 0.0, 0.0)
@@ -181,14 +140,11 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
     load = config.train.micro_batch_size * config.model.seq_length * transformer.moe_router_topk
     tokens = [load // part for part in (16, 8, 4, 2, 1)]
     everyone = tuple(range(profile.num_ranks))
-    passes = functools.partial(expert_passes, experts)
-    stopwatch = Stopwatch(world, host, REPEATS)
-    dtype = transformer.params_dtype
     bench = GroupBench(
-        stopwatch=stopwatch,
+        stopwatch=Stopwatch(world, host, REPEATS),
         groups={everyone: world},
-        passes=passes,
-        dtype=dtype,
+        passes=functools.partial(expert_passes, experts),
+        dtype=transformer.params_dtype,
         node_size=profile.node_size,
         codecs=codecs,
     )
@@ -209,7 +165,7 @@ def with_handling(profile: ClusterProfile, config: "RunConfig", experts: "Groupe
 
 def build(
     variants: Mapping[str, Variant], common: str, profile: Path, cluster: Cluster, handling: bool = False
-) -> "tuple[dict[str, Run], EmulatedDevice]":
+) -> "dict[str, Run]":
     """Build every variant's run on this rank, from `common` and its own flags; rank 0 writes the profile.
 
     Args:
@@ -221,36 +177,47 @@ def build(
     cpu.install()
     import torch.distributed as dist
 
+    from megatron_balance.build.profiles import measure_schedules
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.cost.exchange import resized
     from megatron_balance.flow.experts import GroupedExperts
+    from megatron_balance.job.layout import build_groups
 
     machine = Machine.here(dist.get_world_size())
-    device = device_of(parse_args(common.split(), machine)[0], cluster.gflops)
-    known = profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit)
     lines = {name: f"{common} {variant.flags}" for name, variant in variants.items()}
+    if cluster.gflops is None:
+        return ranks.build(lines, machine)
+    assert cluster.link_mbit is not None, "an emulated device needs an emulated network"
+    config = parse_args(common.split(), machine).config
+    device = device_of(config, cluster.gflops)
+    known = profile_of(device, cluster.nodes, cluster.ranks_per_node, cluster.link_mbit)
     if handling:
         (plain,) = ranks.build({"": common}, machine).values()
         emulate(plain.model, device)
         modules = (module for chunk in plain.model for module in chunk.modules())
         measured = next(module for module in modules if isinstance(module, GroupedExperts))
-        known = with_handling(known, parse_args([*lines.values()][-1].split(), machine)[0], measured)
+        known = with_handling(known, parse_args([*lines.values()][-1].split(), machine).config, measured)
+    hosts = config.transformer.expert_model_parallel_size
+    shards = config.transformer.expert_tensor_parallel_size
+    known = resized(known, hosts, min(hosts, max(1, cluster.ranks_per_node // shards)))
+    if any("--moe-parallel-schedule auto" in line for line in lines.values()):
+        known = replace(known, parallel=measure_schedules(config, build_groups(config.transformer, config.train.seed)))
     if dist.get_rank() == 0:
-        experts = parse_args(common.split(), machine)[0].transformer.expert_model_parallel_size
-        resized(known, experts, min(experts, cluster.ranks_per_node)).save(profile)
+        known.save(profile)
     # The other variants do not read a profile
+    readers = ("--balance-policy", "--moe-comm-chunks", "--moe-parallel-schedule auto")
     told = {
         name: f"{line} --balance-profile {profile}"
         for name, line in lines.items()
-        if "--balance-policy" in line or "--moe-comm-chunks" in line
+        if any(reader in line for reader in readers)
     }
     runs = ranks.build(lines | told, machine)
     for name, run in runs.items():
-        emulate(run.model, device)
+        emulate(run.model, device, log=lambda line: None)
         if (change := variants[name].change) is not None:
             change(run)
-    return runs, device
+    return runs
 
 
 @contextmanager
@@ -285,10 +252,3 @@ def _with_cpu_seconds(task: Callable[..., Any], *args: Any) -> tuple[Any, float]
 def sums_over_layers(report: "StepReport", names: Iterable[str]) -> list[float]:
     """Return the sum over layers of each of these fields of the reports; zeros without a policy."""
     return [sum(getattr(layer, name) for layer in report.balance.values()) for name in names]
-
-
-def slowest(by_rank: Iterable[Sequence[Any]]) -> list[Any]:
-    """Combine all ranks' samples of each iteration: `seconds` are the slowest rank's, other fields are equal."""
-    return [
-        samples[0]._replace(seconds=max(sample.seconds for sample in samples)) for samples in zip(*by_rank, strict=True)
-    ]

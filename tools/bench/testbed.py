@@ -16,6 +16,7 @@ import multiprocessing.connection
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,8 @@ class Testbed:
     Args:
         nodes: number of network namespaces.
         ranks_per_node: rank r is on node r // ranks_per_node.
-        link_mbit: Mbit/s that a node can send, and receive at the same time.
+        link_mbit: Mbit/s that a node can send, and receive at the same time; None: one node, which is this machine.
+            Then neither root nor a tool is needed, and only `run` works.
         bus_mbit: Mbit/s that all ranks of a node together can send to each other; None: the loopback's rate.
 
     Raises:
@@ -88,7 +90,7 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, nodes: int, ranks_per_node: int, link_mbit: float, bus_mbit: float | None = None) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, link_mbit: float | None, bus_mbit: float | None = None) -> None:
         wanted = {
             "--nodes": nodes,
             "--ranks-per-node": ranks_per_node,
@@ -98,6 +100,8 @@ class Testbed:
         for flag, value in wanted.items():
             if value is not None and value <= 0:
                 raise ValueError(f"{flag} {value}: choose a number above 0")
+        if link_mbit is None and nodes > 1:
+            raise ValueError(f"--nodes {nodes}: also give --link-mbit")
         if nodes > 250:
             raise ValueError(f"--nodes {nodes}: choose at most 250 (their addresses share one byte)")
         self.nodes = nodes
@@ -111,13 +115,14 @@ class Testbed:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Testbed":
-        require_tools()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_terminate_raises())
             self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            remove(abandoned(existing_namespaces(), is_running))
-            stack.callback(self._remove)
-            build(setup_commands(self._prefix, self.nodes, self.link_mbit, self.bus_mbit))
+            if self.link_mbit is not None:
+                require_tools()
+                remove(abandoned(existing_namespaces(), is_running))
+                stack.callback(self._remove)
+                build(setup_commands(self._prefix, self.nodes, self.link_mbit, self.bus_mbit))
             self._cleanup = stack.pop_all()
         return self
 
@@ -141,7 +146,7 @@ class Testbed:
             RankFailure: a rank failed; the error is about the first one.
         """
         context = multiprocessing.get_context("forkserver")
-        port = next(self._ports)
+        port = self._port()
         processes = []
         pipes = []
         try:
@@ -167,13 +172,13 @@ class Testbed:
             live: whether the last rank prints to our standard output and error instead of `Ended.output`.
             timeout: seconds after which all ranks are stopped.
         """
-        port = next(self._ports)
+        port = self._port()
         processes = []
         try:
             for rank in range(self.world_size):
                 with open(self._log(rank), "wb") as log:
                     output = None if live and rank == self.world_size - 1 else log
-                    inside = ["ip", "netns", "exec", self._namespace(rank), *command]
+                    inside = ["ip", "netns", "exec", f"{self._prefix}{self.node_of(rank)}", *command]
                     environment = os.environ | self._environment(rank, port)
                     processes.append(
                         subprocess.Popen(
@@ -201,11 +206,20 @@ class Testbed:
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": 1,
         }
-        addresses = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        addresses = {"MASTER_ADDR": "127.0.0.1"}
+        if self.link_mbit is not None:
+            addresses = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"}
         return addresses | {name: str(value) for name, value in numbers.items()}
 
-    def _namespace(self, rank: int) -> str:
-        return f"{self._prefix}{self.node_of(rank)}"
+    def _namespace(self, rank: int) -> str | None:
+        return None if self.link_mbit is None else f"{self._prefix}{self.node_of(rank)}"
+
+    def _port(self) -> int:
+        """Return a port that nobody uses: any in a network of our own."""
+        if self.link_mbit is not None:
+            return next(self._ports)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return server.getsockname()[1]
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.txt"
@@ -285,7 +299,7 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _serve(
-    namespace: str,
+    namespace: str | None,
     environment: dict[str, str],
     log: Path,
     pipe: Connection,
@@ -298,7 +312,8 @@ def _serve(
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
-        enter(namespace)
+        if namespace is not None:
+            enter(namespace)
         os.environ |= environment
         import torch
         import torch.distributed as dist
