@@ -6,7 +6,7 @@ the text.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -24,10 +24,10 @@ MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, Di
 DIVIDED = (ours.ModelConfig, ours.LaunchConfig, *MEGATRON_CLASSES)
 """Dataclasses whose fields are divided among groups. The first one that has a field defines its flag."""
 
-NAMED_VALUES: dict[str, Mapping[str, type]] = {
-    "balance_policy": registered(),
-    "moe_comm_alltoall": ALL_TO_ALLS,
-    "moe_comm_codec": CODECS,
+NAMED_VALUES: dict[str, Callable[[], Mapping[str, type]]] = {
+    "balance_policy": registered,
+    "moe_comm_alltoall": lambda: ALL_TO_ALLS,
+    "moe_comm_codec": lambda: CODECS,
 }
 """Fields whose value is the name of one of these classes; a line of the help is the summary of a class's docstring."""
 
@@ -235,7 +235,7 @@ def field_help(cls: type) -> dict[str, str]:
     docs = field_docs(cls)
     if cls in MEGATRON_CLASSES:
         return {name: HELP.get(name) or _first_sentence(doc) for name, doc in docs.items()} | HELP
-    named = {name: with_values(docs[name], known) for name, known in NAMED_VALUES.items() if name in docs}
+    named = {name: with_values(docs[name], known()) for name, known in NAMED_VALUES.items() if name in docs}
     return docs | named
 
 

@@ -12,8 +12,10 @@ from megatron_balance.cost.core import (
     FEATURES,
     CandidateCosts,
     Prices,
+    add_expert,
     add_node,
     estimate,
+    hosted_by,
     move_expert,
     send_expert,
     sum_work,
@@ -129,6 +131,52 @@ def try_(
         costs.more_A[a] = more
         costs.trans_A[a], costs.agg_A[a] = estimate(busy, extra, prices.sending)
     return costs
+
+
+@compiled(
+    f"void(float64[:,:,::1], {_EXPERTS}, int64, int64, boolean[:,::1], {_PRICES}, float64[:,::1], float64[:,:,::1], "
+    "float64[::1])",
+    Prices,
+)
+def involve(
+    loads_FBD: np.ndarray,
+    counts_EBD: np.ndarray,
+    shares_ED: np.ndarray,
+    primary_E: np.ndarray,
+    owner_E: np.ndarray,
+    expert: int,
+    rank: int,
+    involved_AD: np.ndarray,
+    prices_1: np.ndarray,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+    work_BD: np.ndarray,
+    work_ABD: np.ndarray,
+    found_A: np.ndarray,
+) -> None:
+    """Add `Hosting.involved_seconds`, without Trans and Agg; candidates' seconds of `rank` are reduced in place."""
+    prices = prices_1[0]
+    more_FBD = np.zeros_like(loads_FBD)
+    rest_BD = np.empty_like(work_BD)
+    shares_D = shares_ED[expert]
+    ranks = work_BD.shape[1]
+    primary = hosted_by(shares_D, primary_E[expert], owner_E[expert])
+    size = prices.links.node_size
+    add_expert(more_FBD, -1.0, counts_EBD[expert], shares_D, primary, size, prices.local_first)
+    sum_work(loads_FBD, more_FBD, rest_BD, prices, rate_D, per_token_D)
+    for b in range(len(work_BD)):
+        mean = 0.0
+        for d in range(ranks):
+            mean += work_BD[b, d] / ranks
+        next_ = max(rest_BD[b, rank] - mean, 0.0)
+        for a in range(len(found_A)):
+            work_ABD[a, b, rank] -= next_
+            most = 0.0
+            everyone = True
+            for d in range(ranks):
+                everyone &= involved_AD[a, d]
+                most = max(most, work_ABD[a, b, d] if involved_AD[a, d] else 0.0)
+            found_A[a] += most if everyone else max(most, mean)
 
 
 class PlannedGuests(NamedTuple):

@@ -125,7 +125,7 @@ def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
         work_S[place] = done
         before = work
         at_work -= 1
-    return done
+    return float(done)
 
 
 @compiled(None)

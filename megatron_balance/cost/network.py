@@ -135,7 +135,10 @@ class Network:
         amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
         near_XD, far_XD, node_XN, longest_X = carry(amount_XFD, self._links_1)
         return Busy(
-            *(seconds_X.reshape(*shape, -1) for seconds_X in (near_XD, far_XD, node_XN)), longest_X.reshape(shape)
+            near_XD.reshape(*shape, -1),
+            far_XD.reshape(*shape, -1),
+            node_XN.reshape(*shape, -1),
+            longest_X.reshape(shape),
         )
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:

@@ -175,7 +175,7 @@ class BatchModel:
             columns[-1] = len(plan) - 1 - columns[-1]
         _, source_M, target_M, _, pieces_M, round_M = columns
         ends_WM = np.stack([target_M, source_M] if backward else [source_M, target_M])
-        times = self.times(BatchLoads.of(network, *ends_WM, 1 / pieces_M, round_M))
+        times = self.times(BatchLoads.of(network, ends_WM[0], ends_WM[1], 1 / pieces_M, round_M))
         is_far_M = network.node_D[source_M] != network.node_D[target_M]
         latency_M = (times.latency_XD + times.tensor_XD)[round_M, ends_WM].max(0)
         byte_M = times.byte_FXD[is_far_M * 1, round_M, ends_WM].max(0)
@@ -438,7 +438,7 @@ class SendingModel:
         Args:
             guests_AD: bool, ranks that receive the expert.
         """
-        return link_times(owner_A, guests_AD, self.network.node_size, float(self.far))
+        return link_times(np.ascontiguousarray(owner_A), guests_AD, self.network.node_size, float(self.far))
 
     def progress(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward."""

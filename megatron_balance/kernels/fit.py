@@ -11,6 +11,9 @@ A value and its index form one int64 key, value * 2**INDEX_BITS + index, so that
 Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
 """
 
+# triton is not a requirement, and pyright does not know how its kernels are launched
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from typing import NamedTuple
 
 import torch

@@ -6,6 +6,9 @@ are no atomics, and the same rows give the same bits in every run.
 In shapes, B counts blocks of tokens.
 """
 
+# triton is not a requirement, and pyright does not know how its kernels are launched
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from typing import NamedTuple
 
 import torch

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import change, try_
+from megatron_balance.cost.candidates import change, involve, try_
 from megatron_balance.cost.core import COMPUTED, add_loads
 from megatron_balance.cost.loads import by_microbatch, owner_loads, placement_loads
 from megatron_balance.cost.model import CostModel, owners
@@ -23,7 +23,7 @@ In 126 plans for 48 and 64 ranks, it was at most 1.30."""
 
 def prepare() -> None:
     """Compile the loops of searches now, so that the first plan does not wait for numba."""
-    for loop in (add_loads, change, try_):
+    for loop in (add_loads, change, try_, involve):
         loop.prepare()
 
 
@@ -180,8 +180,24 @@ class Hosting:
         now = self.loads_FBD, self.sent_D, float(self.extra_E.max())
         return Alternatives(layer.cost, *try_(*now, *hosts, *changes, *layer.cost.prices))
 
+    def involved_seconds(
+        self, alternatives: Alternatives, expert: int, rank: int, involved_AD: np.ndarray
+    ) -> np.ndarray:
+        """Return [A] the time of the ranks involved in alternatives, Trans and Agg included.
+
+        Other ranks count with the mean: with several slow ranks, relieving one alone would not change the maximum. What
+        the slow `rank` computes of other experts beyond the mean does not count either, because these experts are next;
+        it is taken off `alternatives.work_ABD`.
+        """
+        layer = self.layer
+        found_A = np.zeros(len(involved_AD))
+        hosts = layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E
+        found = self.work_BD, alternatives.work_ABD, found_A
+        involve(self.loads_FBD, *hosts, expert, rank, involved_AD, *layer.cost.prices, *found)
+        return found_A + sum(layer.cost.exposed(layer.mean, alternatives.trans_A, alternatives.agg_A))
+
     @cached_property
-    def now(self) -> Alternatives:
+    def _now(self) -> Alternatives:
         """The layer under these hosts, as the only alternative."""
         nothing = np.full((1, 1), -1)
         return self.under(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
@@ -189,7 +205,7 @@ class Hosting:
     @property
     def work_BD(self) -> np.ndarray:
         """Seconds of each rank in each microbatch: see `CostModel.rank_seconds`."""
-        return self.now.work_ABD[0]
+        return self._now.work_ABD[0]
 
     @cached_property
     def seconds(self) -> float:
@@ -204,8 +220,8 @@ class Hosting:
 
     def seconds_with(self, trans: float, agg: float) -> float:
         """Return the seconds of the layer if Trans and Agg take so long."""
-        exchanging = float(self.now.exchanging_A[0])
-        computed = float(self.now.computed_A[0])
+        exchanging = float(self._now.exchanging_A[0])
+        computed = float(self._now.computed_A[0])
         return float(self.layer.cost.time_of(exchanging, computed, trans, agg).total)
 
     @cached_property
@@ -215,7 +231,7 @@ class Hosting:
 
     @cached_property
     def _sending(self) -> tuple[float, float]:
-        return float(self.now.trans_A[0]), float(self.now.agg_A[0])
+        return float(self._now.trans_A[0]), float(self._now.agg_A[0])
 
     @property
     def tokens_BD(self) -> np.ndarray:

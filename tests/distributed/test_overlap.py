@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.observe.trace import Record, Timeline, load_timeline
+from megatron_balance.observe.trace import Timeline, TraceEvent, load_timeline
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
@@ -175,5 +175,5 @@ def test_the_timeline_shows_what_the_log_tells(ranks, profiles, tmp_path: Path, 
     assert outcomes[0][1][1]["trans_bytes"] > 0
 
 
-def spans(trace: list[Record], iteration: int, stream: str) -> list[Record]:
+def spans(trace: list[TraceEvent], iteration: int, stream: str) -> list[TraceEvent]:
     return [span for span in trace if (span.iteration, span.stream) == (iteration, stream)]

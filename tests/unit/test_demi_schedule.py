@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demi_check import check
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.problem import Problem
 from megatron_balance.planning.demi.schedule import MiniTask, MiniTaskKind, MiniTaskSchedule
+from tests.unit.demi_check import check
 from tests.unit.demi_problems import even_problem, problems
 
 

@@ -2,10 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import gpu_graph
 import pytest
 import torch
 
@@ -83,29 +81,6 @@ def test_overlap(tmp_path: Path) -> None:
     numbers = {row["number"]: row["value"] for row in rows if row["side"] == "kernel"}
     saved = numbers["main ms"] + numbers["side ms"] - numbers["both ms"]
     assert numbers["hidden"] == pytest.approx(saved / min(numbers["main ms"], numbers["side ms"]))
-
-
-def test_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "graph.json"
-    assert gpu_graph.main(["--cpu", "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["tables"]["replays"]["rows"]
-    assert {row["value"] for row in rows if row["number"] == "different"} == {0}
-    right = gpu_graph.step_of
-
-    def step_of(sizes: gpu_graph.Sizes, device: torch.device) -> Callable[[gpu_graph.Inputs], list[torch.Tensor]]:
-        step = right(sizes, device)
-        seen = []
-
-        def stale(inputs: gpu_graph.Inputs) -> list[torch.Tensor]:
-            seen.append((inputs, inputs.routing_TE.clone()))
-            replayed, routing_TE = seen[0]
-            return step(inputs._replace(routing_TE=routing_TE) if inputs is replayed else inputs)
-
-        return stale
-
-    # A graph that keeps the first routing must be noticed
-    monkeypatch.setattr(gpu_graph, "step_of", step_of)
-    assert gpu_graph.main(["--cpu"]) == 1
 
 
 def test_a_table_for_people() -> None:

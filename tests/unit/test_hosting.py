@@ -80,7 +80,7 @@ class Case:
         loads_FBD = self.loads(hosting).sum(0)
         assert hosting.loads_FBD == pytest.approx(loads_FBD, abs=1e-9)
         assert hosting.work_BD == pytest.approx(cost.rank_seconds(loads_FBD), abs=1e-9)
-        work = hosting.now.exchanging_A[0], hosting.now.computed_A[0]
+        work = hosting._now.exchanging_A[0], hosting._now.computed_A[0]
         assert work == pytest.approx([float(part) for part in cost.work_of(loads_FBD)], abs=1e-9)
         times_ED, extra_E = cost.transport.link_times(hosting.layer.owner_E, hosting.guests_ED)
         assert hosting.sent_D == pytest.approx(times_ED.sum(0), abs=1e-9)
@@ -142,10 +142,30 @@ def test_alternatives_are_as_hosts_that_change(case: Case, ways: int, number: in
         after = (after if one_after_the_other else hosting).changed(*(each[:kept] for each in arrays))
         extra = max(extra if one_after_the_other else float(hosting.extra_E.max()), float(after.extra_E.max()))
         assert found.work_ABD[a] == pytest.approx(after.work_BD, abs=1e-9)
-        assert found.exchanging_A[a] == pytest.approx(after.now.exchanging_A[0], abs=1e-9)
-        assert found.computed_A[a] == pytest.approx(after.now.computed_A[0], abs=1e-9)
+        assert found.exchanging_A[a] == pytest.approx(after._now.exchanging_A[0], abs=1e-9)
+        assert found.computed_A[a] == pytest.approx(after._now.computed_A[0], abs=1e-9)
         assert found.busiest_A[a] == pytest.approx(after.sent_D.max(), abs=1e-9)
         assert found.more_A[a] == pytest.approx((after.sent_D - hosting.sent_D).sum(), abs=1e-9)
         assert found.extra_A[a] == pytest.approx(extra, abs=1e-9)
     sent_2A = case.cost.transport.seconds_of(found.busiest_A, found.extra_A)
     assert found.trans_A == pytest.approx(sent_2A[0], rel=1e-12) and found.agg_A == pytest.approx(sent_2A[1], rel=1e-12)
+
+
+@given(drawn)
+def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
+    hosting = case.hosting
+    cost = case.cost
+    expert = int(case.generator.integers(len(hosting.primary_E)))
+    rank = int(case.generator.integers(case.ranks))
+    _, shares_AD, primary_A = case.hosts(4)
+    involved_AD = case.generator.random(shares_AD.shape) < 0.6
+    involved_AD[:, rank] = True
+    found = hosting.under(np.full((1, len(primary_A)), expert), shares_AD[None], primary_A[None])
+    work_ABD = found.work_ABD.copy()
+    mean_B1 = hosting.work_BD.mean(-1, keepdims=True)
+    others_BD = cost.rank_seconds(hosting.loads_FBD - case.loads(hosting)[expert])
+    work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
+    seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
+    seconds_A += sum(cost.exposed(hosting.layer.mean, *cost.transport.seconds_of(found.busiest_A, found.extra_A)))
+    assert hosting.involved_seconds(found, expert, rank, involved_AD) == pytest.approx(seconds_A, abs=1e-9)
+    assert found.work_ABD == pytest.approx(work_ABD, abs=1e-9)

@@ -65,7 +65,7 @@ def test_files_hold_flags_and_comments_and_later_flags_win(tmp_path: Path) -> No
     ("text", "said"),
     [
         ("--lr 'x", "--lr 'x"),
-        ("@other.args", "cannot name others"),
+        ("@other.args", "cannot include another"),
         ("--no-such-flag", "--no-such-flag"),
         (None, "some"),
     ],

@@ -35,7 +35,8 @@ def test_tables_are_those_of_one_host_after_another(placement: Placement) -> Non
     found = tables.expert_N, tables.hosting.host_N, tables.hosting.share_N, tables.physical_N
     assert [*zip(*(array.tolist() for array in found), strict=True)] == rows
     assert tables.expert_P.tolist() == experts_P
-    assert tables.first_E.tolist() == [sum(row[0] < expert for row in rows) for expert in range(len(tables.hosts) + 1)]
+    ends = [sum(row[0] < expert for row in rows) for expert in range(placement.num_experts + 1)]
+    assert tables.first_E.tolist() == ends
     assert {(*cell,): int(tables.shares_ED[cell]) for cell in zip(*tables.shares_ED.nonzero(), strict=True)} == {
         row[:2]: row[2] for row in rows
     }

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.core import COMPUTED
+from megatron_balance.cost.loads import expert_loads
 from megatron_balance.cost.model import CostModel, balance_ratio, variance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.planning.hosting import Alternatives, Hosting, LayerLoad, prepare
@@ -28,8 +30,8 @@ GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 EXAMINED = 4
 """Number of experts of the slowest rank that are examined in one step."""
 
-POWER = 16
-"""Exponent of the soft maximum of all ranks' seconds."""
+EVENNESS = 0.01
+"""Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
 
 FEW_RANKS = 32
 """Number of ranks up to which there is time for full searches from two states."""
@@ -39,6 +41,9 @@ TARGETS = (1.02, 1.25, 1.6)
 
 CHANGE = 0.02
 """Share of the layer's time by which expanding many experts at once must beat the placement in use."""
+
+NEARLY = 0.95
+"""Share of the slowest rank's time from which a rank counts as one of the slowest."""
 
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
@@ -61,9 +66,9 @@ class FlexMoE(Policy):
        those with which a search in tokens makes the owners' loads even. On few ranks, also start from the state of 0.
     2. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
        can help; the one with the most tokens per vExpert comes first. It goes to the rank, or to several of the
-       lightest ranks at once, or the slowest rank gives it up to its other hosts (Shrink), whichever makes a soft
-       maximum of the ranks' times least. Where several ranks are equally slow, the soft maximum falls with each of
-       them. Keep the state with the shortest layer.
+       lightest ranks at once, that make times most even, or the slowest rank gives it up to its other hosts (Shrink).
+       No rank involved may become as slow as the slowest was; this rule gets past ranks that are equally slow. Keep the
+       state with the shortest layer.
     3. Drop guests that no longer help, also below the threshold: without them the layer is not slower, and the sum over
        ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
     4. Migrate while it makes Trans cheaper, and the layer not slower.
@@ -71,7 +76,7 @@ class FlexMoE(Policy):
     Eq. 5 counts Trans and Agg as the rest of the cost model does, in place of Eq. 9: what computation hides is free
     (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost no more than that. By the
     cost model, the plan is never slower than the placement in use or owners alone; on many ranks, no messages are timed
-    where Trans and Agg could take DOUBT times as long as on the busiest rank. An expert may leave its owner,
+    where Trans and Agg could take DOUBT times as long as on the busiest rank. An expert may leave its owner
     until a Migrate brings it back.
     """
 
@@ -94,11 +99,15 @@ class FlexMoE(Policy):
     vexperts_per_rank: int | None = None
     """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
 
-    budget: int = 12
+    budget: int = 20
     """Maximum number of steps 2, which bounds planning time at any size."""
 
     improvements: int = 4
     """Maximum numbers of steps 3 and of steps 4."""
+
+    patience: int = 6
+    """Number of steps 2 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
+    search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -144,15 +153,15 @@ class FlexMoE(Policy):
             return Searched(first, first, first)
         alone = _alone(first)
         home = alone if alone.seconds < first.seconds * (1 - TOLERANCE) else first
-        starts = [home]
+        starts = [(home, 1)]
         if (even := self._expanded(first, alone, home, limit)) is not None:
-            starts = [even, home] if current.num_ranks <= FEW_RANKS else [even]
-        ends = [self._improved(start, limit) for start in starts]
+            starts = [(even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
+        ends = [self._improved(start, limit, part) for start, part in starts]
         return Searched(first, alone, _merged(min(ends, key=lambda end: end.seconds)))
 
-    def _improved(self, state: Hosting, limit: int) -> Hosting:
-        """Return the state after steps 2 to 4."""
-        state = self._balanced(state, limit)
+    def _improved(self, state: Hosting, limit: int, part: int) -> Hosting:
+        """Return the state after steps 2 to 4; `part` as in `_balanced`."""
+        state = self._balanced(state, limit, part)
         for improve in (_drop, _migrate):
             for _ in range(self.improvements):
                 if not (changes := improve(state, limit)):
@@ -179,15 +188,26 @@ class FlexMoE(Policy):
                 return even
         return None
 
-    def _balanced(self, state: Hosting, limit: int) -> Hosting:
-        """Return the fastest state on the way of Algorithm 1."""
+    def _balanced(self, state: Hosting, limit: int, part: int) -> Hosting:
+        """Return the fastest state on the way of Algorithm 1 with one in `part` steps."""
+        patience = self.patience // part
         best = state
-        for _ in range(self.budget):
-            if self._is_balanced(state) or state.floor >= best.seconds or not (changes := _relieve(state, limit)):
+        waiting = patience
+        slow = _slow(state, state)
+        for _ in range(self.budget // part):
+            if self._is_balanced(state) or state.floor >= best.seconds or not waiting:
+                break
+            if not (changes := _relieve(state, limit)):
                 break
             state = _after(state, changes)
+            waiting = waiting - 1
             if state.seconds < best.seconds * (1 - TOLERANCE):
                 best = state
+                waiting = patience
+                slow = _slow(state, state)
+            elif (left := _slow(state, best)) < slow:
+                waiting = patience
+                slow = left
         return best
 
 
@@ -233,6 +253,11 @@ def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.nd
     return more_AD
 
 
+def _slow(state: Hosting, before: Hosting) -> int:
+    """Return the number of ranks, over all microbatches, that are nearly as slow as the slowest was."""
+    return int((state.work_BD >= NEARLY * before.work_BD.max(-1, keepdims=True)).sum())
+
+
 def _alone(state: Hosting) -> Hosting:
     """Return the state in which each expert has one vExpert, on its owner."""
     owned_ED = state.layer.owned_ED
@@ -258,8 +283,10 @@ def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
     Args:
         limit: maximum number of vExperts per rank.
     """
-    microbatch, slowest = state.slowest()
-    lightest_D = np.argsort(state.work_BD[microbatch], kind="stable")
+    place = state.slowest()
+    ranks = len(state.sent_D)
+    slowest = place[1]
+    lightest_D = np.argsort(state.work_BD[place[0]], kind="stable")
     capacity_E = state.layer.tokens_E / state.shares_ED.sum(1)
     free_vexperts_D = limit - state.shares_ED.sum(0)
     (expert_M,) = (state.shares_ED[:, slowest] * capacity_E).nonzero()
@@ -268,45 +295,36 @@ def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
         no_slot_D = ~member_D & (state.free_slots_D <= 0)
         full_D = no_slot_D | (free_vexperts_D <= 0)
         more_AD = _expansions(state, expert, slowest, lightest_D[~full_D[lightest_D]])
-        if changes := _most_even(state, (np.full(len(more_AD), expert), more_AD)):
-            return changes
+        # After a Shrink, the other hosts compute more
+        involved_AD = (more_AD != 0) | ((more_AD < 0).any(1, keepdims=True) & (state.shares_ED[expert] > 0))
+        alternatives = _under(state, (np.full(len(more_AD), expert), more_AD))
+        if (choice := _fastest(state, expert, place, alternatives, involved_AD)) is not None:
+            return [(expert, more_AD[choice])]
         smallest_D, found_D = _smallest(state, capacity_E, expert, no_slot_D)
         rank_A = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
-        more_AD = gaining(rank_A, 1, len(lightest_D))
-        if changes := _most_even(state, (np.full_like(rank_A, expert), more_AD), (smallest_D[rank_A], -more_AD)):
-            return changes
+        more_AD = gaining(rank_A, 1, ranks)
+        changes = (np.full_like(rank_A, expert), more_AD), (smallest_D[rank_A], -more_AD)
+        involved_AD = np.any([_computes_other(state, *change) for change in changes], axis=0)
+        alternatives = _under(state, *changes)
+        if (choice := _fastest(state, expert, place, alternatives, involved_AD)) is not None:
+            return [(int(expert_A[choice]), more_AD[choice]) for expert_A, more_AD in changes]
     return []
 
 
-def _most_even(state: Hosting, *changes: tuple[np.ndarray, np.ndarray]) -> Sequence[Change]:
-    """Return the alternative with the least `_soft_seconds` of those that make the layer faster.
-
-    If none makes the layer faster, return the one with the least `_soft_seconds` if they are less than the state's.
-
-    Args:
-        changes: as in `_under`.
-    """
-    alternatives = _under(state, *changes)
-    soft_A = _soft_seconds(state, alternatives)
-    faster_A = alternatives.seconds_A < state.seconds * (1 - TOLERANCE)
-    if not faster_A.any():
-        faster_A = soft_A < _soft_seconds(state, state.now)[0] * (1 - TOLERANCE)
-    if not faster_A.any():
-        return []
-    best = int(np.where(faster_A, soft_A, np.inf).argmin())
-    return [(int(expert_A[best]), more_AD[best]) for expert_A, more_AD in changes]
-
-
-def _soft_seconds(state: Hosting, alternatives: Alternatives) -> np.ndarray:
-    """Return [A] the ranks' soft maximum of seconds, summed over microbatches, and the exposed Trans and Agg.
-
-    If several ranks are equally slow, relieving one of them lowers a soft maximum, unlike the maximum.
-    """
+def _computes_other(state: Hosting, expert_A: np.ndarray, more_AD: np.ndarray) -> np.ndarray:
+    """Return [A, D] bool: ranks that compute other tokens if experts gain these vExperts."""
     layer = state.layer
-    longest = alternatives.work_ABD.max(initial=0.0) or 1.0
-    power_AB = ((alternatives.work_ABD / longest) ** POWER).mean(-1)
-    exposed = layer.cost.exposed(layer.mean, alternatives.trans_A, alternatives.agg_A)
-    return longest * (power_AB ** (1 / POWER)).sum(-1) + sum(exposed)
+    row_A = np.arange(len(expert_A))
+    owner_A = layer.owner_E[expert_A]
+    computed = []
+    for shares_AD in (state.shares_ED[expert_A], state.shares_ED[expert_A] + more_AD):
+        first_A = np.where(shares_AD[row_A, owner_A], owner_A, (shares_AD > 0).argmax(1))
+        primary_A = state.primary_E[expert_A]
+        primary_A = np.where(shares_AD[row_A, primary_A], primary_A, first_A)
+        counts_ABD = layer.counts_EBD[expert_A]
+        loads_AFBD = expert_loads(layer.cost.network, layer.cost.split, counts_ABD, shares_AD, primary_A)
+        computed.append(loads_AFBD[:, COMPUTED])
+    return (computed[0] != computed[1]).any(1)
 
 
 def _expansions(state: Hosting, expert: int, slowest: int, rank_R: np.ndarray) -> np.ndarray:
@@ -346,6 +364,28 @@ def _smallest(
     present_ED[expert] = False
     present_ED &= ~no_slot_D | (state.guests_ED & (state.shares_ED == 1))
     return np.where(present_ED, capacity_E[:, None], np.inf).argmin(0), present_ED.any(0)
+
+
+def _fastest(
+    state: Hosting, expert: int, slowest: tuple[int, int], alternatives: Alternatives, involved_AD: np.ndarray
+) -> int | None:
+    """Return the alternative with the least `involved_seconds`, if all ranks involved are faster than the slowest was.
+
+    Ties go to the most even ranks.
+
+    Args:
+        slowest: the microbatch and the rank with the most seconds above the mean.
+    """
+    microbatch, rank = slowest
+    involved_AD = involved_AD.copy()
+    involved_AD[:, rank] = True
+    work_AD = alternatives.work_ABD[:, microbatch]
+    fits_A = (work_AD * involved_AD).max(-1) < state.work_BD[slowest] * (1 - TOLERANCE)
+    if not fits_A.any():
+        return None
+    total_A = state.involved_seconds(alternatives, expert, rank, involved_AD)
+    even_A = np.sqrt((alternatives.work_ABD**2).mean((1, 2))) * EVENNESS
+    return int(np.where(fits_A, total_A + even_A, np.inf).argmin())
 
 
 def _drop(state: Hosting, limit: int) -> Sequence[Change]:
