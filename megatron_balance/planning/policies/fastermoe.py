@@ -12,8 +12,8 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 
-def _shadowed(counts: np.ndarray, current: Placement) -> Iterator[Placement]:
-    """Yield the placements in which 1, 2, ... of the experts with most tokens are on all ranks with a free slot."""
+def _shadows(counts: np.ndarray, current: Placement) -> Iterator[list[tuple[int, int]]]:
+    """Yield the guests, as (expert, rank), that put 1, 2, ... of the hottest experts on all ranks with a free slot."""
     tokens_E = by_microbatch(counts).sum((0, 1))
     free_D = np.full(current.num_ranks, current.guest_slots)
     additions: list[tuple[int, int]] = []
@@ -21,7 +21,7 @@ def _shadowed(counts: np.ndarray, current: Placement) -> Iterator[Placement]:
         ranks = [rank for rank in free_D.nonzero()[0].tolist() if rank != current.owner(expert)]
         free_D[ranks] -= 1
         additions += [(expert, rank) for rank in ranks]
-        yield owners_host(current, additions)
+        yield [*additions]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class FasterMoE(Policy):
         """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts, best)
-        for candidate in _shadowed(counts, current):
+        for additions in _shadows(counts, current):
+            candidate = owners_host(current, additions)
             shadowed = cost.layer_seconds(counts, candidate)
             if shadowed >= seconds:
                 break
@@ -60,7 +61,7 @@ class TopK(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        return [owners_host(current), *islice(_shadowed(counts, current), self.k)][-1]
+        return owners_host(current, [[], *islice(_shadows(counts, current), self.k)][-1])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from megatron_balance.planning.policies.interface import Policy, owners_host
 TARGETS = (1.01, 1.05, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)
 """Loads of the heaviest rank over the mean that searches aim at."""
 
+RELIEVED = 0.9
+"""Load of the heaviest rank after a search that relieves it only a little, over its load before."""
+
 FINALISTS = 2
 """Number of plans on few ranks that are timed with all messages."""
 
@@ -61,7 +64,8 @@ class ProProphet(Policy):
         plain = Hosting.alone(LayerLoad.of(counts, current, cost))
         if self._is_balanced(plain):
             return alone
-        searches = [*leveled(plain, plain.free_slots_D, TARGETS), _everywhere(plain)]
+        heaviest = float((plain.tokens_BD.sum(0) / cost.rate_D).max()) / plain.layer.mean
+        searches = [*leveled(plain, plain.free_slots_D, (*TARGETS, RELIEVED * heaviest)), _everywhere(plain)]
         found = fastest(plain, searches, self.min_gain, FINALISTS)
         limit = plain.seconds
         if current.num_ranks > FEW_RANKS:
