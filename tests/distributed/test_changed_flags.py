@@ -1,8 +1,11 @@
-"""Every flag may change between saving and resuming: it is refused by name, warned of, or accepted; nothing else."""
+"""A flag that changes between saving and resuming is refused by name, warned of, or accepted; nothing else happens.
 
-import os
+tests/unit/test_comparison.py tests the consequence of each flag; here, runs are really saved and resumed.
+"""
+
 import re
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -13,40 +16,81 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device.machine import Machine
 from megatron_balance.job.errors import CheckpointError
 from megatron_balance.training.loop import train_step
-from tests import fused_adam
 from tests.distributed.checkpoints import Said, patient
-from tests.distributed.runs import build
-from tests.mistakes import write_files
-from tests.resume_changes import CONTEXTS, base_of
+from tests.distributed.runs import BASE, build
 
+Outcome = Literal["refused", "warned", "accepted"]
+
+
+class Context(NamedTuple):
+    """Flags of a run that saves, and changes of single flags for runs that resume, by their outcome."""
+
+    ranks: int
+    flags: str
+    refused: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+
+
+EP2 = "--expert-model-parallel-size 2 --global-batch-size 4 --disable-bias-linear"
+ROPE = "--position-embedding-type rope"
+CONTEXTS = {
+    "plain": Context(
+        1,
+        "",
+        refused=(
+            *("--num-layers 4", "--hidden-size 64", "--num-experts 4", "--swiglu", "--disable-bias-linear", "--bf16"),
+            *("--normalization RMSNorm", "--kv-channels 16", "--position-embedding-type rope", "--optimizer sgd"),
+            *("--untie-embeddings-and-output-weights", "--vocab-size 120", "--lr-decay-style cosine", "--lr 2e-3"),
+        ),
+        warned=(
+            *("--moe-router-topk 3", "--norm-epsilon 1e-6", "--attention-dropout 0.1", "--moe-aux-loss-coeff 0.1"),
+            *("--seed 77", "--global-batch-size 4", "--adam-beta1 0.8", "--clip-grad 0.5", "--seq-length 16"),
+        ),
+        accepted=(
+            *("--moe-layer-impl balanced", "--recompute-granularity selective", "--use-distributed-optimizer"),
+            *("--overlap-grad-reduce", "--log-throughput", "--exit-interval 5", "--ckpt-fully-parallel-load"),
+        ),
+    ),
+    "latent": Context(
+        1,
+        f"{ROPE} --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 8",
+        refused=("--q-lora-rank 8", "--kv-lora-rank 8", "--qk-head-dim 16", "--v-head-dim 16"),
+        warned=("--rotary-scaling-factor 2",),
+    ),
+    "fp16": Context(1, "--fp16", accepted=("--initial-loss-scale 1024", "--loss-scale-window 10")),
+    "layout": Context(
+        2,
+        f"{EP2} --balance-policy quota --balance-profile builtin",
+        accepted=(
+            *("--expert-model-parallel-size 1 --balance-policy none", "--balance-policy top2", "--balance-interval 2"),
+            *("--pipeline-model-parallel-size 2 --expert-model-parallel-size 1 --balance-policy none",),
+            *("--moe-comm-alltoall p2p", "--moe-comm-chunks 2", "--balance-overlap blockwise"),
+            *("--balance-ownership transfer",),
+        ),
+    ),
+}
 CASES = [
-    pytest.param(name, line, id=f"{name}: {line}")
+    pytest.param(name, outcome, changes, id=f"{name} {outcome}: {changes}")
     for name, context in CONTEXTS.items()
-    for line in map(str.strip, context.changes.strip().splitlines())
+    for outcome in ("refused", "warned", "accepted")
+    for changes in getattr(context, outcome)
 ]
 
 
-def save(flags: str, directory: str, fused: bool) -> None:
+def save(flags: str, directory: str) -> None:
     """Train a step and save."""
-    if fused:
-        with fused_adam.installed():
-            return save(flags, directory, fused=False)
-    run = build(f"--save {directory}", flags)
+    run = build(f"{flags} --save {directory}")
     checkpoints = patient(run)
     train_step(run)
     checkpoints.save()
     checkpoints.finish()
 
 
-def resume(flags: str, fused: bool) -> tuple[str, list[str]]:
+def resume(flags: str) -> tuple[Outcome, list[str]]:
     """Resume and train a step; return what became of it, and what was said."""
-    if fused:
-        with fused_adam.installed():
-            return resume(flags, fused=False)
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        # megatron-core sets them for --attention-backend
-        os.environ.pop(name, None)
-    config = parse_args(flags.split(), Machine.here(dist.get_world_size())).config
+    config = parse_args(f"{BASE} {flags}".split(), Machine.here(dist.get_world_size())).config
     said = Said()
     try:
         run = build_run(config)
@@ -60,28 +104,19 @@ def resume(flags: str, fused: bool) -> tuple[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_files(directory)
-    return directory
+def saved(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("saved")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "line"), CASES)
-def test_a_changed_flag_is_refused_warned_of_or_accepted(
-    ranks, files: Path, tmp_path: Path, record_property, name: str, line: str
-) -> None:
+@pytest.mark.parametrize(("name", "expected", "changes"), CASES)
+def test_a_changed_flag_has_its_consequence(ranks, saved: Path, name: str, expected: Outcome, changes: str) -> None:
     context = CONTEXTS[name]
-    saved = files / name.replace(" ", "_")
-    base = base_of(context)
-    fused = name.startswith("fused")
-    places = {"data": files, "other": tmp_path}
-    if not saved.exists():
-        ranks(context.ranks).run(save, base.format(**places), str(saved), fused)
-    results = ranks(context.ranks).run(resume, f"{base} --load {saved} {line}".format(**places), fused)
-    assert len({outcome for outcome, _ in results}) == 1, results
-    outcome, said = results[0]
-    record_property("outcome", outcome)
+    directory = saved / name
+    if not directory.exists():
+        ranks(context.ranks).run(save, context.flags, str(directory))
+    (outcome, said), *others = ranks(context.ranks).run(resume, f"{context.flags} --load {directory} {changes}")
+    assert outcome == expected, said
+    assert all(other == outcome for other, _ in others)
     if outcome == "refused":
-        # Some flags change the defaults of others
         assert re.search(r"--[a-z][\w-]+.*: ", said[0])

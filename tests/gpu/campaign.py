@@ -41,7 +41,7 @@ class Step(NamedTuple):
     name: str
     seconds: float
     command: Sequence[str]
-    """`{logs}` stands for the directory of logs and figures, `{way}` for how ranks share the GPU (ranks.py)."""
+    """`{logs}` stands for the directory of logs and figures."""
     small: Sequence[str] | None = ()
     """Further arguments in a rehearsal; None: the step needs a GPU."""
 
@@ -57,7 +57,6 @@ def tests(*arguments: str) -> list[str]:
 def curves(ranks: int, seconds: float, name: str) -> Step:
     """Return the step that compares runs; it starts no run late, so that it can still say what it found."""
     own = ("--ranks", str(ranks), "--seconds", str(seconds - 30), "--output", f"{{logs}}/{name}.json")
-    own += ("--way", "{way}") if ranks > 1 else ()
     rehearsed = ("--seconds", str(SLOWER * (seconds - 30)))
     return Step(name, seconds, python("-m", "tests.gpu.curves", "compare", *own), rehearsed)
 
@@ -74,9 +73,6 @@ FIRST = (
 )
 """Without these, no step says anything."""
 
-MISTAKEN = "blockwise, replicas"
-"""As in cases.py, whose imports take seconds."""
-
 GPU_TESTS = ("codecs", "hang_guard", "kernels", "stall", "trace")
 """Files of tests/unit with tests for GPUs, without test_experts.py, all of which has a step of its own."""
 
@@ -84,7 +80,7 @@ LANES = (
     (
         # Otherwise, each rank would compile the same loops
         Step("loops", 60, python("-c", "import tests.preload")),
-        Step("way", 45, python("-m", "tests.gpu.way", "{logs}/way"), ["--cpu"]),
+        Step("shared", 45, python("-m", "tests.gpu.ranks"), None),
         curves(4, 300, "four_ranks"),
     ),
     (
@@ -97,8 +93,6 @@ LANES = (
     (
         curves(1, 140, "one_rank"),
         Step("one_gpu_tests", 110, tests("tests/distributed/test_one_gpu.py")),
-        # The other way for ranks to share the GPU, so that there is one if a version of NCCL refuses
-        Step("staged", 90, python("-m", "tests.gpu.curves", "compare", "--way", "staged", "--only", MISTAKEN)),
     ),
 )
 """Correctness does not depend on speed: on a GPU, these sequences run side by side."""
@@ -154,12 +148,8 @@ class Campaign:
         left = self.seconds - self.elapsed()
         if left < limit / 2:
             return self._note(step, "no time left", 0)
-        way = self.logs / "way"
-        default = "gloo" if self.cpu else "nccl"
-        known = {"{logs}": str(self.logs), "{way}": way.read_text().strip() if way.exists() else default}
-        command = [*step.command, *((step.small or ()) if self.cpu else ())]
-        for name, value in known.items():
-            command = [word.replace(name, value) for word in command]
+        words = [*step.command, *((step.small or ()) if self.cpu else ())]
+        command = [word.replace("{logs}", str(self.logs)) for word in words]
         start = time.monotonic()
         status = self._wait(command, self.logs / f"{step.name}.txt", min(limit, left))
         return self._note(step, f"exit {status}", time.monotonic() - start, failed=status != 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.gpu.cases import CASES, MISTAKEN, Case
-from tests.gpu.ranks import BACKENDS, GpuRanks
+from tests.gpu.ranks import GpuRanks
 from tests.harness import RankFailure
 
 REFERENCES = Path(__file__).with_name("references.json")
@@ -66,8 +66,8 @@ def trained(case: Case, profile: str, disturbances: Sequence[str]) -> list[Outco
 
 
 @contextlib.contextmanager
-def pool(world_size: int, way: str, **environment: str) -> Iterator[GpuRanks]:
-    ranks = GpuRanks(world_size, way, environment)
+def pool(world_size: int, backend: str, **environment: str) -> Iterator[GpuRanks]:
+    ranks = GpuRanks(world_size, backend, environment)
     try:
         yield ranks
     finally:
@@ -154,11 +154,11 @@ class Comparison(NamedTuple):
         return float("inf") if isinstance(first, str) else deviation(first.curve, self.expected)
 
 
-def compare(ranks: int, way: str | None, only: Sequence[str], seconds: float, output: Path | None) -> int:
+def compare(ranks: int, only: Sequence[str], seconds: float, output: Path | None) -> int:
     """Compare all cases with this number of ranks, or `only` these, and start no run after `seconds`."""
     import torch
 
-    way = way or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     deadline = time.monotonic() + seconds
     expected = json.loads(REFERENCES.read_text())
     cases = {name: case for name, case in CASES.items() if name in (only or CASES) and case.world_size == ranks}
@@ -180,7 +180,7 @@ def compare(ranks: int, way: str | None, only: Sequence[str], seconds: float, ou
             output.write_text(json.dumps(_record(found), indent=1))
 
     def as_they_are() -> None:
-        with pool(ranks, way) as plain:
+        with pool(ranks, backend) as plain:
             for name in cases:
                 compare_in(plain, name, ["first", "late"])
                 # A CPU has no streams
@@ -188,7 +188,7 @@ def compare(ranks: int, way: str | None, only: Sequence[str], seconds: float, ou
                     compare_in(plain, name, MISTAKES)
 
     def blocking() -> None:
-        with pool(ranks, way, CUDA_LAUNCH_BLOCKING="1") as blocking:
+        with pool(ranks, backend, CUDA_LAUNCH_BLOCKING="1") as blocking:
             for name in cases:
                 compare_in(blocking, name, ["blocking"])
 
@@ -223,14 +223,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("references", "compare"))
     parser.add_argument("--ranks", type=int, default=4, choices=sorted({case.world_size for case in CASES.values()}))
-    parser.add_argument("--way", choices=BACKENDS, help="default: nccl, or gloo without a GPU")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no run later (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file for all curves")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases (default: all)")
     args = parser.parse_args()
     if args.action == "references":
         return references()
-    return compare(args.ranks, args.way, args.only, args.seconds, args.output)
+    return compare(args.ranks, args.only, args.seconds, args.output)
 
 
 if __name__ == "__main__":

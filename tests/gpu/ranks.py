@@ -2,8 +2,9 @@
 
 NCCL refuses two ranks of one host on one GPU, so each rank claims a host of its own (NCCL_HOSTID), and rows travel
 through sockets of the loopback interface. Kernels, streams, communicators and their order are NCCL's own; times mean
-nothing, because processes share a GPU by time slices. NVIDIA does not support this use (NVIDIA/nccl issue 418), so
-`probe` tests it first, and tests/gpu/staged.py replaces NCCL where it fails.
+nothing, because processes share a GPU by time slices. NVIDIA does not support this use (NVIDIA/nccl issue 418).
+
+    python -m tests.gpu.ranks     # tests whether it works on this machine
 """
 
 import functools
@@ -28,8 +29,8 @@ NCCL = {
 
 START_SECONDS = 300.0
 
-BACKENDS = ("nccl", "staged", "gloo")
-"""How ranks exchange, which is also the backend of the default group; `gloo` has no GPU, and `staged` needs none."""
+PROBE_SECONDS = 25.0
+
 
 
 class GpuRanks(Ranks):
@@ -38,14 +39,14 @@ class GpuRanks(Ranks):
     # Each of NCCL's communicators has several threads
     max_threads = 1000
 
-    def __init__(self, world_size: int, way: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, world_size: int, backend: str, environment: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            way: one of `BACKENDS`.
+            backend: `nccl`, or `gloo` without a GPU.
             environment: variables that CUDA and NCCL read when they start.
         """
         super().__init__(world_size)
-        self.way = way
+        self.backend = backend
         self.environment = dict(environment or {})
 
     def _start(self) -> None:
@@ -62,30 +63,28 @@ class GpuRanks(Ranks):
                 raise RankFailure(f"rank {rank} did not start")
 
     def _process(self, *args: Any) -> BaseProcess:
-        target = functools.partial(_serve, self.way, self.environment)
+        target = functools.partial(_serve, self.backend, self.environment)
         return multiprocessing.get_context("spawn").Process(target=target, args=args)
 
 
-def _serve(way: str, environment: Mapping[str, str], rank: int, *args: Any) -> None:
+def _serve(backend: str, environment: Mapping[str, str], rank: int, *args: Any) -> None:
     # Each rank compiles in its own process: the others compile at the same time
     own = {"NCCL_HOSTID": f"rank{rank}", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     os.environ.update(NCCL | own | environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
-    if way == "gloo":
+    if backend == "gloo":
         # Before CUDA is asked for devices
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from tests import preload  # noqa: F401
-    from tests.gpu import host_numbers, staged
+    from tests.gpu import host_numbers
     from tests.harness import serve
 
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
     host_numbers.install()
-    if way == "staged":
-        staged.install()
-    serve(rank, *args, backend=way)
+    serve(rank, *args, backend=backend)
 
 
 def probe() -> float:
@@ -121,3 +120,12 @@ def probe() -> float:
         dist.all_reduce(total)
     torch.cuda.synchronize()
     return 200 * (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    shared = GpuRanks(4, "nccl")
+    try:
+        milliseconds = shared.run(probe, timeout=PROBE_SECONDS)
+    finally:
+        shared.stop()
+    print(f"four ranks work on one device, {max(milliseconds):.1f} ms an all-reduce")

@@ -4,6 +4,12 @@ A real kernel takes addresses. It refuses little, and computes nonsense from ten
 device. The stand-ins refuse all of those.
 """
 
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -15,6 +21,27 @@ def require(condition: bool, message: str) -> None:
     """Raise the error of a kernel's own checks unless `condition` holds."""
     if not condition:
         raise RuntimeError(message)
+
+
+SIGNATURES: dict[str, str] = json.loads(
+    (Path(__file__).parents[2] / "data" / "nvidia_signatures.json").read_text(encoding="utf-8")
+)
+"""Parameters by function, from the sources of Transformer Engine 2.11.0, and of apex and DeepEP at commits 10417ac and
+94a9f8f; `=` stands for a default."""
+
+
+def check_names(function: str, given: Collection[str]) -> None:
+    """Refuse arguments that the real function, named as in `SIGNATURES`, does not have."""
+    if unknown := {*given} - {*re.findall(r"\w+", SIGNATURES[function])}:
+        raise TypeError(f"{function} has no arguments {sorted(unknown)}")
+
+
+def check_others(function: str, others: Mapping[str, Any], harmless: Collection[str] = ()) -> None:
+    """Refuse, among arguments that the stand-in does not name, those that the real function does not have, and values
+    that ask for a feature which the stand-in lacks; `harmless` names may have any value."""
+    check_names(function, others)
+    if asked := [name for name, value in others.items() if value and name not in harmless]:
+        raise NotImplementedError(f"{function}: {asked}")
 
 
 def on_device(**tensors: torch.Tensor | None) -> None:
@@ -42,6 +69,11 @@ def check_lists(overflow: torch.Tensor, lists: Lists, depth: int) -> None:
         for tensor in place:
             dense(tensor=tensor)
             require(tensor.device == overflow.device, "tensors and the overflow buffer are on different devices")
+
+
+def multi_tensor_applier(op: Callable, noop_flag_buffer: torch.Tensor, tensor_lists: Lists, *args: Any) -> Any:
+    """Call a kernel with the size of its chunks."""
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
 def multi_tensor_l2norm(
@@ -93,33 +125,3 @@ def adam(
     for kept, computed in ((parameter, single), (mean, first), (square, second)):
         if kept is not computed:
             kept.copy_(computed)
-
-
-def sgd(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum_buffer: torch.Tensor,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first: bool,
-    decay_after_momentum: bool,
-) -> None:
-    """Take one step of SGD in place, in single precision; in the `first` step the momentum is the gradient."""
-    single = parameter.float()
-    gradient = gradient.float()
-    if weight_decay and not decay_after_momentum:
-        gradient = gradient.add(single, alpha=weight_decay)
-    if momentum:
-        if first:
-            momentum_buffer.copy_(gradient)
-        else:
-            momentum_buffer.mul_(momentum).add_(gradient, alpha=1 - dampening)
-        gradient = gradient.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
-    if weight_decay and decay_after_momentum:
-        gradient = gradient.add(single, alpha=weight_decay)
-    single.add_(gradient, alpha=-lr)
-    if parameter is not single:
-        parameter.copy_(single)

@@ -5,6 +5,8 @@ all ranks have. Rows are in the order of experts, then of sources. Rows that a k
 kernels they hold uninitialized memory. Rows for which there is no room are lost, as they are there.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -15,51 +17,32 @@ __all__ = ["HybridEPBuffer"]
 TOKENS = kernels.HALVES
 """Types of tokens without fp8."""
 
+HARMLESS = ("fuse_permute_dispatch", "fuse_unpermute_combine", "num_dispatched_tokens", "num_of_experts")
+"""Arguments that change no result."""
+
 
 class HybridEPBuffer:
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        hidden_dim: int,
-        max_num_of_tokens_per_rank: int,
-        num_local_experts: int,
-        use_fp8: bool = False,
-        num_sms_dispatch_api: int | None = None,
-        num_sms_combine_api: int | None = None,
-        num_sms_preprocessing_api: int | None = None,
-        num_blocks_permute: int | None = None,
-        num_blocks_unpermute: int | None = None,
-        load_cached_kernels: bool = False,
-        use_shared_buffer: bool = True,
-        enable_custom_allgather: bool = False,
-        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
-        use_mnnvl: bool | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, **others: Any) -> None:
+        kernels.check_names("deep_ep:HybridEPBuffer", others)
         assert group.size() > 1, f"The hybrid-ep kernel should be used with at least 2 ranks, but got {group.size()}."
-        assert not use_fp8, "not in this stand-in"
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        assert not others.get("use_fp8"), "not in this stand-in"
+        self.group = group
+        self.rank = group.rank()
+        self.group_size = group.size()
 
     def dispatch_with_permute(
         self,
         *,
         hidden: torch.Tensor,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
         num_of_experts_per_rank: int | None = None,
-        num_of_experts: int | None = None,
-        use_fp8: bool | None = None,
         routing_map: torch.Tensor | None = None,
         probs: torch.Tensor | None = None,
-        scaling_factor: torch.Tensor | None = None,
         num_permuted_tokens: int | None = None,
-        pad_multiple: int | None = None,
         handle: tuple | None = None,
         non_blocking: bool = False,
-        fuse_permute_dispatch: bool = False,
-        num_dispatched_tokens: int | None = None,
-        use_host_meta: bool | None = None,
+        **others: Any,
     ) -> tuple:
-        assert topk_idx is None and use_host_meta is None and not pad_multiple, "not in this stand-in"
+        kernels.check_others("deep_ep:HybridEPBuffer.dispatch_with_permute", others, harmless=HARMLESS)
         kernels.dense(hidden=hidden, routing_map=routing_map, probs=probs)
         kernels.require(hidden.dtype in TOKENS, "tokens have 16 bits")
         if non_blocking:
@@ -99,10 +82,9 @@ class HybridEPBuffer:
         hidden: torch.Tensor,
         probs: torch.Tensor | None = None,
         handle: tuple | None = None,
-        pad_multiple: int | None = None,
-        fuse_unpermute_combine: bool = False,
-        num_dispatched_tokens: int | None = None,
+        **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kernels.check_others("deep_ep:HybridEPBuffer.combine_with_unpermute", others, harmless=HARMLESS)
         assert handle is not None, "The handle is necessary in the combine pass."
         kernels.dense(hidden=hidden, probs=probs)
         kernels.require(hidden.dtype in TOKENS, "tokens have 16 bits")

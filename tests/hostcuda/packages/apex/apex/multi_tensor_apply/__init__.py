@@ -1,5 +1,5 @@
 """apex's interface to kernels over lists of tensors."""
 
-from .multi_tensor_apply import MultiTensorApply
+from tests.hostcuda.packages.kernels import multi_tensor_applier
 
-multi_tensor_applier = MultiTensorApply(2048 * 32)
+__all__ = ["multi_tensor_applier"]

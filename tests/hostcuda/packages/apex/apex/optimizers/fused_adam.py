@@ -5,6 +5,8 @@ from typing import Any
 import amp_C
 import torch
 
+from tests.hostcuda.packages import kernels
+
 from ..multi_tensor_apply import multi_tensor_applier
 
 
@@ -20,21 +22,14 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
         set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
+        **others: Any,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if capturable or master_weights:
-            raise NotImplementedError("apex's FusedAdam: capturable, master_weights")
+        kernels.check_others(f"{__name__}:FusedAdam.__init__", others)
         names = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**names, "weight_decay": weight_decay})
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        self.capturable = capturable
-        self.master_weights = master_weights
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     def zero_grad(self) -> None:
@@ -42,17 +37,9 @@ class FusedAdam(torch.optim.Optimizer):
         super().zero_grad(set_to_none=self.set_grad_none)
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: None = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-        grad_scaler: None = None,
-    ) -> None:
+    def step(self, closure: None = None) -> None:
         """Step every group that has parameters; a parameter without a gradient gets no state."""
-        assert closure is None and grads is output_params is scale is grad_norms is grad_scaler is None
+        assert closure is None
         for group in self.param_groups:
             if not group["params"]:
                 continue

@@ -1,4 +1,4 @@
-"""Types of elements and masks."""
+"""Types of elements."""
 
 import torch
 
@@ -10,10 +10,3 @@ TE_DType = {
     )
 }
 """torch dtype -> the kernels' type."""
-
-AttnMaskTypes = (
-    *("no_mask", "padding", "causal", "padding_causal"),
-    *("causal_bottom_right", "padding_causal_bottom_right", "arbitrary"),
-)
-AttnTypes = ("self", "cross")
-GemmParallelModes = ("row", "column", None)

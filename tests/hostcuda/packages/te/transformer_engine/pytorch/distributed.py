@@ -21,47 +21,24 @@ def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool
         setattr(tensor, name, value)
 
 
-def gather_along_first_dim(
-    inp: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool = False, quantizer: None = None
-) -> tuple[torch.Tensor, None]:
+def gather_along_first_dim(inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return all ranks' rows."""
-    if async_op or quantizer is not None:
-        raise NotImplementedError("gather_along_first_dim: async_op, quantizer")
-    size = get_distributed_world_size(process_group)
-    if size == 1:
-        return inp, None
-    out = inp.new_empty(size * inp.shape[0], *inp.shape[1:])
-    dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group)
-    return out, None
+    out = inp.new_empty(group.size() * inp.shape[0], *inp.shape[1:])
+    dist.all_gather_into_tensor(out, inp.contiguous(), group=group)
+    return out
 
 
-def reduce_scatter_along_first_dim(
-    inp: torch.Tensor, tp_group: dist.ProcessGroup, async_op: bool = False
-) -> tuple[torch.Tensor, None]:
+def reduce_scatter_along_first_dim(inp: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's rows of the sum."""
-    if async_op:
-        raise NotImplementedError("reduce_scatter_along_first_dim: async_op")
-    size = get_distributed_world_size(tp_group)
-    if size == 1:
-        return inp, None
-    assert inp.shape[0] % size == 0, "First dimension of the tensor should be divisible by tensor parallel size"
-    out = inp.new_empty(inp.shape[0] // size, *inp.shape[1:])
-    dist.reduce_scatter_tensor(out, inp.contiguous(), group=tp_group)
-    return out, None
+    out = inp.new_empty(inp.shape[0] // group.size(), *inp.shape[1:])
+    dist.reduce_scatter_tensor(out, inp.contiguous(), group=group)
+    return out
 
 
 @contextlib.contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
     """Do nothing: recomputation has no low-precision state."""
     yield
-
-
-def is_fp8_activation_recompute_enabled() -> bool:
-    return False
-
-
-def in_fp8_activation_recompute_phase() -> bool:
-    return False
 
 
 class CudaRNGStatesTracker:
@@ -105,11 +82,6 @@ class CudaRNGStatesTracker:
         finally:
             self.states_[name] = torch.cuda.get_rng_state()
             torch.cuda.set_rng_state(before)
-
-
-def get_all_rng_states() -> None:
-    """Return the states of all trackers, for CUDA graphs."""
-    raise NotImplementedError("get_all_rng_states")
 
 
 class _Checkpoint(torch.autograd.Function):

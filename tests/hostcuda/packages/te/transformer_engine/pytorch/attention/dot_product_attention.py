@@ -10,10 +10,15 @@ import torch.distributed as dist
 
 from tests.hostcuda.packages import kernels
 
-from ..constants import AttnMaskTypes, AttnTypes
 from ..module.base import TransformerEngineBaseModule
 
 MASKED = -10000.0
+
+HARMLESS = (
+    *("attention_type", "core_attention_bias_type", "cp_global_ranks", "cp_stream", "fast_zero_fill", "layer_number"),
+    *("num_splits", "qkv_format"),
+)
+"""Arguments that megatron-core gives, and of whose values only one is used here."""
 
 
 class _Gathered(torch.autograd.Function):
@@ -49,35 +54,26 @@ class DotProductAttention(TransformerEngineBaseModule):
         kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable | None = None,
         tp_group: dist.ProcessGroup | None = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
         cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
+        **others: Any,
     ) -> None:
         super().__init__()
-        assert attention_type in AttnTypes, f"attention_type {attention_type} not supported"
-        if window_size is not None or softmax_type != "vanilla" or return_max_logit:
-            raise NotImplementedError("DotProductAttention: windows, softmax_type, max logits")
-        if cp_group is not None and (cp_comm_type != "p2p" or cp_stream is None or not cp_global_ranks):
-            raise NotImplementedError("DotProductAttention: context parallelism needs p2p, a stream and the ranks")
+        kernels.check_others(f"{__name__}:DotProductAttention.__init__", others, harmless=HARMLESS)
+        if softmax_type != "vanilla" or cp_comm_type != "p2p":
+            raise NotImplementedError("DotProductAttention: softmax_type, cp_comm_type")
         self.cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
         self._set_tensor_parallelism(tp_group, tp_size)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         assert num_attention_heads % groups == 0, "The number of attention heads must be divisible by the GQA groups!"
         self.groups = groups // self.tp_size
-        self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.scale = softmax_scale or 1.0 / math.sqrt(self.channels[0])
@@ -91,24 +87,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         key_layer: torch.Tensor,
         value_layer: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_kv: torch.Tensor | None = None,
-        cu_seqlens_q_padded: torch.Tensor | None = None,
-        cu_seqlens_kv_padded: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: Any = None,
-        pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False,
-        num_splits: int | None = 1,
+        **others: Any,
     ) -> torch.Tensor:
         """Return the attended values, [sequence, batch, heads times channels].
 
@@ -116,12 +96,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             query_layer: [sequence, batch, heads, channels]; keys and values have a head for each group.
             attention_mask: true where a key is hidden, broadcast to [batch, heads, queries, keys]; not with `causal`.
         """
+        kernels.check_others(f"{__name__}:DotProductAttention.forward", others, harmless=HARMLESS)
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        assert kind in AttnMaskTypes, f"Attention mask type {kind} is not supported!"
-        if (qkv_format or self.qkv_format) != "sbhd" or window_size is not None or inference_params is not None:
-            raise NotImplementedError("DotProductAttention: other formats than sbhd, windows, inference")
-        if core_attention_bias_type != "no_bias" or checkpoint_core_attention:
-            raise NotImplementedError("DotProductAttention: core_attention_bias, checkpoint_core_attention")
         if kind not in ("causal", "no_mask", "arbitrary"):
             raise NotImplementedError(f"DotProductAttention with attn_mask_type {kind}")
         self._check(query_layer, key_layer, value_layer)

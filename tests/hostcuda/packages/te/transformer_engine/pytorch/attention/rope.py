@@ -43,19 +43,3 @@ def apply_rotary_pos_emb(
     turned = t[..., : freqs.shape[-1]]
     passed = t[..., freqs.shape[-1] :]
     return torch.cat((turned * cos + _rotate_half(turned, interleaved) * sin, passed), -1)
-
-
-def apply_fused_qkv_rotary_pos_emb(
-    qkv: torch.Tensor,
-    q_freqs: torch.Tensor,
-    k_freqs: torch.Tensor,
-    qkv_split_arg_list: list[int],
-    tensor_format: str = "sbhd",
-    start_positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> None:
-    """Return rotated queries and keys from their common tensor."""
-    raise NotImplementedError("apply_fused_qkv_rotary_pos_emb")

@@ -47,11 +47,11 @@ class LinearFunction(torch.autograd.Function):
         ctx.has_bias = bias is not None
         # Tensors that autograd saves may lack the parameter's attributes, such as `main_grad`
         ctx.weight = weight
-        total = gather_along_first_dim(inp, how.group)[0] if how.gathers else inp
+        total = gather_along_first_dim(inp, how.group) if how.gathers else inp
         out = torch.matmul(total, weight.t())
         out = out if bias is None else out + bias
         if how.scatters:
-            return reduce_scatter_along_first_dim(out, how.group)[0]
+            return reduce_scatter_along_first_dim(out, how.group)
         if how.reduces("row"):
             dist.all_reduce(out, group=how.group)
         return out
@@ -63,13 +63,13 @@ class LinearFunction(torch.autograd.Function):
         kernels.on_device(grad=grad)
         grad = grad.contiguous()
         if how.scatters:
-            grad = gather_along_first_dim(grad, how.group)[0]
-        total = gather_along_first_dim(inp, how.group)[0] if how.gathers and ctx.needs_input_grad[0] else inp
+            grad = gather_along_first_dim(grad, how.group)
+        total = gather_along_first_dim(inp, how.group) if how.gathers and ctx.needs_input_grad[0] else inp
         grad_inp = grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
             grad_inp = grad.matmul(weight)
             if how.gathers:
-                grad_inp = reduce_scatter_along_first_dim(grad_inp, how.group)[0]
+                grad_inp = reduce_scatter_along_first_dim(grad_inp, how.group)
             elif how.reduces("column"):
                 dist.all_reduce(grad_inp, group=how.group)
         if ctx.needs_input_grad[0]:

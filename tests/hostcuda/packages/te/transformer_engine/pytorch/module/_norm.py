@@ -1,6 +1,5 @@
 """Norms, as torch computes them."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,34 +13,45 @@ class Norm(torch.nn.Module):
 
     def __init__(
         self,
-        normalized_shape: Iterable[int] | int | None = None,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
-        *,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        sm_margin: int | dict[str, int] = 0,
+        device: Any = "cuda",
     ) -> None:
         super().__init__()
-        if (normalized_shape is None) == (hidden_size is None):
-            raise RuntimeError("give either `normalized_shape` or `hidden_size` (deprecated)")
-        if params_dtype is not None and dtype is not None:
-            raise RuntimeError("Both `dtype` and `params_dtype` (deprecated) kwargs are provided")
-        shape: Any = hidden_size if normalized_shape is None else normalized_shape
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        new: dict[str, Any] = {"device": "cuda" if device is None else device, "dtype": params_dtype or dtype}
-        self._add("weight", torch.full(torch.empty(shape, device="meta").shape, float(not zero_centered_gamma), **new))
+        size = hidden_size or normalized_shape
+        assert size is not None
+        self._add("weight", torch.full((size,), float(not zero_centered_gamma), device=device, dtype=params_dtype))
 
     def _add(self, name: str, values: torch.Tensor) -> None:
         parameter = torch.nn.Parameter(values)
         if self.sequence_parallel is not None:
             parameter.sequence_parallel = self.sequence_parallel
         self.register_parameter(name, parameter)
+
+
+class LayerNorm(Norm):
+    """Scales to mean zero and variance one, then applies the weight and the bias."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._add("bias", torch.zeros_like(self.weight.data))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return normalize("LayerNorm", input, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(Norm):
+    """Scales to a mean square of one, then multiplies by the weight."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return normalize("RMSNorm", input, self.weight, None, self.eps, self.zero_centered_gamma)
 
 
 def normalize(

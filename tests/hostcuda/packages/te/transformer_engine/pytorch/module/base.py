@@ -37,13 +37,31 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if tp_group is not None or tp_size == 1:
             self.set_tensor_parallel_group(tp_group)
 
-    def _initialize(self, parameter: torch.nn.Parameter, init_method: Callable, tracker: Callable | None) -> None:
+    def _set_shape(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel_mode: str | None,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        sequence_parallel: bool,
+    ) -> None:
+        """Set the shape of this rank's part of the weight."""
+        self._set_tensor_parallelism(tp_group, tp_size)
+        self.parallel_mode = parallel_mode
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+
+    def _initialize(
+        self, parameter: torch.nn.Parameter, init_method: Callable | None, tracker: Callable | None
+    ) -> None:
         """Draw values from the tracker's state named `rng_tracker_name`, or from its default state."""
         forked: Any = contextlib.nullcontext()
         if tracker is not None:
             forked = tracker().fork(self.rng_tracker_name) if self.rng_tracker_name else tracker().fork()
         with forked:
-            init_method(parameter.data)
+            (init_method or (lambda weight: weight.normal_(0.0, 0.023)))(parameter.data)
 
     def _mark(self, parallel_mode: str | None) -> None:
         """Set the attributes that megatron-core reads from the weight and the bias."""
@@ -55,20 +73,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
             elif name.startswith("bias") and parallel_mode == "row":
                 parameter.sequence_parallel = self.sequence_parallel
 
-    def _prepare(self, inp: torch.Tensor, differ: bool = False) -> torch.Tensor:
-        """Refuse inputs that none of the layers accepts.
-
-        Args:
-            differ: whether the parameters may be of another type.
-        """
+    def _prepare(self, inp: torch.Tensor) -> torch.Tensor:
+        """Refuse inputs that none of the layers accepts."""
         assert inp.is_cuda, "TransformerEngine needs CUDA."
         if self.tp_size > 1:
             assert self.tp_group_initialized, "TP group not initialized."
         for name, parameter in self.named_parameters():
-            assert differ or inp.dtype == parameter.dtype, (
-                "Data types for parameters must match when outside of autocasted region. "
-                f" Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
-            )
+            assert inp.dtype == parameter.dtype, f"input of {inp.dtype}, but {name} of {parameter.dtype}"
             assert parameter.is_cuda, f"{name} is on {parameter.device}"
         return inp.contiguous()
 
@@ -78,7 +89,3 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         assert state is None or not state.numel(), "state of low precision"
-
-    def backward_dw(self) -> None:
-        """Needed only with delayed weight gradients."""
-        raise NotImplementedError("backward_dw")

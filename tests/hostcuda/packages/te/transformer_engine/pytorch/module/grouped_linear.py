@@ -1,4 +1,4 @@
-"""Linear layers of the experts of an MoE layer, computed one after the other."""
+"""Linear layers of several experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..constants import GemmParallelModes
-from ..utils import divide
+from tests.hostcuda.packages import kernels
+
 from ._gemm import How, LinearFunction
 from .base import TransformerEngineBaseModule
+from .linear import NAMES
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Parameters `weight0`, `bias0` and so on; no collectives."""
+    """A linear layer for each expert, with parameters `weight0`, `bias0` and so on; no collectives."""
 
     def __init__(
         self,
@@ -32,41 +33,25 @@ class GroupedLinear(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        name: str | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
-        assert parallel_mode in GemmParallelModes, f"parallel_mode {parallel_mode} not supported"
-        assert not ub_overlap_ag and not ub_overlap_rs, "GroupedLinear doesn't support Userbuffer overlap."
-        if delay_wgrad_compute:
-            raise NotImplementedError("GroupedLinear: delay_wgrad_compute")
-        self._set_tensor_parallelism(tp_group, tp_size)
+        kernels.check_others(f"{__name__}:GroupedLinear.__init__", others, harmless=NAMES)
+        self.rng_tracker_name = rng_tracker_name
+        self._set_shape(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
         assert not (self.tp_size > 1 and bias), "GroupedLinear doesn't support bias when TP > 1."
         self.num_gemms = num_gemms
-        self.rng_tracker_name = rng_tracker_name
-        self.parallel_mode = parallel_mode
-        self.out_features = divide(out_features, self.tp_size if parallel_mode == "column" else 1)
-        self.in_features = divide(in_features, self.tp_size if parallel_mode == "row" else 1)
-        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
         new: dict[str, Any] = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
         for place in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **new))
             self.register_parameter(f"weight{place}", weight)
-            self._initialize(weight, init_method or (lambda one: one.normal_(0.0, 0.023)), get_rng_state_tracker)
+            self._initialize(weight, init_method, get_rng_state_tracker)
             biases = torch.zeros(self.out_features if bias else 0, **new)
-            if bias:
-                self.register_parameter(f"bias{place}", torch.nn.Parameter(biases))
-            else:
-                setattr(self, f"bias{place}", biases)
+            setattr(self, f"bias{place}", torch.nn.Parameter(biases) if bias else biases)
         self._mark(parallel_mode)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..constants import GemmParallelModes
-from ..utils import divide
+from tests.hostcuda.packages import kernels
+
 from ._gemm import How, LinearFunction
 from .base import TransformerEngineBaseModule
+
+NAMES = ("name", "ub_name", "save_original_input")
+"""Arguments that change no result."""
 
 
 class Linear(TransformerEngineBaseModule):
@@ -30,71 +33,26 @@ class Linear(TransformerEngineBaseModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        parameters_split: Any = None,
         device: Any = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
-        if any((ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)):
-            raise NotImplementedError("Linear: overlap of communication in user buffers")
-        if delay_wgrad_compute or symmetric_ar_type or parameters_split:
-            raise NotImplementedError("Linear: delay_wgrad_compute, symmetric_ar_type, parameters_split")
+        kernels.check_others(f"{__name__}:Linear.__init__", others, harmless=NAMES)
         self.rng_tracker_name = rng_tracker_name
-        self.save_original_input = save_original_input
-        self.name = name
         self._set_shape(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.ub_name = ub_name
-        dtype = params_dtype or torch.get_default_dtype()
-        self._add_weight(init_method, get_rng_state_tracker, bias, return_bias, params_dtype=dtype, device=device)
-        self._mark(parallel_mode)
-
-    def _set_shape(
-        self,
-        in_features: int,
-        out_features: int,
-        parallel_mode: str | None,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        sequence_parallel: bool,
-    ) -> None:
-        """Set the shape of this rank's part of the weight."""
-        assert parallel_mode in GemmParallelModes, f"parallel_mode {parallel_mode} not supported"
-        self._set_tensor_parallelism(tp_group, tp_size)
-        self.parallel_mode = parallel_mode
-        self.out_features = divide(out_features, self.tp_size if parallel_mode == "column" else 1)
-        self.in_features = divide(in_features, self.tp_size if parallel_mode == "row" else 1)
-        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-
-    def _add_weight(
-        self,
-        init_method: Callable | None,
-        tracker: Callable | None,
-        bias: bool,
-        return_bias: bool,
-        *,
-        params_dtype: torch.dtype,
-        device: Any,
-    ) -> None:
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
-        new: dict[str, Any] = {"device": device, "dtype": params_dtype}
+        new: dict[str, Any] = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
+        self._add_norm(new)
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **new))
-        self._initialize(self.weight, init_method or (lambda weight: weight.normal_(0.0, 0.023)), tracker)
-        if bias:
-            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **new))
-        else:
-            self.bias = torch.empty(0, **new)
+        self._initialize(self.weight, init_method, get_rng_state_tracker)
+        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **new)) if bias else torch.empty(0, **new)
+        self._mark(parallel_mode)
+
+    def _add_norm(self, new: dict[str, Any]) -> None:
+        """Register the parameters that come before the weight: none."""
 
     def forward(
         self,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.hostcuda.packages import kernels
+
 from .multi_tensor_apply import multi_tensor_adam, multi_tensor_applier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,31 +28,27 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
+        **others: Any,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        kernels.check_others("transformer_engine.pytorch.optimizers.fused_adam:FusedAdam.__init__", others)
         self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.name_to_dtype_map["master_param"] = master_weight_dtype
-        if capturable or not {*self.name_to_dtype_map.values()} <= {torch.float32, torch.bfloat16}:
-            raise NotImplementedError("FusedAdam: capturable, state in fp16 or fp8")
+        if not {*self.name_to_dtype_map.values()} <= {torch.float32, torch.bfloat16}:
+            raise NotImplementedError("FusedAdam: state in fp16 or fp8")
         if master_weights and master_weight_dtype != torch.float32:
             raise RuntimeError("FusedAdam only supports fp32/fp16 master weights.")
         names = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**names, "weight_decay": weight_decay})
         self.adam_w_mode = 1 if adam_w_mode else 0
-        self.capturable = capturable
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights

@@ -1,46 +1,16 @@
 """Kernels over lists of tensors."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from tests.hostcuda.packages import kernels
-from tests.hostcuda.packages.kernels import Lists, multi_tensor_l2norm, multi_tensor_scale
+from tests.hostcuda.packages.kernels import Lists, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
 
-__all__ = ["MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
-
-
-class MultiTensorApply:
-    """Passes a kernel the size of its chunks."""
-
-    def __init__(self, chunk_size: int) -> None:
-        self.chunk_size = chunk_size
-
-    def __call__(self, op: Callable, noop_flag_buffer: torch.Tensor, tensor_lists: Lists, *args: Any) -> Any:
-        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+__all__ = ["multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
 
 
-multi_tensor_applier = MultiTensorApply(2048 * 32)
-
-
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    /,
-) -> None:
+def multi_tensor_adam(_chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *hyper: float) -> None:
     """Take a step with lists of gradients, parameters, both moments and, optionally, main parameters."""
     kernels.check_lists(noop_flag, tensor_lists, len(tensor_lists))
-    hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     adam(tensor_lists, hyper)
 
 

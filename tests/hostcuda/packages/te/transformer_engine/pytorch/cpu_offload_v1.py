@@ -1,1 +1,0 @@
-"""Offloading of activations to host memory, as before version 2.10."""

@@ -1,7 +1,0 @@
-"""Tensors in low precision."""
-
-from ..quantized_tensor import QuantizedTensor
-
-
-class Float8Tensor(QuantizedTensor):
-    """A scale for each tensor."""
