@@ -1,7 +1,6 @@
 """Policies that plan well at first and fail later, in a separate module that their processes import quickly."""
 
 import os
-from dataclasses import replace
 
 import numpy as np
 
@@ -40,23 +39,6 @@ class Turning:
 class TooManyGuests(Turning):
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
         return owners_host(current, [(expert, rank) for expert in range(8) for rank in range(4) if rank != expert // 2])
-
-
-class NoPlacement(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return good.hosts
-
-
-class OtherOwners(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        owners = owners_host(current)
-        back = [(rank,) for rank in reversed(owners.primary)]
-        return replace(owners, home=owners.home[::-1], hosts=tuple(back), primary=owners.primary[::-1])
-
-
-class OtherSlots(Turning):
-    def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return Placement.identity(8, 4, guest_slots=1)
 
 
 class TwoFaults(Turning):

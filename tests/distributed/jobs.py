@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from tests.harness import PRELOAD, check_order
 from tests.issue_order import OrderedCollectives
@@ -176,14 +176,15 @@ class Death:
     def __call__(self, rank: int) -> None:
         """Prepare a rank for this death."""
         if self.staging_bytes is not None:
-            transfer = importlib.import_module("megatron_balance.comm.ownership_transfer").ExpertMover
+            transfer = importlib.import_module(TRANSFER).ExpertMover
             transfer.__init__ = functools.partialmethod(transfer.__init__, staging_bytes=self.staging_bytes)
         if rank != self.rank:
             return
         turn = 0
         calls = 0
         owner = os.getpid()
-        (whole, begin), (holder, name) = WHOLE[self.during](), POINTS[self.point]()
+        whole, begin = found(WHOLE[self.during])
+        holder, name = found(POINTS[self.point])
         start = getattr(whole, begin)
         original = getattr(holder, name)
 
@@ -207,46 +208,37 @@ class Death:
         setattr(holder, name, dying)
 
 
-Function = Callable[[], tuple[object, str]]
-"""Imports and returns the object that holds a function, and the function's name."""
+CHECKPOINT = "megatron_balance.checkpoint"
+TRANSFER = "megatron_balance.comm.ownership_transfer"
 
-
-def _points() -> dict[str, Function]:
-    def of(module: str, name: str) -> Function:
-        return lambda: (importlib.import_module(module), name)
-
-    checkpoint = "megatron_balance.checkpoint"
-    transfer = "megatron_balance.comm.ownership_transfer"
-    return {
-        "serialize": of(f"{checkpoint}.run_state", "sharded_state"),
-        "plan": lambda: (importlib.import_module(f"{checkpoint}.writer").ShardStrategy, "async_save"),
-        "start writer": of(f"{checkpoint}.writer", "_start"),
-        "write": of(f"{checkpoint}.writer", "_write"),
-        "write tensor": of("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
-        "digest": of(f"{checkpoint}.manifest", "digest"),
-        "fsync": lambda: (os, "fsync"),
-        "manifest": of(f"{checkpoint}.manifest", "write"),
-        "rename": lambda: (os, "rename"),
-        "tracker": lambda: (os, "replace"),
-        "prune": lambda: (shutil, "rmtree"),
-        "messages": of(transfer, "plan_messages"),
-        "rounds": of(transfer, "plan_rounds"),
-        "staging": of(transfer, "_staging"),
-        "pack": of(transfer, "_pack"),
-        "exchange": lambda: (importlib.import_module(transfer).ExpertMover, "_exchange"),
-        "unpack": of(transfer, "_unpack"),
-        "own": lambda: (importlib.import_module("megatron_balance.flow.experts").GroupedExperts, "own"),
-    }
-
-
-POINTS = _points()
+POINTS = {
+    "serialize": f"{CHECKPOINT}.run_state:sharded_state",
+    "plan": f"{CHECKPOINT}.writer:ShardStrategy.async_save",
+    "start writer": f"{CHECKPOINT}.writer:_start",
+    "write": f"{CHECKPOINT}.writer:_write",
+    "write tensor": "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+    "digest": f"{CHECKPOINT}.manifest:digest",
+    "fsync": "os:fsync",
+    "manifest": f"{CHECKPOINT}.manifest:write",
+    "rename": "os:rename",
+    "tracker": "os:replace",
+    "prune": "shutil:rmtree",
+    "messages": f"{TRANSFER}:plan_messages",
+    "rounds": f"{TRANSFER}:plan_rounds",
+    "staging": f"{TRANSFER}:_staging",
+    "pack": f"{TRANSFER}:_pack",
+    "exchange": f"{TRANSFER}:ExpertMover._exchange",
+    "unpack": f"{TRANSFER}:_unpack",
+    "own": "megatron_balance.flow.experts:GroupedExperts.own",
+}
 """Points where a save or a Transfer may be interrupted: functions that it calls, in approximate order."""
 
-WHOLE: dict[str, Function] = {
-    "save": lambda: (importlib.import_module("megatron_balance.checkpoint.checkpoints").Checkpoints, "_start"),
-    "transfer": lambda: (
-        importlib.import_module("megatron_balance.comm.ownership_transfer").ExpertMover,
-        "transfer",
-    ),
-}
+WHOLE = {"save": f"{CHECKPOINT}.checkpoints:Checkpoints._start", "transfer": f"{TRANSFER}:ExpertMover.transfer"}
 """What `turn` counts, by `during`."""
+
+
+def found(place: str) -> tuple[Any, str]:
+    """Return the object that holds a function, written as `module:name` or `module:class.name`, and its name."""
+    module, _, path = place.partition(":")
+    *outer, name = path.split(".")
+    return functools.reduce(getattr, outer, importlib.import_module(module)), name

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -233,8 +234,12 @@ def all_on_all(world_size: int) -> Placement:
 
 Layout = tuple[int, int, int]
 
-LAYOUTS = [(1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 1, 2), (4, 2, 2), (2, 4, 2), (1, 4, 2)]
-"""(N_MP, N_EP, N_ESP)."""
+LAYOUTS = [(2, 2, 2), (1, 2, 2), (4, 2, 2), (2, 2, 1), (2, 1, 2), (2, 4, 2), (1, 4, 2)]
+"""(N_MP, N_EP, N_ESP). The first three have as many tensor-parallel ranks as shards, fewer, and more."""
+
+QUICK_LAYOUTS = [
+    layout if layout in LAYOUTS[:3] else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS
+]
 
 
 def size_of(layout: Layout) -> int:

@@ -1,6 +1,5 @@
 """Contract 1 in training: with any policy, a run follows the run without a policy, in every layout."""
 
-import itertools
 import sys
 from functools import cached_property
 
@@ -14,86 +13,56 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed import runs
-from tests.distributed.policies import MODES, TOLERANCE, check_follows, with_policy
+from tests.distributed.policies import TOLERANCE, check_follows, with_policy
 from tests.distributed.runs import Curve, deviation
 
 ITERATIONS = 4
-FEWER = 4
 
-LAYOUTS = {
-    "EP4": "--expert-model-parallel-size 4",
-    "EP4-sgd": "--expert-model-parallel-size 4 --optimizer sgd --lr 1e-1",
-    "EP2xDP2-distributed-optimizer": "--expert-model-parallel-size 2 --use-distributed-optimizer",
-    "PP2xEP2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16",
-    "EP4-recompute-full": "--expert-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
-    "--recompute-num-layers 1",
-    # A first, a middle and a last microbatch
-    "EP4-3-microbatches": "--expert-model-parallel-size 4 --global-batch-size 24",
-}
-
-FEATURES = {
-    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
-    "overlap-without-distributed-optimizer": "--overlap-grad-reduce --global-batch-size 16",
-    "interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-    "--global-batch-size 16 --overlap-grad-reduce",
-    "tensor-parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-    "allgather": "--moe-token-dispatcher-type allgather",
-    "recompute-moe-shared-experts": "--recompute-granularity selective --recompute-modules moe --disable-bias-linear "
-    "--moe-shared-expert-intermediate-size 48",
-    "capacity-proportional-linear-predictor": "--moe-expert-capacity-factor 1.0 --balance-token-split proportional "
-    "--balance-predictor linear",
-    "interval-dense-layers": "--balance-interval 3 --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]",
-}
-
+EP4 = "--expert-model-parallel-size 4"
+EP2 = "--expert-model-parallel-size 2"
+HOT = "--moe-router-force-workload hot_experts"
+HOT4 = f"{EP4} {HOT}"
 POLICIES = ("quota", "pro_prophet", "fastermoe", "top2", "top3", "flexmoe", "demi")
-WORKLOADS = ("hot_experts", "rotating_hotspot")
 
+CASES = [
+    (f"{EP4} {HOT}", "exact", "pro_prophet"),
+    # A first, a middle and a last microbatch
+    (f"{EP4} --moe-router-force-workload rotating_hotspot --global-batch-size 24", "blockwise", "demi"),
+    (f"{EP2} {HOT} --overlap-grad-reduce --global-batch-size 16", "blockwise", "top2"),
+    (f"{EP2} {HOT} --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]", "blockwise", "quota"),
+    (f"{EP2} {HOT} --moe-expert-capacity-factor 1.0", "predicted", "top2"),
+]
+"""(flags, mode, policy). test_layouts.py trains all pairs of policies and layouts."""
 
-QUICK = (
-    ("EP4", "exact", "hot_experts", "pro_prophet"),
-    ("EP4", "blockwise", "hot_experts", "fastermoe"),
-    ("EP4-3-microbatches", "blockwise", "rotating_hotspot", "demi"),
-)
-"""One case plans for the current load, the others for the next. test_layouts.py trains the other layouts."""
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SLOW = [
+    *((f"{EP4} --moe-router-force-workload rotating_hotspot", "exact", policy) for policy in POLICIES),
+    *((f"{EP2} {HOT} --use-distributed-optimizer {RECOMPUTED}", "exact", policy) for policy in POLICIES),
+    (f"{EP4} {HOT} --optimizer sgd --lr 1e-1", "blockwise", "quota"),
+    (f"{EP4} {HOT}", "blockwise", "fastermoe"),
+    (f"{EP2} {HOT} --moe-token-dispatcher-type allgather", "predicted", "top2"),
+    (
+        f"{EP2} {HOT} --recompute-granularity selective --recompute-modules moe --disable-bias-linear "
+        "--moe-shared-expert-intermediate-size 48",
+        *("blockwise", "top2"),
+    ),
+]
+OPTIONS = {
+    "--moe-layer-freq": "--balance-interval 3",
+    "--moe-expert-capacity-factor": "--balance-token-split proportional --balance-predictor linear",
+}
+"""Flag of the model -> flags of balancing that are added to it."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "workload", "policy"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in itertools.product(LAYOUTS, MODES, WORKLOADS, POLICIES)
-    ],
+    ("plain", "mode", "policy"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_policies_change_nothing_that_is_learned(
-    ranks, curve_of, length, profiles, layout: str, mode: str, workload: str, policy: str
+    ranks, curve_of, length, profiles, plain: str, mode: str, policy: str
 ) -> None:
-    plain = f"{LAYOUTS[layout]} --moe-router-force-workload {workload}"
-    check_follows(ranks, curve_of, plain, with_policy(plain, policy, mode, profiles), length(ITERATIONS))
-
-
-QUICK_FEATURES = (
-    ("overlap-without-distributed-optimizer", "blockwise", "top2"),
-    ("recompute-moe-shared-experts", "blockwise", "top2"),
-    ("interval-dense-layers", "blockwise", "quota"),
-    ("allgather", "predicted", "top2"),
-    ("capacity-proportional-linear-predictor", "predicted", "top2"),
-)
-"""test_layouts.py trains the other features."""
-
-
-@pytest.mark.parametrize(
-    ("feature", "mode", "policy"),
-    [
-        pytest.param(feature, mode, policy, marks=[] if (feature, mode, policy) in QUICK_FEATURES else pytest.mark.slow)
-        for feature, mode, policy in itertools.product(FEATURES, ("predicted", "blockwise"), ("top2", "quota"))
-    ],
-)
-def test_policies_with_every_feature(ranks, curve_of, profiles, feature: str, mode: str, policy: str) -> None:
-    plain = f"--expert-model-parallel-size 2 {FEATURES[feature]} --moe-router-force-workload hot_experts"
-    balanced = with_policy(plain, policy, mode, profiles)
-    for flag in ("--balance-interval 3", "--balance-token-split proportional", "--balance-predictor linear"):
-        plain = plain.replace(flag, "")
-    check_follows(ranks, curve_of, plain, balanced, FEWER)
+    more = " ".join(options for flag, options in OPTIONS.items() if flag in plain)
+    balanced = f"{with_policy(plain, policy, mode, profiles)} {more}"
+    check_follows(ranks, curve_of, plain, balanced, length(ITERATIONS))
 
 
 def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:
@@ -109,19 +78,18 @@ def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_demi_shares_experts_and_orders_their_chunks(ranks, curve_of, profiles, hosts: int) -> None:
-    plain = f"{LAYOUTS['EP4']} --moe-router-force-workload hot_experts"
     demi = f"--balance-demi-hosts {hosts} --moe-comm-chunks auto --moe-comm-order demi"
-    flags = f"{with_policy(plain, 'demi', 'blockwise', profiles)} {demi}"
+    flags = f"{with_policy(HOT4, 'demi', 'blockwise', profiles)} {demi}"
     for curve, most in ranks(4).run(train_shared, flags, ITERATIONS):
         assert (most > 1) == (hosts > 1)
-        assert deviation(curve, curve_of(plain, ITERATIONS)) <= TOLERANCE
+        assert deviation(curve, curve_of(HOT4, ITERATIONS)) <= TOLERANCE
 
 
 def replicas(flags: str) -> list[torch.Tensor]:
     """Train, check that this rank's experts equal those of all data-parallel replicas, and return them."""
     run = runs.build(flags)
     guests = 0
-    for _ in range(5):
+    for _ in range(3):
         train_step(run)
         guests += run.balancer.layers[1].last.placement.added_hosts
     experts = [parameter.detach() for parameter in experts_of(run).parameters()]
@@ -134,17 +102,9 @@ def replicas(flags: str) -> list[torch.Tensor]:
     return experts
 
 
-@pytest.mark.parametrize(
-    ("policy", "optimizer"),
-    [
-        ("pro_prophet", ""),
-        pytest.param("pro_prophet", "--use-distributed-optimizer", marks=pytest.mark.slow),
-        pytest.param("quota", "--use-distributed-optimizer", marks=pytest.mark.slow),
-    ],
-)
-def test_replicas_stay_equal(ranks, profiles, policy: str, optimizer: str) -> None:
-    flags = f"--expert-model-parallel-size 2 {optimizer} --moe-router-force-workload hot_experts"
-    ranks(4).run(replicas, with_policy(flags, policy, "predicted", profiles))
+@pytest.mark.parametrize("optimizer", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
+def test_replicas_stay_equal(ranks, profiles, optimizer: str) -> None:
+    ranks(4).run(replicas, with_policy(f"{EP2} {optimizer} {HOT}", "pro_prophet", "predicted", profiles))
 
 
 def experts_of(run: Run) -> GroupedExperts:
@@ -162,7 +122,7 @@ def precisions(flags: str) -> tuple[Curve, set[torch.dtype], set[torch.dtype]]:
 
 
 def test_bf16_guests_are_like_bf16_experts(ranks, profiles) -> None:
-    flags = f"{LAYOUTS['EP4']} --bf16 --moe-router-force-workload hot_experts"
+    flags = f"{HOT4} --bf16"
     plain = ranks(4).run(runs.train_curve, flags, 3)[0]
     curve, weights, gradients = ranks(4).run(precisions, with_policy(flags, "top2", "exact", profiles))[0]
     assert (weights, gradients) == ({torch.bfloat16}, {torch.float32})
@@ -193,14 +153,10 @@ def compiled_late(flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        *("none", "quota", "demi"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name not in ("quota", "demi")),
-    ],
+    "policy", ["quota", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", *POLICIES[1:]))]
 )
 def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None:
-    flags = "--expert-model-parallel-size 2 --moe-router-force-workload hot_experts"
+    flags = f"{EP2} {HOT}"
     if policy != "none":
         flags = with_policy(flags, policy, "blockwise", profiles)
     assert ranks(2).run(compiled_late, flags) == [[], []]
@@ -237,7 +193,6 @@ def trans_only_when_placements_change(run: Run) -> None:
 
 @pytest.mark.parametrize("mutation", [skip_agg, agg_twice, trans_only_when_placements_change])
 def test_mistakes_are_noticed(ranks, curve_of, profiles, mutation) -> None:
-    plain = f"{LAYOUTS['EP4']} --moe-router-force-workload hot_experts"
-    balanced = with_policy(plain, "top2", "predicted", profiles)
-    curve, _ = ranks(4).run(runs.train_hosts, balanced, FEWER, mutation)[0]
-    assert deviation(curve, curve_of(plain, FEWER)) > 10 * TOLERANCE
+    balanced = with_policy(HOT4, "top2", "predicted", profiles)
+    curve, _ = ranks(4).run(runs.train_hosts, balanced, ITERATIONS, mutation)[0]
+    assert deviation(curve, curve_of(HOT4, ITERATIONS)) > 10 * TOLERANCE

@@ -21,7 +21,7 @@ from tests.distributed.checkpoints import (
     unequal_tensors,
 )
 from tests.distributed.runs import build
-from tests.distributed.test_latent_attention import LATENT
+from tests.distributed.test_models import LATENT
 
 ITERATIONS = 8
 """Half of them come before the save, which thus falls inside an interval of three."""
@@ -64,9 +64,8 @@ LAYOUTS = {
     ),
 }
 
-QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved", "pp2 ep2 predictions")
-"""Whole and sharded optimizers, main parameters, a loss scale, two learning rates, stages and dense layers, and a head
-with the weights of two embeddings."""
+QUICK = ("ep2 dp2 distributed bf16 async", "ep2 fp16", "pp2 interleaved")
+"""Whole and sharded optimizers, main parameters, a loss scale, two learning rates, stages and dense layers."""
 
 
 HOT = f"--moe-router-force-workload rotating_hotspot --global-batch-size 16 {DROPOUT}"
@@ -192,14 +191,14 @@ def home(ranks, tmp_path_factory) -> Callable[[str], Home]:
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16"}
 
-QUICK_ELSEWHERE = (("pp2 ep2", "bf16"),)
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param(*case, marks=[] if case in QUICK_ELSEWHERE else [pytest.mark.slow])
-        for case in itertools.product(OTHER_LAYOUTS, PRECISIONS)
+        *itertools.product(OTHER_LAYOUTS, ["fp32"]),
+        ("pp2 ep2", "bf16"),
+        ("ep2 distributed", "bf16"),
     ],
 )
 def test_a_run_goes_on_in_another_layout_and_back(ranks, home, tmp_path, layout: str, precision: str):

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,42 +17,25 @@ FLAGS = "--expert-model-parallel-size 2 --num-layers 1"
 NEWEST = "iter_0000003"
 
 
-def flip_a_bit(path: Path, chance: random.Random) -> None:
-    content = bytearray(path.read_bytes())
+def flip_a_bit(content: bytearray, chance: random.Random) -> None:
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
 
 
-def truncate(path: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+def truncate(content: bytearray, chance: random.Random) -> None:
+    del content[chance.randrange(len(content)) :]
 
 
-def remove(path: Path, chance: random.Random) -> None:
-    path.unlink()
+def lengthen(content: bytearray, chance: random.Random) -> None:
+    content += chance.randbytes(chance.randint(1, 100))
 
 
-def lengthen(path: Path, chance: random.Random) -> None:
-    with open(path, "ab") as file:
-        file.write(chance.randbytes(chance.randint(1, 100)))
-
-
-def zero_a_block(path: Path, chance: random.Random) -> None:
-    content = bytearray(path.read_bytes())
+def invert_a_block(content: bytearray, chance: random.Random) -> None:
     start = chance.randrange(len(content))
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    if content == path.read_bytes():
-        content[start] ^= 1
-    path.write_bytes(content)
+    content[start : start + 512] = bytes(255 - byte for byte in content[start : start + 512])
 
 
-HARMS: tuple[Callable[[Path, random.Random], None], ...] = (
-    flip_a_bit,
-    flip_a_bit,
-    truncate,
-    remove,
-    lengthen,
-    zero_a_block,
-)
+HARMS = (flip_a_bit, flip_a_bit, truncate, lengthen, invert_a_block, None)
+"""Kinds of damage to a file; None: it is removed."""
 
 
 def save_three(directory: str) -> None:
@@ -79,10 +61,17 @@ def sound(ranks, tmp_path_factory) -> Path:
     return directory
 
 
-def harmed(sound: Path, directory: Path, name: str, harm: Callable, chance: random.Random) -> Path:
+def harmed(sound: Path, directory: Path, name: str, chance: random.Random) -> Path:
     """Copy the checkpoints and damage one file of the newest; return the copy."""
     shutil.copytree(sound, directory)
-    harm(directory / NEWEST / name, chance)
+    path = directory / NEWEST / name
+    harm = chance.choice(HARMS)
+    if harm is None:
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        harm(content, chance)
+        path.write_bytes(content)
     return directory
 
 
@@ -90,17 +79,16 @@ def test_sound_checkpoints_are_taken_newest_first(sound, ranks):
     assert ranks(2).run(look, str(sound)) == [(NEWEST, [])] * 2
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, pytest.param(range(3, 40), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=str)
 def test_every_damage_is_found_and_named(seed, sound, ranks, tmp_path):
     names = sorted(path.name for path in (sound / NEWEST).iterdir())
     for one in seed if isinstance(seed, range) else [seed]:
         chance = random.Random(one)
         for name in names:
-            harm = chance.choice(HARMS)
-            directory = harmed(sound, tmp_path / f"{one}{name}", name, harm, chance)
+            directory = harmed(sound, tmp_path / f"{one}{name}", name, chance)
             for found, said in ranks(2).run(look, str(directory)):
-                assert found == "iter_0000002", (one, name, harm.__name__)
-                assert any("damaged" in line and f"{NEWEST}/{name}" in line for line in said), (said, name, harm)
+                assert found == "iter_0000002", (one, name)
+                assert any("damaged" in line and f"{NEWEST}/{name}" in line for line in said), (said, one, name)
             shutil.rmtree(directory)
 
 

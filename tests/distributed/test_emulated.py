@@ -80,9 +80,7 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 
 @pytest.mark.parametrize(
     ("flags", "ranks_per_attention"),
     [
-        ("", 1),
         ("--balance-policy fastermoe --overlap-grad-reduce", 1),
-        (f"{TENSOR_PARALLEL} --sequence-parallel", 2),
         (f"{TENSOR_PARALLEL} --moe-parallel-schedule s1", 2),
     ],
 )

@@ -1,15 +1,16 @@
-"""pretrain_gpt_moe.py as a user starts it: under torchrun, in separate processes."""
+"""pretrain_gpt_moe.py as a user starts it: under torchrun, and as a single process, which is a complete job."""
 
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.distributed.jobs import Job
+from tests.distributed.jobs import Ended, Job
 from tests.distributed.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,13 +98,33 @@ def test_every_rank_names_a_mistake_and_its_remedy(tmp_path: Path) -> None:
         assert "Traceback" not in text and "ValueError" not in text
 
 
-@pytest.mark.slow
-def test_a_mistake_ends_torchrun_at_once() -> None:
-    start = time.monotonic()
-    process = launch(2, MISTAKE)
-    assert process.returncode != 0
-    assert time.monotonic() - start < 300
-    assert NAMED in process.stderr and REMEDY in process.stderr
-    # The launcher's own traceback follows the message; our program prints none
-    assert process.stderr.index("error: --expert-model-parallel-size") < process.stderr.index("Traceback")
-    assert "ValueError" not in process.stderr
+def without_a_launcher(rank: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
+def alone(flags: str, directory: Path) -> Ended:
+    return Job(1, flags, directory, without_a_launcher).wait()
+
+
+def test_one_process_trains(tmp_path: Path) -> None:
+    ended = alone(f"{BASE} --train-iters 2 --log-interval 1", tmp_path)
+    assert ended.codes == [0], ended.text
+    assert "iteration        2/       2" in ended.text
+
+
+def test_it_ends_with_the_file_of_a_token_that_only_training_meets(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    tokens = np.full(100_000, 300, np.uint16)
+    # The parts of the data that are checked before a run
+    for place in range(8):
+        first = (len(tokens) - 4096) * place // 7
+        tokens[first : first + 4096] = 1
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(tokens, [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    ended = alone(BASE.replace("--mock-data", f"--data-path {prefix} --split 1,0,0"), tmp_path)
+    assert ended.codes == [1]
+    assert f"ValueError: {prefix}.bin: token 300 is outside the vocabulary of 128; give" in ended.text
+    assert "IndexError" not in ended.text
+    assert "rank 0 failed with ValueError: " in ended.text.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.job.layout import build_groups
+from megatron_balance.job.layout import build_groups, destroy_groups
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
 from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
@@ -90,15 +91,16 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_router(ranks, scores: str, dtype: str) -> None:
-    ranks(1).run(force_one_router, "hot_experts", SCORES[scores] | DTYPES[dtype])
+def force_routers(workloads: Sequence[str], settings: Sequence[dict]) -> None:
+    for workload, changes in itertools.product(workloads, settings):
+        force_one_router(workload, changes)
+        destroy_groups()
 
 
-@pytest.mark.parametrize("workload", NAMES)
-def test_every_workload(ranks, workload: str) -> None:
-    ranks(1).run(force_one_router, workload, {})
+def test_one_router(ranks) -> None:
+    settings = [scores | dtype for scores, dtype in itertools.product(SCORES.values(), DTYPES.values())]
+    ranks(1).run(force_routers, ["hot_experts"], settings)
+    ranks(1).run(force_routers, NAMES, [{}])
 
 
 def force(run: Run) -> None:
@@ -139,23 +141,22 @@ def counts_of_a_run(flags: str, start: int) -> dict[Pass, list[list[int]]]:
     return {key: [total.tolist() for total in phases] for key, phases in totals.items()}
 
 
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
 LAYOUTS = {
-    "DP2": (2, ""),
     "DP2-one-sample": (2, "--micro-batch-size 1"),
     "EP2": (2, "--expert-model-parallel-size 2"),
-    "megatron": (2, "--expert-model-parallel-size 2 --moe-layer-impl megatron"),
-    "TP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --swiglu"
-            " --disable-bias-linear"),
-    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "TP2": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --swiglu "
+        "--disable-bias-linear",
+    ),
     "recompute-full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    "recompute-moe": (1, "--recompute-granularity selective --recompute-modules moe"),
     "recompute-moe-megatron-PP2": (
         2,
-        "--recompute-granularity selective --recompute-modules moe --moe-layer-impl megatron --disable-bias-linear"
-        " --pipeline-model-parallel-size 2",
+        f"{RECOMPUTED} --moe-layer-impl megatron --disable-bias-linear --pipeline-model-parallel-size 2",
     ),
     "interleaved": (2, "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,7 +191,7 @@ def test_the_same_workload_in_every_layout(ranks, layout: str) -> None:
 
 def routed_in_both_passes() -> None:
     """Check that recomputation routes each microbatch as its first pass did, even when a bad iteration is repeated."""
-    run = runs.build("--global-batch-size 8 --recompute-granularity selective --recompute-modules moe")
+    run = runs.build(f"--global-batch-size 8 {RECOMPUTED}")
     force(run)
     maps: dict[Pass, list[torch.Tensor]] = defaultdict(list)
 

@@ -151,26 +151,24 @@ class Layout(NamedTuple):
     """Whether tensor-parallel ranks route the same tokens."""
 
 
+SEQUENCE_PARALLEL = f"{TP2} --sequence-parallel"
 LAYOUTS = {
     "DP2": Layout(2, f"{LAST} {batch(2)}"),
     "EP2": Layout(2, f"{LAST} {batch(2)} --expert-model-parallel-size 2"),
-    "TP2-SP": Layout(2, f"{FIRST} {batch(1)} {TP2} --sequence-parallel"),
-    "TP2": Layout(2, f"{LAST} {batch(1)} {TP2}", copies=True),
-    "TP2-baseline": Layout(2, f"{LAST} {batch(1)} {TP2} --moe-parallel-schedule baseline", copies=True),
-    "TP2-s1": Layout(2, f"{LAST} {batch(1)} {TP2} --moe-parallel-schedule s1"),
-    "TP2-s2": Layout(2, f"{LAST} {batch(1)} {TP2} --moe-parallel-schedule s2", copies=True),
+    "TP2-SP": Layout(2, f"{FIRST} {batch(1)} {SEQUENCE_PARALLEL}"),
+    **{
+        f"TP2-{schedule}": Layout(
+            2, f"{LAST} {batch(1)} {TP2} --moe-parallel-schedule {schedule}", copies=schedule != "s1"
+        )
+        for schedule in ("megatron", "baseline", "s1", "s2")
+    },
     "CP2": Layout(2, f"{LAST} {batch(1)} {CP2} {ROPE}"),
     "PP2-first": Layout(2, f"{FIRST} {batch(1)} {PP2}"),
     "PP2-last": Layout(2, f"{LAST} {batch(1)} {PP2}"),
     "CP2xDP2xEP4": Layout(4, f"{LAST} {batch(2)} {CP2} {ROPE} --expert-model-parallel-size 4"),
-    "CP2xTP2-SP": Layout(4, f"{LAST} {batch(1)} {CP2} {ROPE} {TP2} --sequence-parallel"),
     "CP2xTP2-s2": Layout(4, f"{LAST} {batch(1)} {CP2} {ROPE} {TP2} --moe-parallel-schedule s2", copies=True),
     "CP2xPP2": Layout(4, f"{FIRST} {batch(1)} {CP2} {ROPE} {PP2}"),
-    "TP2-SPxDP2": Layout(4, f"{LAST} {batch(2)} {TP2} --sequence-parallel"),
-    "recomputation": Layout(
-        2, f"{LAST} {batch(2)} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "one microbatch": Layout(2, f"{LAST} --global-batch-size {2 * SAMPLES}"),
+    "TP2-SPxDP2": Layout(4, f"{LAST} {batch(2)} {SEQUENCE_PARALLEL}"),
 }
 
 

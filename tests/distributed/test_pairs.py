@@ -10,13 +10,9 @@ ITERATIONS = 3
 
 TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
 
-QUICK = (("s1", "ownership"),)
 
-
-@pytest.mark.parametrize(
-    "pair",
-    [pytest.param(pair, id="-".join(pair), marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in TOGETHER],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", TOGETHER, ids="-".join)
 def test_pairs_follow_the_plain_run(ranks, curve_of, profiles, pair: tuple[str, str]) -> None:
     flags = features.flags_of(*pair)
     world_size = features.world_size(*pair)

@@ -24,6 +24,7 @@ from tests.distributed.layers import (
     EXPERTS,
     HIDDEN,
     LAYOUTS,
+    QUICK_LAYOUTS,
     Layout,
     build_layer,
     moe_config,
@@ -197,14 +198,14 @@ FORMS = {"gelu": 1, "swiglu-no-bias": 3}
 QUICK_FORMS = [pytest.param("gelu", marks=pytest.mark.slow), "swiglu-no-bias"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("activation", QUICK_FORMS)
 def test_schedules_equal_the_oracle(ranks, layout: Layout, schedule: str, activation: str) -> None:
     ranks(size_of(layout)).run(check_schedule, layout, schedule, activation, False, FORMS[activation])
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[0] > 1])
+@pytest.mark.parametrize("layout", [(2, 2, 2), (4, 2, 2), pytest.param((2, 4, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("activation", QUICK_FORMS)
 def test_simultaneous_exchanges_equal_the_oracle(ranks, layout: Layout, activation: str) -> None:
     ranks(size_of(layout)).run(check_schedule, layout, "s2", activation, False, FORMS[activation], True)
@@ -215,7 +216,7 @@ def test_sequence_parallel_layers_equal_the_oracle(ranks, schedule: str) -> None
     ranks(4).run(check_schedule, (2, 2, 2), schedule, "gelu", True, 2)
 
 
-@pytest.mark.parametrize("layout", [(2, 2, 2), (4, 2, 2)])
+@pytest.mark.parametrize("layout", [(2, 2, 2), pytest.param((4, 2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_capacity_equal_the_oracle(ranks, layout: Layout, schedule: str) -> None:
     ranks(4).run(check_schedule, layout, schedule, "gelu", False, 2, schedule == "s2", 0.5)
@@ -271,25 +272,17 @@ def flags_of(layout: Layout) -> str:
     )
 
 
-FOLLOWING = [(layout, schedule, "") for layout in LAYOUTS for schedule in SCHEDULES] + [
-    *(((2, 1, 1), schedule, "") for schedule in ("megatron", "baseline", "s1")),
-    ((2, 2, 2), "s2", "--no-moe-parallel-saa"),
-    ((2, 2, 2), "auto", ""),
-    *(((2, 2, 2), schedule, "--optimizer sgd --lr 1e-1") for schedule in SCHEDULES),
+FOLLOWING = [
+    ((2, 2, 2), "auto"),
+    *(pytest.param(layout, schedule, marks=pytest.mark.slow) for layout in LAYOUTS for schedule in SCHEDULES),
+    *(pytest.param((2, 1, 1), schedule, marks=pytest.mark.slow) for schedule in ("megatron", "baseline", "s1")),
 ]
 
 
-QUICK = [((2, 2, 2), schedule, "") for schedule in ("s2", "auto")]
-
-
-@pytest.mark.parametrize(
-    ("layout", "schedule", "flags"),
-    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in FOLLOWING],
-)
-def test_training_follows_megatrons_schedule(curve_of, layout: Layout, schedule: str, flags: str) -> None:
-    optimizer = flags if "optimizer" in flags else ""
-    wanted = sequence_parallel_curve(curve_of, layout, optimizer)
-    found = curve_of(f"{flags_of(layout)} {flags} --moe-parallel-schedule {schedule}", ITERATIONS, size_of(layout))
+@pytest.mark.parametrize(("layout", "schedule"), FOLLOWING)
+def test_training_follows_megatrons_schedule(curve_of, layout: Layout, schedule: str) -> None:
+    wanted = sequence_parallel_curve(curve_of, layout, "")
+    found = curve_of(f"{flags_of(layout)} --moe-parallel-schedule {schedule}", ITERATIONS, size_of(layout))
     assert deviation(found, wanted) <= 1e-5
 
 
@@ -307,7 +300,9 @@ FEATURES = {
     "placement-chunks": (f"{HOT} --balance-policy demi --moe-comm-chunks auto --moe-comm-order demi", HOT),
     "chunks-pipe": ("--moe-comm-chunks 3 --moe-comm-order interleaved --moe-comm-alltoall pipe", ""),
     "chunks-auto": ("--moe-comm-chunks auto", ""),
-    **{name: (f"--moe-comm-alltoall {name} --moe-comm-node-size 2", "") for name in ("flat", "1dh", "2dh", "auto")},
+    "2dh": ("--moe-comm-alltoall 2dh --moe-comm-node-size 2", ""),
+    "without SAA": ("--no-moe-parallel-saa", ""),
+    "sgd": ("--optimizer sgd --lr 1e-1",) * 2,
     "recompute-moe-shared-experts": (
         "--recompute-granularity selective --recompute-modules moe --moe-shared-expert-intermediate-size 48",
         "--moe-shared-expert-intermediate-size 48",
@@ -319,7 +314,7 @@ FEATURES = {
 }
 """Feature -> its flags, and those of the reference run. All use shards, in addition to test_pairs.py."""
 
-QUICK_FEATURES = {("placement-blockwise", "s2"), ("chunks-pipe", "s1"), ("global-aux-loss", "s1")}
+QUICK_FEATURES = {("placement-blockwise", "s2"), ("global-aux-loss", "s1")}
 
 
 @pytest.mark.parametrize(

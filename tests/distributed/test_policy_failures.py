@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,8 @@ from tests.distributed.failing_policies import (
     RANK,
     ExitsOnRank1,
     LoopsOnRank1,
-    NoPlacement,
     OneRankRaises,
-    OtherOwners,
-    OtherSlots,
     OwnMind,
-    TooManyGuests,
     Turning,
     TwoFaults,
 )
@@ -43,16 +38,12 @@ STARTING = 60.0
 FLAGS = "--expert-model-parallel-size 4 --moe-router-force-workload rotating_hotspot"
 
 
-FAILURES: dict[type[Turning], tuple[int, set[str]]] = {
-    TooManyGuests: (0, {"raised ValueError: rank 0: no free guest slot of 2 for experts"}),
-    NoPlacement: (0, {"returned no Placement: a tuple"}),
-    OtherOwners: (0, {"changed owners or guest slots: 6 7 + . . | 4 5"}),
-    OtherSlots: (0, {"changed owners or guest slots: 0 1 + . | 2 3"}),
-    TwoFaults: (0, {"raised ValueError: rank 0", "raised KeyError: "}),
-    OwnMind: (0, {"plans differently on different ranks"}),
-    OneRankRaises: (2, {"raised ZeroDivisionError: on this rank only"}),
+FAILURES: dict[type[Turning], tuple[str, int, set[str]]] = {
+    TwoFaults: ("predicted", 0, {"raised ValueError: rank 0", "raised KeyError: "}),
+    OwnMind: ("exact", 0, {"plans differently on different ranks"}),
+    OneRankRaises: ("predicted", 2, {"raised ZeroDivisionError: on this rank only"}),
 }
-"""Policy -> the rank that warns, and its warnings for each layer."""
+"""Policy -> the load that it plans for, the rank that warns, and its warnings for each layer."""
 
 
 def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
@@ -83,35 +74,25 @@ def train_with(policy: str, load: str, flags: str = FLAGS) -> dict[str, list]:
     }
 
 
+def name_of(policy: type) -> str:
+    return f"{policy.__module__}:{policy.__name__}"
+
+
 @pytest.fixture(scope="module")
 def baseline(ranks) -> runs.Curve:
     return ranks(4).run(runs.train_curve, FLAGS, ITERATIONS)[0]
 
 
-CASES = [*((policy, "predicted") for policy in FAILURES), (OwnMind, "exact"), (OneRankRaises, "exact")]
-AS_IN_UNIT_TESTS = {NoPlacement, OtherOwners, OtherSlots}
-
-
-def is_slow(policy: type[Turning], load: str) -> bool:
-    return policy in AS_IN_UNIT_TESTS or (policy, load) == (OneRankRaises, "exact")
-
-
-@pytest.mark.parametrize(
-    ("policy", "load"),
-    [
-        pytest.param(policy, load, id=f"{policy.__name__}-{load}", marks=[pytest.mark.slow] * is_slow(policy, load))
-        for policy, load in CASES
-    ],
-)
-def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, policy: type[Turning], load: str) -> None:
-    outcomes = ranks(4).run(train_with, f"{policy.__module__}:{policy.__name__}", load)
+@pytest.mark.parametrize("policy", FAILURES, ids=lambda policy: policy.__name__)
+def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, policy: type[Turning]) -> None:
+    load, speaker, said = FAILURES[policy]
+    outcomes = ranks(4).run(train_with, name_of(policy), load)
     for outcome in outcomes:
         assert deviation(outcome["curve"], baseline) <= TOLERANCE
         assert outcome["placements"] == outcomes[0]["placements"]
         last_valid = outcome["placements"][GOOD - 1]
         assert all(placements == last_valid for placements in outcome["placements"][GOOD:])
         assert all(hosts > 0 for hosts in outcome["hosts"][1:])
-    speaker, said = FAILURES[policy]
     for rank, outcome in enumerate(outcomes):
         expected = [(layer, text) for text in said for layer in range(1, LAYERS + 1)] if rank == speaker else []
         assert len(outcome["lines"]) == len(expected), outcome["lines"]
@@ -121,7 +102,6 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
         assert all("its last placement stays" in line for line in outcome["lines"])
 
 
-@pytest.mark.parametrize("load", ["predicted", pytest.param("exact", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("policy", "limit", "said"),
     [
@@ -136,38 +116,27 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
     ids=["LoopsOnRank1", "ExitsOnRank1"],
 )
 def test_a_policy_that_ends_or_stalls_on_one_rank_is_given_up_on_all(
-    ranks, policy: type[Turning], limit: str, said: str, load: str
+    ranks, policy: type[Turning], limit: str, said: str
 ) -> None:
     """All ranks keep the last common placement."""
     flags = f"{FLAGS} --expert-model-parallel-size 2 {limit}"
-    name = f"{policy.__module__}:{policy.__name__}"
-    outcomes = ranks(2).run(train_with, name, load, flags)
+    outcomes = ranks(2).run(train_with, name_of(policy), "predicted", flags)
     assert [outcome["placements"] == outcomes[0]["placements"] for outcome in outcomes] == [True, True]
     placements = outcomes[0]["placements"]
     assert all(after == placements[GOOD - 1] for after in placements[GOOD:])
     assert all(hosts > 0 for hosts in outcomes[0]["hosts"][1:])
     assert outcomes[0]["lines"] == []
     *warnings, last = outcomes[1]["lines"]
-    assert f": --balance-policy {name} {said}; all placements stay, and the policy is not asked again" in last
+    assert (
+        f": --balance-policy {name_of(policy)} {said}; all placements stay, and the policy is not asked again" in last
+    )
     assert len(warnings) <= LAYERS
 
 
 def test_a_good_policy_is_not_warned_of(ranks, baseline) -> None:
-    outcomes = ranks(4).run(train_with, f"{Top2.__module__}:{Top2.__name__}", "predicted")
+    outcomes = ranks(4).run(train_with, name_of(Top2), "predicted")
     assert [outcome["lines"] for outcome in outcomes] == [[]] * 4
     assert deviation(outcomes[0]["curve"], baseline) <= TOLERANCE
-
-
-def profile_of_four_ranks(path: Path) -> None:
-    builtin(4, 4, 32, 64).save(path)
-
-
-BAD_PROFILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other-cluster": (profile_of_four_ranks, "is for 4 expert-parallel ranks in nodes of 4, but this job has 2"),
-    "missing": (lambda path: None, "cannot be read: No such file or directory"),
-    "not-json": (lambda path: path.write_text("alpha = 1"), "is not JSON"),
-    "directory": (Path.mkdir, "is a directory; name the file in it"),
-}
 
 
 def check_ends(directory: Path, flags: str, said: str) -> None:
@@ -179,12 +148,11 @@ def check_ends(directory: Path, flags: str, said: str) -> None:
         assert output.count(f"error: {said}") == len(output.splitlines()) == 1, output
 
 
-@pytest.mark.parametrize("kind", BAD_PROFILES)
-def test_a_wrong_profile_ends_every_rank(tmp_path: Path, kind: str) -> None:
-    write, said = BAD_PROFILES[kind]
+def test_a_wrong_profile_ends_every_rank(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    write(path)
-    check_ends(tmp_path, f"--balance-profile {path}", f"--balance-profile {path}: {said}")
+    builtin(4, 4, 32, 64).save(path)
+    said = f"--balance-profile {path}: is for 4 expert-parallel ranks in nodes of 4, but this job has 2"
+    check_ends(tmp_path, f"--balance-profile {path}", said)
 
 
 def test_no_guest_slots_end_every_rank(tmp_path: Path) -> None:

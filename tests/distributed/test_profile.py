@@ -23,10 +23,10 @@ from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.groups import Members
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
-from megatron_balance.measure.measure import group_kinds, measure
+from megatron_balance.measure.measure import group_kinds, measure, measured_once
 from megatron_balance.measure.operations import OPERATIONS, TRANSFERS, Load, Passes
 from megatron_balance.measure.stopwatch import sub_groups
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin
 from megatron_balance.profile.profile_file import load
 from tests.distributed.runs import BASE
 
@@ -62,15 +62,13 @@ def once() -> Iterator[None]:
         yield
 
 
-def measure_twice() -> ClusterProfile:
-    """Measure twice: sub-groups of the first measurement must not disturb the second."""
+def measure_once() -> ClusterProfile:
     with once():
-        measured(dist.group.WORLD, 2)
         return measured(dist.group.WORLD, 2)
 
 
 def test_all_ranks_get_one_profile(ranks, tmp_path: Path) -> None:
-    profile, *others = ranks(4).run(measure_twice)
+    profile, *others = ranks(4).run(measure_once)
     assert others == [profile] * 3
     assert (profile.num_ranks, profile.node_size) == (4, 2)
     assert all(sum(profile.link(collective, kind)[:2]) > 0 for collective in COLLECTIVES for kind in GROUPS)
@@ -90,7 +88,7 @@ def two_groups(node_size: int) -> ClusterProfile:
         return measured(pairs[dist.get_rank() // 2], node_size)
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
+@pytest.mark.parametrize("node_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_of_all_groups_get_one_profile(ranks, node_size: int) -> None:
     profile, *others = ranks(4).run(two_groups, node_size)
     assert others == [profile] * 3
@@ -167,6 +165,7 @@ def measure_a_known_cluster() -> ClusterProfile:
         ),
         mock.patch.object(stopwatch, "even_exchange", exchange),
         mock.patch.object(stopwatch, "time", clock),
+        mock.patch("megatron_balance.measure.measure.PASSES", 1),
     ):
         return measured(dist.group.WORLD, 2, passes, dtype=torch.bfloat16, shares=(0.25, 0.75))
 
@@ -243,7 +242,11 @@ def measure_the_runs_experts(flags: str) -> tuple[ClusterProfile, bool]:
 
 
 @pytest.mark.parametrize(
-    ("more", "shape", "lines"), [("", (2, 2), [True] * 5), ("--sequence-parallel", (1, 2), [True] * 2 + [False] * 3)]
+    ("more", "shape", "lines"),
+    [
+        ("", (2, 2), [True] * 5),
+        pytest.param("--sequence-parallel", (1, 2), [True] * 2 + [False] * 3, marks=pytest.mark.slow),
+    ],
 )
 def test_shards_and_tensor_parallel_ranks_are_measured(
     ranks, tmp_path: Path, more: str, shape: tuple[int, int], lines: list[bool]
@@ -257,17 +260,10 @@ def test_shards_and_tensor_parallel_ranks_are_measured(
     assert load(tmp_path / "profile.json", 2, 2) == profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [
-        pytest.param("", id="plain", marks=pytest.mark.slow),
-        pytest.param("--bf16 --swiglu --disable-bias-linear", id="bf16-swiglu"),
-        pytest.param(
-            "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act",
-            id="recompute",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ["", "--bf16 --swiglu --disable-bias-linear", "--recompute-granularity selective --recompute-modules moe_act"],
 )
 def test_the_projects_experts_are_measured_and_left_alone(ranks, flags: str) -> None:
     results = ranks(4).run(measure_the_runs_experts, f"--expert-model-parallel-size 4 {flags}")
@@ -275,3 +271,42 @@ def test_the_projects_experts_are_measured_and_left_alone(ranks, flags: str) -> 
     profile = results[0][0]
     assert [other for other, _ in results] == [profile] * 4
     assert all(line.seconds_per_token > 0 or line.overhead > 0 for line in (profile.forward, profile.backward))
+
+
+def measured_and_read(path: Path) -> tuple[int, list[ClusterProfile]]:
+    """Return how often this rank measures for two calls, and their profiles."""
+    calls: list[int] = []
+
+    def measuring() -> ClusterProfile:
+        calls.append(1)
+        # A rank must not keep its own measurement
+        return builtin(4, 2, 64, 128 + dist.get_rank())
+
+    profiles = [measured_once([path], 4, 2, measuring) for _ in range(2)]
+    return len(calls), profiles
+
+
+def test_measured_once_measures_once(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "not there yet" / "profile.json"
+    assert ranks(4).run(measured_and_read, path) == [(1, [builtin(4, 2, 64, 128)] * 2)] * 4
+    assert [entry.name for entry in path.parent.iterdir()] == ["profile.json"]
+
+
+def error_of_measured_once(path: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        measured_once([path], 2, 2, lambda: builtin(2, 2, 64, 128))
+    # The ranks are still together
+    dist.all_reduce(torch.ones(1))
+    return str(error.value)
+
+
+def test_errors_of_profiles_are_everyones(ranks, tmp_path: Path) -> None:
+    builtin(8, 2, 64, 128).save(tmp_path / "other.json")
+    (tmp_path / "broken.json").write_text("{")
+    for name, told in (
+        ("other.json", "is for 8 expert-parallel ranks"),
+        ("broken.json", "is not JSON"),
+        ("broken.json/below", "--balance-profile auto: "),
+    ):
+        message, other = ranks(2).run(error_of_measured_once, tmp_path / name)
+        assert told in message and other == message

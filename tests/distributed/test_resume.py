@@ -1,10 +1,10 @@
 """Stopping and resuming a run: the checkpoint flags from a user's view."""
 
 import errno
+import itertools
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import TrainConfig
 from megatron_balance.training.loop import Stopping, train_step
+from tests.disks import small_disk
 from tests.distributed.checkpoints import Said, outcome, patient, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
@@ -52,6 +53,7 @@ def test_a_signal_saves_and_exits_with_status_0(tmp_path):
         assert ended.codes == [0, 0], ended.text
         assert "SIGTERM was received" in ended.text
         assert ("successfully loaded checkpoint" in ended.text) == bool(earlier)
+        assert ("WARNING: --load" in ended.text) != bool(earlier)
     assert len(iterations(tmp_path)) == 2
 
 
@@ -87,10 +89,8 @@ def test_all_ranks_stop_for_one(late, signalled, reason, ranks):
     assert ranks(2).run(reasons_to_stop, late, signalled) == [[None, reason, "--exit-interval 5"]] * 2
 
 
-def test_nothing_to_load_is_a_warning_or_an_error(tmp_path):
+def test_nothing_to_load_is_an_error_on_request(tmp_path):
     flags = f"{BASE} {EP2} --train-iters 1 --load {tmp_path / 'nothing'}"
-    ended = Job(2, flags, tmp_path / "log").wait()
-    assert ended.codes == [0, 0] and "WARNING: --load" in ended.text
     ended = Job(2, f"{flags} --exit-on-missing-checkpoint", tmp_path / "log").wait()
     assert ended.codes == [1, 1]
     assert [text.count("no checkpoint there (--exit-on-missing-checkpoint)") for text in ended.output] == [1, 1]
@@ -173,7 +173,6 @@ def schedule_position(flags: str) -> int:
 
 
 def test_the_schedule_starts_afresh_without_the_optimizer(saved, ranks):
-    assert ranks(2).run(schedule_position, f"--load {saved}") == [12, 12]
     assert ranks(2).run(schedule_position, f"--load {saved} --no-load-optim --lr 2e-3 --train-iters 40") == [0, 0]
 
 
@@ -201,19 +200,13 @@ def resave(load: str, save: str, flags: str) -> None:
     checkpoints.finish()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--moe-layer-impl megatron --disable-bias-linear", "--moe-layer-impl megatron --swiglu --disable-bias-linear"],
-    ids=["gelu", "swiglu"],
-)
-def test_both_layers_share_one_format(flags, ranks, tmp_path):
-    def model(text: str) -> str:
-        return text.replace("--moe-layer-impl megatron", "")
-
+@pytest.mark.parametrize("activation", [pytest.param("", marks=pytest.mark.slow), "--swiglu"], ids=["gelu", "swiglu"])
+def test_both_layers_share_one_format(activation, ranks, tmp_path):
+    model = f"{activation} --disable-bias-linear"
     ours, theirs, back = (str(tmp_path / name) for name in ("ours", "theirs", "back"))
-    ranks(2).run(save_one, ours, model(flags))
-    ranks(2).run(resave, ours, theirs, flags)
-    ranks(2).run(resave, theirs, back, f"{model(flags)} --ckpt-fully-parallel-load --async-save")
+    ranks(2).run(save_one, ours, model)
+    ranks(2).run(resave, ours, theirs, f"{model} --moe-layer-impl megatron")
+    ranks(2).run(resave, theirs, back, f"{model} --ckpt-fully-parallel-load --async-save")
     for other in (theirs, back):
         count, unequal = ranks(1).run(unequal_tensors, ours, other)[0]
         assert count >= 20 and unequal == []
@@ -293,12 +286,14 @@ FAILURES = {
 }
 
 
+QUICK = (("die", ""), ("stall", ""), ("fill", "--async-save"), ("manifest", ""), ("unseen", ""))
+
+
 @pytest.mark.parametrize(
     ("sabotage", "flags"),
     [
-        pytest.param(sabotage, flags, marks=pytest.mark.slow if flags and sabotage != "fill" else (), id=id)
-        for sabotage in FAILURES
-        for flags, id in (("", f"{sabotage}-sync"), ("--async-save", f"{sabotage}-async"))
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(FAILURES, ("", "--async-save"))
     ],
 )
 def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ranks, tmp_path):
@@ -339,11 +334,7 @@ def test_a_removed_directory_is_not_made_again(ranks, tmp_path):
 
 def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):
     """The disk has room for one checkpoint, not for two, and later not even for a directory's first file."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
+    with small_disk(tmp_path / "disk", 3000) as disk:
         flags = f"{BASE} {EP2} --save {disk}/c --load {disk}/c --save-interval 1 --train-iters 9"
         for _ in range(2):
             ended = Job(2, flags, tmp_path / "log").wait()
@@ -353,8 +344,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):
         disk_copy = shutil.copytree(disk / "c", tmp_path / "copy")
         iteration, *_ = ranks(2).run(loaded, f"--load {disk_copy} --train-iters 9")[0]
         assert iteration == newest > 0
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):

@@ -14,7 +14,7 @@ from megatron_balance.comm.alltoall import Exchange, FlatAllToAll
 from megatron_balance.flow.chunks import pipeline
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape, volumes
 from megatron_balance.job.layout import build_groups
-from tests.distributed.layers import HIDDEN, LAYOUTS, Layout, build_layer, moe_config, size_of
+from tests.distributed.layers import HIDDEN, QUICK_LAYOUTS, Layout, build_layer, moe_config, size_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "collectives"
 
@@ -106,13 +106,7 @@ def collectives(layout: Layout, schedule: str, shapes: Sequence[tuple[int, int, 
     return found
 
 
-QUICK = ((2, 2, 2), (1, 2, 2), (4, 2, 2))
-"""Layouts on four ranks: as many tensor-parallel ranks as shards, fewer, and more."""
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.slow]) for layout in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 def test_volumes_are_the_papers(ranks, layout: Layout) -> None:
     generator = random.Random(str(layout))
     # All parts of an expert's capacity are integers

@@ -18,7 +18,6 @@ PP2 = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --position-embedding-type rope --disable-bias-linear "
     "--global-batch-size 16"
 )
-TP2 = f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 CHUNKS = f"{PP2} --expert-model-parallel-size 2 --moe-router-force-workload hot_experts --mtp-num-layers 1"
 ALONE = "--pipeline-model-parallel-layout Et|tt|t|mL"
 """The last model chunk has no transformer layer, only that of multi-token prediction."""
@@ -29,29 +28,27 @@ def train(flags: str) -> Curve:
     return curve_of([train_step(run) for _ in range(3)])
 
 
+SAME = {
+    "chunks": (2, PP2, "--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-layout Et|t|t|tL"),
+    "order of ranks": (4, f"{PP2} --expert-model-parallel-size 2", "", "--use-tp-pp-dp-mapping"),
+    "chunk without layers": (4, f"{CHUNKS} {ALONE}", "", "--balance-policy top2 --balance-overlap blockwise"),
+    "stages": (2, PP2, "", "--pipeline-model-parallel-layout Ett|ttL"),
+    "prediction": (2, f"{PP2} --mtp-num-layers 1", "", "--pipeline-model-parallel-layout Ett|ttmL"),
+}
+"""Ranks, common flags, and those of either run."""
+
+
 @pytest.mark.parametrize(
-    ("world_size", "flags", "others"),
+    ("world_size", "flags", "one", "other"),
     [
-        (2, PP2, f"{PP2} --pipeline-model-parallel-layout Ett|ttL"),
-        (2, f"{PP2} --mtp-num-layers 1", f"{PP2} --mtp-num-layers 1 --pipeline-model-parallel-layout Ett|ttmL"),
-        (
-            2,
-            f"{PP2} --num-layers-per-virtual-pipeline-stage 1",
-            f"{PP2} --pipeline-model-parallel-layout Et|t|t|tL",
-        ),
-        (
-            8,
-            f"{TP2} --expert-model-parallel-size 2",
-            f"{TP2} --expert-model-parallel-size 2 --use-tp-pp-dp-mapping",
-        ),
-        (4, f"{CHUNKS} {ALONE}", f"{CHUNKS} {ALONE} --balance-policy top2 --balance-overlap blockwise"),
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in ("stages", "prediction") else [])
+        for name, case in SAME.items()
     ],
-    ids=["stages", "prediction", "chunks", "order of ranks", "chunk without layers"],
 )
-def test_stages_learn_the_same(ranks, world_size: int, flags: str, others: str) -> None:
-    one, other = (ranks(world_size).run(train, text)[0] for text in (flags, others))
-    assert len(set(one)) == 3
-    for pair, same in zip(one, other, strict=True):
+def test_stages_learn_the_same(ranks, world_size: int, flags: str, one: str, other: str) -> None:
+    curve, wanted = (ranks(world_size).run(train, f"{flags} {more}")[0] for more in (one, other))
+    assert len(set(curve)) == 3
+    for pair, same in zip(curve, wanted, strict=True):
         assert pair == pytest.approx(same, rel=1e-5)
 
 

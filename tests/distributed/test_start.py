@@ -1,12 +1,10 @@
 """Jobs that cannot start: every rank ends with one sentence that names the error, its place and the remedy."""
 
+import functools
 import importlib
 import os
 import resource
 import socket
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from tests.distributed.jobs import Ended, Job, Prepare
 from tests.distributed.runs import BASE
 
 FLAGS = f"{BASE} --expert-model-parallel-size 2 --distributed-timeout-minutes 1"
-WITHOUT_RANK_0 = FLAGS.replace("minutes 1", "minutes 0.05")
-"""Flags of a job that waits for what does not come."""
+PATIENT = f"{BASE} --distributed-timeout-minutes 10"
+THREE = "--expert-model-parallel-size 3 --num-experts 6"
 
 REMEDY = "; start all with the same flags, packages, program and files (docs/running.md says what may differ)"
 
@@ -33,59 +31,26 @@ def sentences(ended: Ended) -> list[str]:
     return [lines[0].removeprefix("pretrain_gpt_moe.py: error: ") for lines in said]
 
 
-def sentence(ended: Ended) -> str:
-    """Return the sentence that all ranks printed."""
-    said = set(sentences(ended))
-    assert len(said) == 1, said
-    return said.pop()
-
-
-def of_two(directory: Path, other: str = "", prepare: Prepare | None = None, common: str = "") -> list[str]:
-    """Return the sentences of a job of two ranks where rank 1 has the `other` flags, too."""
-    start = time.monotonic()
-    ended = Job(2, lambda rank: f"{FLAGS} {common} {other if rank else ''}", directory, prepare).wait()
-    print(f"{time.monotonic() - start:.1f} s")
-    return sentences(ended)
-
-
-@dataclass(frozen=True)
-class Odd:
-    """Gives one rank another version of a package, another program, or another working directory."""
-
-    rank: int
-    directories: tuple[Path, ...] = ()
-    version: bool = False
-    source: bool = False
-
-    def __call__(self, rank: int) -> None:
-        if self.directories:
-            os.chdir(self.directories[rank == self.rank])
-        if rank != self.rank:
-            return
+def with_another_package_and_program(directories: tuple[Path, Path], rank: int) -> None:
+    """Give rank 1 another version of a package, another program, and another working directory."""
+    os.chdir(directories[rank == 1])
+    if rank == 1:
         facts = importlib.import_module("megatron_balance.app.facts")
         version = facts._version
         content = facts.content_digest
-        if self.version:
-            facts._version = lambda package: "1.0" if package == "numpy" else version(package)
-        if self.source:
-            facts.content_digest = lambda path: "0123" if path.name == "plan.py" else content(path)
+        facts._version = lambda package: "1.0" if package == "numpy" else version(package)
+        facts.content_digest = lambda path: "0123" if path.name == "plan.py" else content(path)
 
 
-@pytest.fixture
-def profiles(tmp_path: Path) -> tuple[Path, ...]:
-    """Directories, each with a different `profile.json`."""
-    for name, width in (("ours", 32), ("theirs", 64)):
-        (tmp_path / name).mkdir()
-        cluster_profile.builtin(3, 3, width, 64).save(tmp_path / name / "profile.json")
-    return tmp_path / "ours", tmp_path / "theirs"
-
-
-def test_every_kind_of_difference_in_three_ranks(tmp_path: Path, profiles: tuple[Path, ...]) -> None:
-    flags = FLAGS.replace("--expert-model-parallel-size 2", "--expert-model-parallel-size 3 --num-experts 6")
-    flags += " --balance-policy top2 --balance-profile profile.json"
-    odd = Odd(1, profiles, version=True, source=True)
+def test_every_kind_of_difference_in_three_ranks(tmp_path: Path) -> None:
+    directories = tmp_path / "ours", tmp_path / "theirs"
+    for directory, width in zip(directories, (32, 64), strict=True):
+        directory.mkdir()
+        cluster_profile.builtin(3, 3, width, 64).save(directory / "profile.json")
+    flags = f"{FLAGS} {THREE} --balance-policy top2 --balance-profile profile.json"
+    odd = functools.partial(with_another_package_and_program, directories)
     others = {1: "--seed 7 --lr 2e-3 --train-iters 7", 2: "--seed 8 --balance-policy pro_prophet"}
-    said = sentence(Job(3, lambda rank: f"{flags} {others.get(rank, '')}", tmp_path, odd).wait())
+    (said,) = {*sentences(Job(3, lambda rank: f"{flags} {others.get(rank, '')}", tmp_path, odd).wait())}
     assert said.count("the ranks of this job differ: ") == 1
     for cause in (
         "; --train-iters is 20 on ranks 0, 2, but 7 on rank 1; ",
@@ -101,35 +66,36 @@ def test_every_kind_of_difference_in_three_ranks(tmp_path: Path, profiles: tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flag", "value", "reference"),
+    ("flags", "told"),
     [
-        ("--seed", "7", "1234"),
-        ("--lr", "0.002", "0.001"),
-        ("--balance-policy", "top2", "none"),
-        ("--hidden-size", "64", "32"),
-        ("--train-iters", "7", "20"),
-        ("--distributed-backend", "gloo", "nccl"),
-        ("--use-distributed-optimizer", "", "not given"),
+        ("--distributed-backend gloo", "--distributed-backend is nccl on rank 0, but gloo on rank 1"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer is not given on rank 0, but given on rank 1"),
     ],
 )
-def test_a_flag_of_one_rank(tmp_path: Path, flag: str, value: str, reference: str) -> None:
-    said = of_two(tmp_path, f"{flag} {value}")
-    told = f"{flag} is {reference} on rank 0, but {value or 'given'} on rank 1"
-    assert said == [f"the ranks of this job differ: {told}{REMEDY}"] * 2
+def test_a_flag_of_one_rank(tmp_path: Path, flags: str, told: str) -> None:
+    ended = Job(2, lambda rank: f"{FLAGS} {flags if rank else ''}", tmp_path).wait()
+    assert sentences(ended) == [f"the ranks of this job differ: {told}{REMEDY}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "reason"),
+    [
+        (0, "--hidden-size 31", "--hidden-size 31: "),
+        pytest.param(1, "--balance-policy nobodys:Policy", "--balance-policy nobodys:Policy: ", marks=pytest.mark.slow),
+        pytest.param(2, "--lr high", "argument --lr: invalid float value: 'high'", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_of_one_rank_ends_all_at_once(tmp_path: Path, rank: int, flags: str, reason: str) -> None:
+    ended = Job(3, lambda own: f"{PATIENT} {THREE} {flags if own == rank else ''}", tmp_path).wait()
+    assert all(ended.codes), ended.text
+    said = [text.splitlines()[-1] for text in ended.output]
+    own = said.pop(rank).partition(": error: ")[2]
+    assert own.startswith(reason)
+    assert said == [f"pretrain_gpt_moe.py: error: rank {rank} on {socket.gethostname()} cannot start: {own}"] * 2
 
 
 def with_rank_8(rank: int) -> None:
     os.environ["RANK"] = "8"
-
-
-def with_rank_1_gone(rank: int) -> None:
-    if rank == 1:
-        os._exit(1)
-
-
-def with_a_taken_port(rank: int) -> None:
-    if rank == 0:
-        ANSWERING.append(socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))))
 
 
 def with_no_address(rank: int) -> None:
@@ -138,32 +104,6 @@ def with_no_address(rank: int) -> None:
 
 def with_few_descriptors(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
-
-
-def of_three(directory: Path, flags: Mapping[int, str]) -> tuple[float, list[str]]:
-    """Run three ranks with these extra flags by rank and a timeout of ten minutes; return seconds and last lines."""
-    common = f"{FLAGS.replace('minutes 1', 'minutes 10')} --expert-model-parallel-size 3 --num-experts 6"
-    start = time.monotonic()
-    ended = Job(3, lambda rank: f"{common} {flags.get(rank, '')}", directory).wait()
-    assert all(ended.codes), ended.text
-    return time.monotonic() - start, [text.splitlines()[-1] for text in ended.output]
-
-
-@pytest.mark.parametrize(
-    ("rank", "flags", "reason"),
-    [
-        (0, "--hidden-size 31", "--hidden-size 31: "),
-        pytest.param(1, "--balance-policy nobodys:Policy", "--balance-policy nobodys:Policy: ", marks=pytest.mark.slow),
-        (2, "--lr high", "argument --lr: invalid float value: 'high'"),
-    ],
-)
-def test_a_mistake_of_one_rank_ends_all_at_once(tmp_path: Path, rank: int, flags: str, reason: str) -> None:
-    seconds, said = of_three(tmp_path, {rank: flags})
-    print(f"{seconds:.1f} s", *said, sep="\n")
-    own = said.pop(rank).partition(": error: ")[2]
-    assert own.startswith(reason)
-    told = f"pretrain_gpt_moe.py: error: rank {rank} on {socket.gethostname()} cannot start: {own}"
-    assert said == [told] * 2
 
 
 @pytest.mark.parametrize(
@@ -175,21 +115,29 @@ def test_a_mistake_of_one_rank_ends_all_at_once(tmp_path: Path, rank: int, flags
     ],
 )
 def test_what_a_process_finds_by_itself(tmp_path: Path, prepare: Prepare, told: str) -> None:
-    said = of_two(tmp_path, prepare=prepare)
+    said = sentences(Job(2, FLAGS, tmp_path, prepare).wait())
     assert all(one.startswith(told) for one in said), said
+
+
+def with_a_taken_port(rank: int) -> None:
+    if rank == 0:
+        ANSWERING.append(socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))))
 
 
 @pytest.mark.slow
 def test_a_taken_port(tmp_path: Path) -> None:
-    ended = Job(2, WITHOUT_RANK_0, tmp_path, with_a_taken_port).wait()
+    ended = Job(2, FLAGS.replace("minutes 1", "minutes 0.05"), tmp_path, with_a_taken_port).wait()
     assert ended.codes == [1, 1]
     # torch logs a lot about failed connections
     ours, theirs = (text.splitlines()[-1] for text in ended.output)
-    assert (
-        ours.startswith("pretrain_gpt_moe.py: error: MASTER_PORT=")
-        and "another program listens on this port here" in ours
-    )
+    assert ours.startswith("pretrain_gpt_moe.py: error: MASTER_PORT=")
+    assert "another program listens on this port here" in ours
     assert "no key-value store of rank 0 there within 0.05 minutes (--distributed-timeout-minutes)" in theirs
+
+
+def with_rank_1_gone(rank: int) -> None:
+    if rank == 1:
+        os._exit(1)
 
 
 @pytest.mark.slow
@@ -204,18 +152,12 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 def with_too_large_a_model_on_rank_1(rank: int) -> None:
     launch = importlib.import_module("megatron_balance.app.launch")
     torch = importlib.import_module("torch")
-    build_run = launch.build_run
-
-    def build(*args, **kwargs):
-        if rank == 1:
-            torch.empty(2**55, dtype=torch.uint8)
-        return build_run(*args, **kwargs)
-
-    launch.build_run = build
+    if rank == 1:
+        launch.build_run = lambda *args, **kwargs: torch.empty(2**55, dtype=torch.uint8)
 
 
 def test_a_rank_without_memory(tmp_path: Path) -> None:
-    ended = Job(2, FLAGS.replace("minutes 1", "minutes 10"), tmp_path, with_too_large_a_model_on_rank_1).wait()
+    ended = Job(2, f"{PATIENT} --expert-model-parallel-size 2", tmp_path, with_too_large_a_model_on_rank_1).wait()
     assert ended.codes == [1, 1]
     told = (
         "rank 1 failed with OutOfResources: this machine's memory is too small for this run; "

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import importlib
 import math
 import os
 import re
@@ -24,7 +23,7 @@ import pytest
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.job.hang_guard import HangGuard
 from tests.disks import fill, small_disk
-from tests.distributed.jobs import Ended, Job
+from tests.distributed.jobs import Ended, Job, found
 from tests.distributed.runs import BASE
 from tests.distributed.wandering import wandering
 
@@ -185,9 +184,7 @@ class Inject:
         )
         if rank != self.fault.rank:
             return
-        module, _, path = PLACES[self.fault.place].partition(":")
-        *outer, name = path.split(".")
-        holder = functools.reduce(getattr, outer, importlib.import_module(module))
+        holder, name = found(PLACES[self.fault.place])
         original = getattr(holder, name)
         calls = 0
 
@@ -241,14 +238,14 @@ def expected(shared: Path) -> Callable[[str], dict[int, tuple[float, float]]]:
 
 def leavings(temporary: Path) -> set[str]:
     """Return what jobs may leave outside their directories: processes, shared memory, temporary files."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    found |= {str(path) for path in temporary.iterdir() if not path.name.startswith("torchinductor_")}
+    left = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    left |= {str(path) for path in temporary.iterdir() if not path.name.startswith("torchinductor_")}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(process.cmdline())
             if "forkserver" not in command and "resource_tracker" not in command:
-                found |= {f"{process.pid} {command}"} if process.status() != psutil.STATUS_ZOMBIE else set()
-    return found
+                left |= {f"{process.pid} {command}"} if process.status() != psutil.STATUS_ZOMBIE else set()
+    return left
 
 
 def wait_until_clean(before: set[str], temporary: Path) -> None:
@@ -293,10 +290,10 @@ def test_a_fault_ends_as_it_should(fault: Fault, tmp_path: Path, shared: Path, e
         assert inject.happened.exists(), ended.text
         assert re.search(fault.said.format(rank=fault.rank), ended.text), ended.text
         wait_until_clean(before, temporary)
-        found = losses(ended.text)
+        logged = losses(ended.text)
         if fault.goes_on:
             assert set(ended.codes) == {0}, ended.text
-            assert found.keys() == expected(fault.layout).keys()
+            assert logged.keys() == expected(fault.layout).keys()
         else:
             others = {code for rank, code in enumerate(ended.codes) if rank != fault.rank}
             # Nothing in a process can prevent its immediate exit: the other ranks make the job fail
@@ -310,8 +307,8 @@ def test_a_fault_ends_as_it_should(fault: Fault, tmp_path: Path, shared: Path, e
             came_from = re.findall(r"successfully loaded checkpoint from \S*iter_(\d+)", again.text)
             assert [int(iteration) for iteration in came_from] == left[:1], again.text
             assert losses(again.text).keys() == {*range((left or [0])[0] + 1, ITERATIONS + 1)}, again.text
-            found |= losses(again.text)
-        for iteration, values in found.items():
+            logged |= losses(again.text)
+        for iteration, values in logged.items():
             for value, other in zip(values, expected(fault.layout)[iteration], strict=True):
-                assert math.isclose(value, other, rel_tol=TOLERANCE), (iteration, found)
+                assert math.isclose(value, other, rel_tol=TOLERANCE), (iteration, logged)
         assert not [path for path in save.iterdir() if re.search(r"\.(saving|replaced|deleting)-", path.name)]

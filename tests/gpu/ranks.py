@@ -32,7 +32,6 @@ START_SECONDS = 300.0
 PROBE_SECONDS = 25.0
 
 
-
 class GpuRanks(Ranks):
     """Ranks in new processes, since a process that has used CUDA cannot be forked."""
 

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python -m tests.gpu.sanitized --device cpu  # without a GPU
 
 All six kernels run on few sizes with edges: no token, one token, odd widths, wrong numbers of rows. Results must equal
-plain computations on the host. Values are small whole numbers, so that sums are exact in each precision.
+computations on the host.
 
     memcheck    accesses outside of tensors: each tensor is an allocation of its own, without torch's cache
     racecheck   hazards in shared memory, which reductions and running sums use
@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
+from tests.kernels import equal
 
 KERNELS = ("fit_kernel", "count_kernel", "order_kernel", "block_index_kernel", "copy_kernel", "sum_kernel")
 
@@ -71,76 +70,22 @@ def verdict(tool: str, status: int, text: str) -> Verdict:
     return Verdict(False, f"{found[0] if found else 'something'} at {places[0] if places else 'an unknown place'}")
 
 
-def routing_of(tokens: int, experts: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.rand(tokens, experts, generator=generator) < 0.4
-
-
 def check_rows(device: str) -> None:
-    """Compare the five kernels of kernels/rows.py with plain computations."""
-    from megatron_balance.kernels import rows
-
-    generator = torch.Generator().manual_seed(0)
-    for tokens, experts, hidden, dtype in (
-        (0, 3, 5, torch.float32),
-        (1, 1, 1, torch.float32),
-        (33, 3, 1030, torch.bfloat16),
-        (35, 70, 5, torch.float64),
-        (64, 8, 64, torch.bfloat16),
-    ):
-        routing_TE = routing_of(tokens, experts, generator)
-        expert_R, token_R = routing_TE.T.nonzero(as_tuple=True)
-        number = len(token_R)
-        by_token_R = token_R.argsort(stable=True)
-        chosen_T = routing_TE.sum(1)
-        expected = token_R, token_R * experts + expert_R, by_token_R, chosen_T.cumsum(0) - chosen_T
-        there_TE = routing_TE.to(device)
-        order = rows.row_order(there_TE, number)
-        for name, found, wanted in zip(order._fields, order, expected, strict=True):
-            assert torch.equal(found.cpu().long(), wanted), f"{name} of {tokens} tokens, {experts} experts"
-        # Another number of rows than there are is found out later, and must stay inside until then
-        for wrong in {number // 2, number + 5}:
-            assert all(int(part.cpu().min()) >= 0 for part in rows.row_order(there_TE, wrong) if part.numel())
-        tokens_TH = torch.randint(-8, 9, (tokens, hidden), generator=generator).to(dtype)
-        rows_RH = torch.randint(-8, 9, (number, hidden), generator=generator).to(dtype)
-        index = order.by_token_R, order.first_T
-        copies_RH = rows.gather_rows(tokens_TH.to(device), *index, number)
-        sums_TH = rows.combine(rows_RH.to(device), *index)
-        wanted_TH = torch.zeros(tokens, hidden, dtype=torch.float64).index_add_(0, token_R, rows_RH.double())
-        assert torch.equal(copies_RH.cpu(), tokens_TH[token_R]), f"copies of {tokens} tokens, width {hidden}"
-        assert torch.equal(sums_TH.cpu(), wanted_TH.to(dtype)), f"sums of {tokens} tokens, width {hidden}"
-    for sizes in ([], [1], [700, 1, 2, 1024, 3]):
-        ends_N = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-        shift_N = torch.randint(-99, 99, (len(sizes),), generator=generator, dtype=torch.int32)
-        expected_R = shift_N.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) + torch.arange(sum(sizes))
-        found_R = rows.block_index(ends_N.to(device), shift_N.to(device), sum(sizes))
-        assert torch.equal(found_R.cpu().long(), expected_R), f"blocks of {sizes}"
+    """Compare the five kernels of kernels/rows.py with the functions that define them."""
+    for seed, (tokens, experts, hidden) in enumerate(((0, 3, 5), (1, 1, 1), (33, 3, 1030), (35, 70, 5), (64, 8, 64))):
+        routing_TE = equal.routing(tokens, experts, 0.4, seed)
+        equal.order_equal(routing_TE, device)
+        equal.rows_equal(routing_TE, hidden, seed, device)
+    for seed, sizes in enumerate(([], [1], [700, 1, 2, 1024, 3])):
+        equal.blocks_equal(sizes, seed, device)
 
 
 def check_fit(device: str) -> None:
     """Compare the kernel of kernels/fit.py with the function that defines it."""
-    from megatron_balance.kernels import fit as kernel
-    from megatron_balance.planning.fit import ORDERS, PARTS, Overload, fit
+    from megatron_balance.planning.fit import ORDERS
 
-    generator = np.random.default_rng(0)
-    layers = 2
-    slots = 2
-    for order, (ranks, homes) in zip(ORDERS, ((1, 1), (7, 3), (8, 4), (7, 3)), strict=True):
-        experts = ranks * homes
-        tokens_LDS = generator.zipf(1.5, (layers, ranks, homes)).clip(max=20000)
-        experts_LDS = np.broadcast_to(np.arange(experts).reshape(ranks, homes), tokens_LDS.shape).copy()
-        loads_LD = tokens_LDS.sum(2)
-        capacities_LD = np.broadcast_to(-(-loads_LD.sum(1, keepdims=True) // ranks), loads_LD.shape).copy()
-        arrays = tokens_LDS, experts_LDS, loads_LD, capacities_LD, np.full_like(loads_LD, slots)
-        there = [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
-        found = kernel.fit(*there, num_experts=experts, node_size=4, order=order)
-        for layer, (tokens_DS, experts_DS, loads_D, capacities_D, slots_D) in enumerate(zip(*arrays, strict=True)):
-            wanted = fit(Overload(tokens_DS, experts_DS, loads_D - capacities_D, slots_D, 4, PARTS), order)
-            number = int(found.number_L.cpu()[layer])
-            assert found.moves_LMF.cpu()[layer, :number].tolist() == np.stack(wanted.moves, 1).tolist(), (
-                f"moves, order {order}"
-            )
-            assert found.excess_LN.cpu()[layer, : number + 1].tolist() == wanted.excess.tolist(), f"order {order}"
-        assert torch.equal(found.quotas_LED.cpu().sum(2).sum(1), torch.from_numpy(loads_LD.sum(1)))
+    for order, (ranks, per_rank) in zip(ORDERS, ((1, 1), (7, 3), (8, 4), (7, 3)), strict=True):
+        equal.fits_equal(equal.zipf(0, ranks=ranks, per_rank=per_rank, node_size=4, order=order), device)
 
 
 def run(tools: Sequence[str], sanitizer: str, device: str = "cuda", seconds: float = SECONDS) -> dict[str, dict]:
