@@ -217,7 +217,7 @@ QUICK = {
 }
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
-FEWEST = ("replicas-gather-transfer", "replicas-reduce", "replicas-sharded-optimizer", "interleaved", "8-ranks-shards")
+FEWEST = ("replicas-gather-transfer", "replicas-reduce", "interleaved")
 """Layouts of `QUICK` that are trained without `--slow`."""
 
 

@@ -2,12 +2,11 @@
 
     python -m tests.page_commands                             # list all commands with what becomes of them
     python -m tests.page_commands --run short                 # clone the repository, then run the short ones
-    python -m tests.page_commands --run long --page docs/simulator.md --clone DIRECTORY
+    python -m tests.page_commands --run long --page docs/simulator.md
 
 Every command runs in a login shell of its own, in the root of the clone and without an active environment. Only lines
 of the same page that change the shell itself, such as `source .venv/bin/activate`, precede it. In a clone without an
-environment, the quick start runs first. A DIRECTORY that exists is used as it is. The exit status is 1 if a command
-failed.
+environment, the quick start runs first. The exit status is 1 if a command failed.
 """
 
 import argparse
@@ -69,17 +68,10 @@ def commands(page: Path, root: Path = ROOT) -> list[Command]:
     name = page.relative_to(root).as_posix()
     found = []
     for first, block in blocks(page.read_text(encoding="utf-8")):
-        number = first
-        parts = []
-        for offset, line in enumerate(block.splitlines()):
-            if not parts:
-                number = first + offset
-            parts.append(line.removesuffix("\\").strip() if line.endswith("\\") else line.strip())
-            text = " ".join(parts)
-            if not line.endswith("\\"):
-                parts = []
-                if text and not text.startswith("#"):
-                    found.append(Command(name, number, text, *classified(name, text)))
+        for match in re.finditer(r"^(?![ \t]*#)[ \t]*\S(?:.*\\\n)*.*$", block, re.MULTILINE):
+            text = " ".join(line.removesuffix("\\").strip() for line in match[0].strip().splitlines())
+            number = first + block[: match.start()].count("\n")
+            found.append(Command(name, number, text, *classified(name, text)))
     return found
 
 
@@ -185,7 +177,6 @@ def main() -> int:
     )
     parser.add_argument("--run", choices=LIMITS, nargs="+", default=[], help="classes of commands to run")
     parser.add_argument("--page", type=Path, nargs="+", default=PAGES, help="pages to take; default: all")
-    parser.add_argument("--clone", type=Path, help="where to clone to; default: a temporary directory")
     arguments = parser.parse_args()
     pages = [page.resolve() for page in arguments.page]
     if not arguments.run:
@@ -194,7 +185,7 @@ def main() -> int:
                 print(f"{command.kind}{' (' + command.reason + ')' if command.reason else ''}: {_place(command)}")
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        failures = run_all(pages, arguments.run, (arguments.clone or Path(temporary, "clone")).resolve())
+        failures = run_all(pages, arguments.run, Path(temporary, "clone"))
     print("\n".join(failures))
     return 1 if failures else 0
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,9 +125,8 @@ def straight_against_resumed(flags: str, directory: str, iterations: int) -> lis
 
     The second run trains half, saves, is rebuilt, loads, and trains the rest.
     """
-    half = iterations // 2
     straight = train_and_save(flags, None, iterations)
-    return differences(straight, _resumed(flags, directory, half, iterations - half, [None, None]))
+    return differences(straight, _resumed(flags, directory, iterations, iterations // 2))
 
 
 def straight_against_spoiled(
@@ -136,11 +135,9 @@ def straight_against_spoiled(
     """Return `straight_against_resumed`, and the same for a run that `spoil` changes after it has loaded."""
     half = iterations // 2
     straight = train_and_save(flags, None, iterations)
-    resumed = _resumed(flags, directory, half, iterations - half, [None, None])
+    resumed = _resumed(flags, directory, iterations, half)
     _forget()
-    spoiled = train_and_save(flags, Path(directory), iterations - half, spoil=spoil)
-    spoiled.losses = straight.losses[:half] + spoiled.losses
-    spoiled.placements = straight.placements[:half] + spoiled.placements
+    spoiled = _after(straight, half, train_and_save(flags, Path(directory), iterations - half, spoil=spoil))
     return differences(straight, resumed), differences(straight, spoiled)
 
 
@@ -156,21 +153,23 @@ def disturbed(
     first = train_and_save(flags, None, iterations, spoil=ways[0])
     _forget()
     second = train_and_save(flags, None, iterations, spoil=ways[1])
-    resumed = _resumed(flags, directory, save_at, iterations - save_at, ways[2:])
+    resumed = _resumed(flags, directory, iterations, save_at, *ways[2:])
     return first, differences(first, second), differences(first, resumed)
 
 
-def _resumed(
-    flags: str, directory: str, before: int, after: int, spoil: Sequence[Callable[[Run], None] | None]
-) -> Outcome:
+def _resumed(flags: str, directory: str, iterations: int, save_at: int, *spoil: Callable[[Run], None]) -> Outcome:
     """Train, save, rebuild, load and continue; `spoil` changes the run before each of the two parts."""
+    before, after = spoil or (None, None)
     _forget()
-    first = train_and_save(flags, Path(directory), before, save_at=before, spoil=spoil[0])
+    first = train_and_save(flags, Path(directory), save_at, save_at=save_at, spoil=before)
     _forget()
-    second = train_and_save(flags, Path(directory), after, spoil=spoil[1])
-    second.losses = first.losses + second.losses
-    second.placements = first.placements + second.placements
-    return second
+    return _after(first, save_at, train_and_save(flags, Path(directory), iterations - save_at, spoil=after))
+
+
+def _after(first: Outcome, iterations: int, second: Outcome) -> Outcome:
+    """Return the second outcome with the history of the first one's `iterations` in front."""
+    losses = first.losses[:iterations] + second.losses
+    return dataclasses.replace(second, losses=losses, placements=first.placements[:iterations] + second.placements)
 
 
 def losses_of(flags: str, load: str | None, save: str, iterations: int, copy_to: str = "") -> list[float]:

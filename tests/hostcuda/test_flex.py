@@ -73,7 +73,7 @@ CASES = {
     "ownership": f"{PLAIN} --expert-model-parallel-size 2 --balance-policy demi --balance-ownership transfer",
 }
 
-QUICK = ("blockwise", "proportional")
+QUICK = ("proportional",)
 
 
 @pytest.mark.parametrize(

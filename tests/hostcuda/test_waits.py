@@ -64,6 +64,7 @@ def test_what_flags_ask_for_is_read_without_another_wait(device_ranks) -> None:
     assert more.curve == usual.curve
 
 
+@pytest.mark.slow
 def test_one_more_wait_and_kernel_are_noticed(device_ranks) -> None:
     waits, work = map(growth, counted(device_ranks(WORLD_SIZE), CASES["bf16"], look_at_the_output).values())
     more = [(op, str(place), counts) for (op, place), counts in waits.items() if "test_waits" in place.function]
