@@ -134,17 +134,13 @@ def test_2dh_refuses_a_smaller_last_node(ranks) -> None:
         assert "--moe-comm-node-size 3" in message and "divisor of 4" in message and "pipe" in message
 
 
+TURNS = itertools.cycle(["1dh", "2dh", "pipe", "default"])
+
+
+@mock.patch.object(Chooser, "predict", lambda *_: next(TURNS))
+@mock.patch("megatron_balance.comm.registry.TURNS", 1)
 def wait_in_any_order(node_size: int) -> None:
     """Start several exchanges of each all-to-all and wait in random order; `auto` switches algorithm each time."""
-    turns = itertools.cycle(["1dh", "2dh", "pipe", "default"])
-    with (
-        mock.patch.object(Chooser, "predict", lambda *_: next(turns)),
-        mock.patch("megatron_balance.comm.registry.TURNS", 1),
-    ):
-        _wait_in_any_order(node_size)
-
-
-def _wait_in_any_order(node_size: int) -> None:
     rank = dist.get_rank()
     size = dist.get_world_size()
     splits = [splits_of(kind) * factor for factor, kind in enumerate([*SPLITS, "skewed", "uneven"], start=1)]
@@ -297,17 +293,15 @@ def errors_of_the_thread(names: list[str]) -> list[str]:
 
         return posting
 
-    splits_DD = torch.full((2, 2), 3)
     raised = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PipelinedAllToAll, "_send_in_order", failing(PipelinedAllToAll._send_in_order))
         patch.setattr(hierarchical, "_finish", failing(hierarchical._finish))
         for member in all_of(names, 1).values():
-            exchange = member.start(some_rows(6, torch.float32), splits_DD)
-            try:
+            exchange = member.start(some_rows(6, torch.float32), torch.full((2, 2), 3))
+            with pytest.raises(ConnectionError) as error:
                 exchange.wait()
-            except ConnectionError as error:
-                raised.append(str(error))
+            raised.append(str(error.value))
     return raised
 
 
@@ -362,6 +356,6 @@ def oracle(name: str, node_size: int, tokens: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tokens", ["uneven", "empty"])
+@pytest.mark.parametrize("tokens", [pytest.param("uneven", marks=pytest.mark.slow), "empty"])
 def test_a_layer_equals_the_oracle(ranks, name: str, tokens: str) -> None:
     ranks(4).run(oracle, name, 2, tokens)

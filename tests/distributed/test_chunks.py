@@ -30,7 +30,6 @@ from tests.distributed.layers import (
     own_gradients,
     random_order,
 )
-from tests.distributed.policies import check_follows, with_policy
 from tests.distributed.runs import deviation
 
 
@@ -282,11 +281,3 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, length, name: str)
     assert curves[0] != plain, "no sum was made in another order"
     # A codec turns last-bit differences into quantization steps
     assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["predicted", "blockwise"])
-def test_chunks_of_balanced_layers(ranks, curve_of, profiles, mode: str) -> None:
-    plain = f"{EP4} --global-batch-size 16 --moe-router-force-workload rotating_hotspot"
-    balanced = with_policy(plain, "fastermoe", mode, profiles)
-    check_follows(ranks, curve_of, plain, f"{balanced} --moe-comm-chunks 3", 10)

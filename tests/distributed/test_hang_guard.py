@@ -68,11 +68,12 @@ def add_up_in_rank_1(rank: int) -> None:
     replace_forward(lambda: dist.all_reduce(torch.zeros(3)), (1,), 20, rank)
 
 
-def loop_on_all_ranks(rank: int) -> None:
-    def loop() -> None:
-        while True:
-            pass
+def loop() -> None:
+    while True:
+        pass
 
+
+def loop_on_all_ranks(rank: int) -> None:
     replace_forward(loop, (0, 1, 2), 20, rank)
 
 

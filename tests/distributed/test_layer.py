@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -100,22 +99,15 @@ AS_MEGATRONS = {
     "plain": (4, {}),
     "tensor-parallel": (
         4,
-        {
-            **{"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            **{
-                "sequence_parallel": True,
-                "add_bias_linear": False,
-                "gated_linear_unit": True,
-                "activation_func": F.silu,
-            },
-        },
+        ACTIVATIONS["swiglu-no-bias"]
+        | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        | {"sequence_parallel": True},
     ),
     "allgather": (2, {"moe_token_dispatcher_type": "allgather"}),
     "shared-experts": (
         2,
         {"add_bias_linear": False, "moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
     ),
-    "capacity": (2, {"moe_expert_capacity_factor": 1.0}),
     "capacity-padded": (2, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
     "recompute-moe": (2, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     "expert-bias": (
@@ -133,14 +125,9 @@ def test_equals_megatrons_layer(ranks, world_size: int, changes: dict) -> None:
     ranks(world_size).run(check_against_megatron, changes)
 
 
-def initial_weights(gated: bool) -> list[torch.Tensor]:
+def initial_weights(activation: str) -> list[torch.Tensor]:
     """Check that our module and megatron-core's initialize this rank's experts alike, and return their weights."""
-    config = moe_config(
-        params_dtype=torch.float32,
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else F.gelu,
-        add_bias_linear=not gated,
-    )
+    config = moe_config(params_dtype=torch.float32, **ACTIVATIONS[activation])
     local = EXPERTS // dist.get_world_size()
     ours = GroupedExperts(range(local), config, build_groups(config, seed=7))
     # Groups must not end while another rank is still connecting
@@ -156,9 +143,9 @@ def initial_weights(gated: bool) -> list[torch.Tensor]:
     return list(ours.linear_fc1.weight.detach())
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_initial_weights_are_megatrons_and_all_experts_differ(ranks, gated: bool) -> None:
-    experts = [weight for weights in ranks(4).run(initial_weights, gated) for weight in weights]
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_initial_weights_are_megatrons_and_all_experts_differ(ranks, activation: str) -> None:
+    experts = [weight for weights in ranks(2).run(initial_weights, activation) for weight in weights]
     assert len(experts) == EXPERTS
     assert not any(torch.equal(a, b) for i, a in enumerate(experts) for b in experts[:i])
 

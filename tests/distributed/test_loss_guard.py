@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.distributed.runs import Curve, build, curve_of, modules
 NAN = float("nan")
 INF = float("inf")
 
-Sabotage = Callable[[Run], Callable[[], None]]
+Sabotage = Callable[[Run], Callable[[], object]]
 """Breaks something in a run on this rank; returns a function that undoes it."""
 
 EP4 = "--expert-model-parallel-size 4"
@@ -37,26 +39,22 @@ def on_rank(rank: int, sabotage: Sabotage) -> Sabotage:
     return lambda run: sabotage(run) if dist.get_rank() == rank else (lambda: None)
 
 
-def filled(tensor: torch.Tensor, value: float) -> Callable[[], None]:
+def filled(tensor: torch.Tensor, value: float) -> Callable[[], object]:
     """Fill a part of the weights."""
     saved = tensor.clone()
     tensor.fill_(value)
-
-    def repair() -> None:
-        tensor.copy_(saved)
-
-    return repair
+    return lambda: tensor.copy_(saved)
 
 
-def one_weight(run: Run) -> Callable[[], None]:
+def one_weight(run: Run) -> Callable[[], object]:
     return filled(modules(run, ".experts")[-1].linear_fc1.weight.data[1, 0, :1], NAN)
 
 
-def huge_weights(run: Run) -> Callable[[], None]:
+def huge_weights(run: Run) -> Callable[[], object]:
     return filled(modules(run, ".experts")[0].linear_fc1.weight.data[0], 3e38)
 
 
-def expert_output(run: Run) -> Callable[[], None]:
+def expert_output(run: Run) -> Callable[[], object]:
     """Make the last layer's last expert of this rank return NaN for all its rows."""
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -67,17 +65,17 @@ def expert_output(run: Run) -> Callable[[], None]:
     return modules(run, ".experts")[-1].register_forward_hook(spoil).remove
 
 
-def expert_output_of_megatron(run: Run) -> Callable[[], None]:
+def expert_output_of_megatron(run: Run) -> Callable[[], object]:
     expert = modules(run, ".experts")[-1].local_experts[-1]
     return expert.linear_fc2.register_forward_hook(lambda module, args, output: (output[0] * INF, output[1])).remove
 
 
-def dense_gradient(run: Run) -> Callable[[], None]:
+def dense_gradient(run: Run) -> Callable[[], object]:
     weight = modules(run, ".linear_qkv")[0].weight
     return weight.register_hook(lambda gradient: gradient * NAN).remove
 
 
-def expert_gradient(run: Run) -> Callable[[], None]:
+def expert_gradient(run: Run) -> Callable[[], object]:
     """Spoil an expert's gradient where the experts add it up; autograd only sees a placeholder."""
     weight = modules(run, ".linear_fc2")[-1].weight
 
@@ -87,7 +85,7 @@ def expert_gradient(run: Run) -> Callable[[], None]:
     return weight.register_hook(spoil).remove
 
 
-def backward_of_an_expert(run: Run) -> Callable[[], None]:
+def backward_of_an_expert(run: Run) -> Callable[[], object]:
     """Create NaN in the backward pass of the first layer's experts; it spreads to everything before them."""
 
     def spoil(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -97,18 +95,14 @@ def backward_of_an_expert(run: Run) -> Callable[[], None]:
     return modules(run, ".experts")[0].register_forward_hook(spoil).remove
 
 
-def loss_mask(run: Run) -> Callable[[], None]:
+def loss_mask(run: Run) -> Callable[[], object]:
     """Give the next microbatches a bad mask."""
     source = run.data.train[0]
     run.data.train[0] = ({**batch, "loss_mask": batch["loss_mask"] * NAN} for batch in source)
-
-    def repair() -> None:
-        run.data.train[0] = source
-
-    return repair
+    return lambda: operator.setitem(run.data.train, 0, source)
 
 
-def passing_fault(run: Run) -> Callable[[], None]:
+def passing_fault(run: Run) -> Callable[[], object]:
     """Make one forward pass, but not the next, return NaN."""
     spoiled: list[bool] = []
 
@@ -299,11 +293,8 @@ def repeated_losses(flags: str) -> list[list[float]]:
         seen.append([report["lm loss"][0].item() for report in reports])
         return reports
 
-    loop._forward_backward = recorded
-    try:
+    with mock.patch.object(loop, "_forward_backward", recorded):
         assert train_step(run).fault is not None
-    finally:
-        loop._forward_backward = forward_backward
     return seen
 
 
@@ -320,7 +311,7 @@ def test_search_repeats_the_iteration_exactly(ranks, flags: str) -> None:
 def poisoned_training(good_after: int) -> dict[str, Any]:
     """Run `train` with a fault from the second iteration that lasts for `good_after` iterations."""
     run = build(f"{EP4} --train-iters 6 --log-interval 1 --max-consecutive-bad-iterations 3")
-    repairs: list[Callable[[], None]] = []
+    repairs: list[Callable[[], object]] = []
 
     def after_step(report: loop.StepReport) -> None:
         if report.iteration == 1:

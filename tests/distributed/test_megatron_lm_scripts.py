@@ -53,7 +53,7 @@ STAGES = (
     *("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
     "--num-virtual-stages-per-pipeline-rank",
 )
-QUICK = ("Mixtral-8x7B", "DeepSeek-V3 proxy, DeepEP", "Sinkhorn, ETP2, stages before replicas")
+QUICK = ("DeepSeek-V3 proxy, DeepEP", "Sinkhorn, ETP2, stages before replicas")
 OTHER_PROGRAMS = ("Nemotron-3-Nano", "GRPO of Qwen3-30B-A3B")
 """Scripts of which the flags that are not refused make no sense on their own."""
 
@@ -65,18 +65,15 @@ def in_small(script: Script) -> str:
     words = without(script.kept, (*GPUS_ONLY, *NAMED_FILES))
     words = [word for word in words if word != "layernorm"]  # needs Transformer Engine to be recomputed
     value = dict(zip(words, [*words[1:], ""], strict=True))
-    tensor = 2 if value.get("--tensor-model-parallel-size", "1") != "1" else 1
-    context = 2 if value.get("--context-parallel-size", "1") != "1" else 1
     staged = any(flag in words for flag in STAGES)
-    layers = 2
-    sharded = value.get("--expert-tensor-parallel-size", "1") != "1"
-    small = [SMALL]
-    small += [f"{flag} {size}" for flag, size in SIZES.items() if flag in words]
-    if staged:
-        layers = 4
-        tensor = 1
-        context = 1
-        sharded = False
+    layers = 4 if staged else 2
+
+    def two(flag: str) -> int:
+        """Return 2 if the script shares this work out and its ranks are not needed for stages."""
+        return 2 if value.get(flag, "1") != "1" and not staged else 1
+
+    shards = two("--expert-tensor-parallel-size")
+    small = [SMALL, *(f"{flag} {size}" for flag, size in SIZES.items() if flag in words)]
     if "--pipeline-model-parallel-layout" in words:
         end = "mL" if "--mtp-num-layers" in words else "L"
         small.append(f"--pipeline-model-parallel-layout Et|tt|t|{end}")
@@ -85,10 +82,10 @@ def in_small(script: Script) -> str:
     if value.get("--moe-token-dispatcher-type") == "flex":
         small.append("--moe-token-dispatcher-type alltoall")
     small.append(
-        f"--num-layers {layers} --tensor-model-parallel-size {tensor} --context-parallel-size {context} "
+        f"--num-layers {layers} --tensor-model-parallel-size {two('--tensor-model-parallel-size')} "
+        f"--context-parallel-size {two('--context-parallel-size')} --expert-tensor-parallel-size {shards} "
         f"--pipeline-model-parallel-size {2 if staged else 1} "
-        f"--expert-model-parallel-size {1 if staged or sharded else 2} "
-        f"--expert-tensor-parallel-size {2 if sharded else 1}"
+        f"--expert-model-parallel-size {1 if staged or shards > 1 else 2}"
     )
     return f"{' '.join(words)} {' '.join(small)}"
 

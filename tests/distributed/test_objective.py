@@ -233,26 +233,30 @@ def defined(flags: str, per_token: bool) -> tuple[dict[str, torch.Tensor], dict[
     return gradients(run), {f"mtp_{depth} loss": mean.item() for depth, mean in enumerate(means, 1)}
 
 
-def check_predictions(ranks: Callable, world_size: int, layout: str, per_token: str, layer: str = "balanced") -> None:
-    layer = f"--moe-layer-impl {layer}"
-    expected, means = ranks(1).run(defined, layer, bool(per_token))[0]
-    found, losses = ranks(world_size).run(trained, f"{layout} {per_token} {layer}")[-1]
+by_token = pytest.mark.parametrize("per_token", ["", PER_TOKEN], ids=["by microbatch", "by token"])
+
+
+@by_token
+@pytest.mark.parametrize(
+    ("world_size", "layout", "layer"),
+    [
+        (2, CP2, "balanced"),
+        *(
+            pytest.param(*case, layer, marks=pytest.mark.slow)
+            for case in ((1, ""), (2, ""), (4, CP2), (4, f"{CP2} --cp-comm-type all_gather"))
+            for layer in ("balanced", "megatron")
+        ),
+    ],
+)
+def test_losses_of_predictions_are_those_of_their_definition(
+    ranks, world_size: int, layout: str, layer: str, per_token: str
+) -> None:
+    flags = f"--moe-layer-impl {layer}"
+    expected, means = ranks(1).run(defined, flags, bool(per_token))[0]
+    found, losses = ranks(world_size).run(trained, f"{layout} {per_token} {flags}")[-1]
     assert {name: losses[name] for name in means} == pytest.approx(means, rel=1e-5)
     for name, gradient in found.items():
         assert (gradient - expected[name]).abs().max() <= TOLERANCE * expected[name].abs().max() + 1e-3, name
-
-
-@pytest.mark.parametrize("per_token", ["", PER_TOKEN], ids=["by microbatch", "by token"])
-def test_losses_of_predictions_are_those_of_their_definition(ranks, per_token: str) -> None:
-    check_predictions(ranks, 2, CP2, per_token)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", ["balanced", "megatron"])
-@pytest.mark.parametrize("per_token", ["", PER_TOKEN], ids=["by microbatch", "by token"])
-@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, ""), (4, CP2), (4, f"{CP2} --cp-comm-type all_gather")])
-def test_losses_of_predictions_in_layouts(ranks, world_size: int, flags: str, per_token: str, layer: str) -> None:
-    check_predictions(ranks, world_size, flags, per_token, layer)
 
 
 BIASED = (
@@ -308,7 +312,7 @@ def biases(flags: str, iterations: int) -> list[tuple[bool, list[list[float]]]]:
     return found
 
 
-@pytest.mark.parametrize("guarded", ["", "--no-check-for-nan-in-loss-and-grad"])
+@pytest.mark.parametrize("guarded", ["", pytest.param("--no-check-for-nan-in-loss-and-grad", marks=pytest.mark.slow)])
 def test_a_step_that_the_loss_scaler_skips_moves_no_bias(ranks, guarded: str) -> None:
     flags = f"--fp16 --initial-loss-scale 1e6 --hysteresis 1 {guarded}"
     (found,) = ranks(1).run(biases, flags, 6)

@@ -19,19 +19,14 @@ from tests.distributed.policies import TOLERANCE, with_policy
 from tests.distributed.runs import Curve, deviation
 
 EP4 = "--expert-model-parallel-size 4"
-MANY = 200
-FEW = 30
-ITERATIONS = 5
+MANY = 100
+ITERATIONS = 3
 
 
 def with_delays(seed: int, run: Run) -> None:
     """Delay every rank independently: before computations, and before Trans and Agg."""
     generator = random.Random(1000 * seed + dist.get_rank())
     balancer = run.balancer
-    assert balancer is not None
-    enter = balancer.enter
-    trans = balancer.trans_agg.trans
-    agg = balancer.trans_agg.agg
 
     def late(function: Callable, often: float) -> Callable:
         def delayed(*args):
@@ -41,19 +36,19 @@ def with_delays(seed: int, run: Run) -> None:
 
         return delayed
 
-    balancer.enter = late(enter, 0.1)
-    balancer.trans_agg.trans, balancer.trans_agg.agg = late(trans, 0.5), late(agg, 0.5)
+    balancer.enter = late(balancer.enter, 0.1)
+    balancer.trans_agg.trans = late(balancer.trans_agg.trans, 0.5)
+    balancer.trans_agg.agg = late(balancer.trans_agg.agg, 0.5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("iterations", [FEW, MANY])
-def test_ranks_that_are_late_now_and_then(ranks, curve_of, profiles, iterations: int) -> None:
+def test_ranks_that_are_late_now_and_then(ranks, curve_of, profiles) -> None:
     """Two patterns of delays give the same result while hosts keep changing."""
     flags = f"{EP4} --moe-router-force-workload rotating_hotspot --seq-length 16"
     flags = with_policy(flags, "pro_prophet", "blockwise", profiles)
-    one, other = (ranks(4).run(runs.train_hosts, flags, iterations, partial(with_delays, seed))[0] for seed in (1, 2))
+    one, other = (ranks(4).run(runs.train_hosts, flags, MANY, partial(with_delays, seed))[0] for seed in (1, 2))
     curve, hosts = one
-    assert sum(added > 0 for added in hosts) >= 0.9 * iterations
+    assert sum(added > 0 for added in hosts) >= 0.9 * MANY
     # Sums have a fixed order, so curves agree bit for bit
     assert other == one
     assert curve_of(flags, 20) == curve[:20]
@@ -147,7 +142,7 @@ def layers_of(balance: dict) -> dict[str, float]:
     return {name: sum(getattr(report, name) for report in balance.values()) for name in names}
 
 
-@pytest.mark.parametrize("overlap", ["none", "blockwise"])
+@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.slow), "blockwise"])
 def test_the_timeline_shows_what_the_log_tells(ranks, profiles, tmp_path: Path, overlap: str) -> None:
     flags = f"{EP4} --moe-router-force-workload hot_experts --eval-interval 1 --eval-iters 1 --global-batch-size 16"
     flags = f"{with_policy(flags, 'top2', 'predicted', profiles)} --balance-overlap {overlap}"

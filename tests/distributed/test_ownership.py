@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,8 @@ TOLERANCE = 1e-5
 ITERATIONS = 6
 
 LAYOUTS = {
-    "EP4": (4, ""),
     "EP4-sgd-momentum": (4, "--optimizer sgd --lr 1e-2"),
     "EP4-blockwise": (4, "--balance-overlap blockwise --global-batch-size 16"),
-    "EP2xDP2": (2, ""),
-    "EP2xDP2-distributed-optimizer": (2, "--use-distributed-optimizer"),
     "EP2xDP2-overlap": (
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 16",
@@ -41,11 +38,9 @@ LAYOUTS = {
 }
 """Expert-parallel size and other flags."""
 
-HALF = {
-    "EP4-bf16": (4, "--bf16 --clip-grad 0"),
-    "EP2xDP2-bf16-distributed-optimizer": (2, "--bf16 --clip-grad 0 --use-distributed-optimizer"),
-}
-"""Unclipped: the last bits of the gradient norm depend on the owners, and clipping would change the rounding."""
+HALF = (2, "--bf16 --clip-grad 0 --use-distributed-optimizer")
+"""Sharded optimizer state, main parameters and moments. Unclipped: the last bits of the gradient norm depend on the
+owners, and clipping would change the rounding."""
 
 
 @dataclass
@@ -158,15 +153,8 @@ def fields_of(outcomes: list[Trained]) -> int:
     return len({key[1] for outcome in outcomes for key, *_ in outcome.pieces})
 
 
-QUICK = ("EP2xDP2-bf16-distributed-optimizer",)
-"""Sharded optimizer state, main parameters and moments; the tests of failures and of memory have unsharded ones."""
-
-
-def quick_or_slow(layouts: Iterable[str]) -> list:
-    return [pytest.param(layout, marks=[] if layout in QUICK else [pytest.mark.slow]) for layout in layouts]
-
-
-@pytest.mark.parametrize("layout", quick_or_slow(LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, LAYOUTS[layout], profiles)
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
@@ -174,9 +162,8 @@ def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     assert largest_difference(moving, fixed) <= TOLERANCE
 
 
-@pytest.mark.parametrize("layout", quick_or_slow(HALF))
-def test_main_parameters_move_with_half_precision(ranks, profiles, layout: str) -> None:
-    moving, fixed = both(ranks, HALF[layout], profiles)
+def test_main_parameters_move_with_half_precision(ranks, profiles) -> None:
+    moving, fixed = both(ranks, HALF, profiles)
     assert [loss for loss, _ in moving[0].curve] == [loss for loss, _ in fixed[0].curve]
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
     assert fields_of(moving) == 4 * 4, "weights, main parameters and two moments of two matrices and two biases"

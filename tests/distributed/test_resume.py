@@ -5,7 +5,10 @@ import itertools
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.config.run_config import TrainConfig
 from megatron_balance.training.loop import Stopping, train_step
 from tests.disks import small_disk
-from tests.distributed.checkpoints import Said, outcome, patient, unequal_tensors
+from tests.distributed.checkpoints import Outcome, Said, outcome, patient, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
 
@@ -116,11 +119,27 @@ def test_another_models_checkpoint_is_refused(saved, tmp_path):
     assert "Traceback" not in ended.text
 
 
-def loaded(flags: str):
-    """Return iteration, consumed samples, weights and optimizer state of a run right after loading."""
+class Loaded(NamedTuple):
+    """A run right after loading."""
+
+    iteration: int
+    samples: int
+    steps: int
+    """Samples that the schedule of the learning rate has seen."""
+    random: torch.Tensor
+    settings: list[tuple[float, tuple[float, float]]]
+    """The largest learning rate and the betas of each group of parameters."""
+    state: Outcome
+
+
+def loaded(flags: str) -> Loaded:
     run = build(f"{EP2} {flags}")
     patient(run, said := Said()).load()
-    return run.progress.iteration, run.progress.consumed_samples, outcome(run, [], said)
+    settings = [(group["max_lr"], group["betas"]) for group in run.optimizer.param_groups if group["params"]]
+    progress = run.progress
+    steps = run.scheduler.num_steps
+    state = outcome(run, [], said)
+    return Loaded(progress.iteration, progress.consumed_samples, steps, torch.get_rng_state(), settings, state)
 
 
 def save(flags: str, directory: str) -> None:
@@ -129,66 +148,36 @@ def save(flags: str, directory: str) -> None:
     patient(run).save()
 
 
-def settings(flags: str) -> list[tuple[float, tuple[float, float]]]:
-    """Return the largest learning rate and the betas of each group of parameters, right after loading."""
-    run = build(f"{EP2} {flags}")
-    patient(run).load()
-    return [(group["max_lr"], group["betas"]) for group in run.optimizer.param_groups if group["params"]]
-
-
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
 def test_the_optimizers_settings_are_those_of_the_flags(tmp_path, ranks, optimizer: str):
     ranks(2).run(save, optimizer, str(tmp_path))
     changed = f"{optimizer} --lr 2e-3 --decoupled-lr 3e-3 --adam-beta1 0.8 --override-opt_param-scheduler"
-    found = [group for own in ranks(2).run(settings, f"--load {tmp_path} {changed}") for group in own]
+    found = [group for own in ranks(2).run(loaded, f"--load {tmp_path} {changed}") for group in own.settings]
     assert set(found) == {(2e-3, (0.8, 0.999)), (3e-3, (0.8, 0.999))}
 
 
 def test_flags_choose_what_is_loaded(saved, ranks):
-    newest, older, tuned, no_optimizer, pretrained = (
+    newest, older, tuned, bare, fresh, pretrained = (
         ranks(2).run(loaded, flags)[0]
         for flags in (
-            f"--load {saved}",
+            f"--load {saved} --seed 7",
             f"--load {saved} --ckpt-step 2",
             f"--load {saved} --finetune",
-            f"--load {saved} --no-load-optim --no-load-rng",
+            f"--load {saved} --no-load-optim --seed 8 --lr 2e-3 --train-iters 40",
+            f"--load {saved} --no-load-rng --seed 7",
             f"--load {saved}/nothing --pretrained-checkpoint {saved}",
         )
     )
-    assert [run[:2] for run in (newest, older, tuned, no_optimizer, pretrained)] == [
-        (3, 12), (2, 8), (0, 0), (3, 12), (0, 0),
+    # Without the optimizer, its schedule starts afresh
+    assert [run[:3] for run in (newest, older, tuned, bare, pretrained)] == [
+        (3, 12, 12), (2, 8, 8), (0, 0, 0), (3, 12, 0), (0, 0, 0),
     ]  # fmt: skip
-    name = next(name for name in newest[2].weights if "linear_fc1" in name)
-    assert not torch.equal(older[2].weights[name], newest[2].weights[name])
-    for other in (tuned, no_optimizer, pretrained):
-        assert torch.equal(other[2].weights[name], newest[2].weights[name])
-        assert len(other[2].moments) < len(newest[2].moments)
-
-
-def schedule_position(flags: str) -> int:
-    """Return how many samples the schedule of the learning rate has seen right after loading."""
-    run = build(f"{EP2} {flags}")
-    patient(run).load()
-    return run.scheduler.num_steps
-
-
-def test_the_schedule_starts_afresh_without_the_optimizer(saved, ranks):
-    assert ranks(2).run(schedule_position, f"--load {saved} --no-load-optim --lr 2e-3 --train-iters 40") == [0, 0]
-
-
-def random_state(flags: str) -> torch.Tensor:
-    """Return the state of the random number generator right after loading."""
-    patient(build(f"{EP2} {flags}")).load()
-    return torch.get_rng_state()
-
-
-def test_random_states_are_loaded_unless_a_flag_says_otherwise(saved, ranks):
-    loaded, fresh, other_seed = (
-        ranks(2).run(random_state, f"--load {saved} {flags}")[0]
-        for flags in ("--seed 7", "--seed 7 --no-load-rng", "--seed 8")
-    )
-    assert torch.equal(loaded, other_seed)
-    assert not torch.equal(loaded, fresh)
+    name = next(name for name in newest.state.weights if "linear_fc1" in name)
+    assert not torch.equal(older.state.weights[name], newest.state.weights[name])
+    for other in (tuned, bare, pretrained):
+        assert torch.equal(other.state.weights[name], newest.state.weights[name])
+        assert len(other.state.moments) < len(newest.state.moments)
+    assert torch.equal(bare.random, newest.random) and not torch.equal(fresh.random, newest.random)
 
 
 def resave(load: str, save: str, flags: str) -> None:
@@ -225,22 +214,20 @@ def save_one(directory: str, flags: str, sabotage: str = "") -> str:
     train_step(run)
     if sabotage == "stall" and dist.get_rank() == 1:
         checkpoints.patience = 2.0
-    holder, name = PLACES.get(sabotage, (writer, "_write"))
+    (holder, name), action, _ = SABOTAGE[sabotage]
     original = getattr(holder, name)
 
     def sabotaged(*args):
         if holder is not writer or os.path.basename(args[0][0]) == "__1_0.distcp":
-            SABOTAGE[sabotage](*args)
+            action(*args)
         return original(*args)
 
-    setattr(holder, name, sabotaged)
-    try:
-        checkpoints.save()
-        checkpoints.finish()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        setattr(holder, name, original)
+    with mock.patch.object(holder, name, sabotaged):
+        try:
+            checkpoints.save()
+            checkpoints.finish()
+        except CheckpointError as error:
+            return str(error)
     return ""
 
 
@@ -255,36 +242,33 @@ def refuse(*_: object) -> None:
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
-SABOTAGE = {
-    "die": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
-    "stall": lambda *_: os.kill(os.getpid(), signal.SIGSTOP),
-    "fill": fill_the_disk,
-    "quota": refuse,
-    "manifest": refuse,
-    "common": refuse,
-    "rm": lambda directory, *_: shutil.rmtree(directory.root),
-    "unseen": lambda staged, *_: shutil.rmtree(staged, ignore_errors=True),
+def kill_with(number: signal.Signals) -> Callable[..., None]:
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+WRITER = (writer, "_write")
+SABOTAGE: dict[str, tuple[tuple[object, str], Callable[..., object], str]] = {
+    "die": (WRITER, kill_with(signal.SIGKILL), "__1_0.distcp: its writer died (exit code -9)"),
+    "stall": (
+        *(WRITER, kill_with(signal.SIGSTOP)),
+        "__1_0.distcp: nothing was written for 2 s; the writer has stalled",
+    ),
+    "fill": (WRITER, fill_the_disk, "__1_0.distcp: No space left on device"),
+    "quota": (WRITER, refuse, "__1_0.distcp: Disk quota exceeded"),
+    "manifest": ((manifest, "_render"), refuse, "Disk quota exceeded: '{}/iter_0000002.saving-"),
+    "common": ((writer.PartWriter, "describe"), refuse, "Disk quota exceeded"),
+    "unseen": (
+        (saving, "write_obstacle"),
+        lambda staged, *_: shutil.rmtree(staged, ignore_errors=True),
+        ": No such file or directory",
+    ),
+    "removed": (
+        (CheckpointDirectory, "stage"),
+        lambda directory, *_: shutil.rmtree(directory.root),
+        "No such file or directory",
+    ),
 }
-"""Name -> what happens to one writer of rank 1, or at one of `PLACES`."""
-
-PLACES = {
-    "manifest": (manifest, "_render"),
-    "common": (writer.PartWriter, "describe"),
-    "rm": (CheckpointDirectory, "stage"),
-    "unseen": (saving, "write_obstacle"),
-}
-
-
-FAILURES = {
-    "die": "__1_0.distcp: its writer died (exit code -9)",
-    "stall": "__1_0.distcp: nothing was written for 2 s; the writer has stalled",
-    "fill": "__1_0.distcp: No space left on device",
-    "quota": "__1_0.distcp: Disk quota exceeded",
-    "manifest": "Disk quota exceeded: '{}/iter_0000002.saving-",
-    "common": "Disk quota exceeded",
-    "unseen": ": No such file or directory",
-}
-
+"""Name -> the function at which it happens (that of one writer: of rank 1), what happens there, and what is said."""
 
 QUICK = (("die", ""), ("stall", ""), ("fill", "--async-save"), ("manifest", ""), ("unseen", ""))
 
@@ -293,15 +277,14 @@ QUICK = (("die", ""), ("stall", ""), ("fill", "--async-save"), ("manifest", ""),
     ("sabotage", "flags"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(FAILURES, ("", "--async-save"))
+        for case in itertools.product([name for name in SABOTAGE if name != "removed"], ("", "--async-save"))
     ],
 )
 def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ranks, tmp_path):
     messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage)
     assert messages[0] == messages[1]
-    assert FAILURES[sabotage].format(tmp_path) in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], (
-        messages
-    )
+    told = SABOTAGE[sabotage][2].format(tmp_path)
+    assert told in messages[0] and f"{tmp_path}/iter_0000001 is intact" in messages[0], messages
     assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
 
 
@@ -314,11 +297,8 @@ def save_while_torch_refuses(directory: str) -> str:
             refuse()
         original(content, file, *args, **kwargs)
 
-    torch.save = save
-    try:
+    with mock.patch.object(torch, "save", save):
         return save_one(directory, "")
-    finally:
-        torch.save = original
 
 
 def test_nothing_is_written_in_the_collective_part_of_a_save(ranks, tmp_path):
@@ -327,7 +307,7 @@ def test_nothing_is_written_in_the_collective_part_of_a_save(ranks, tmp_path):
 
 
 def test_a_removed_directory_is_not_made_again(ranks, tmp_path):
-    for message in ranks(2).run(save_one, str(tmp_path / "c"), "", "rm"):
+    for message in ranks(2).run(save_one, str(tmp_path / "c"), "", "removed"):
         assert "No such file or directory" in message and f"{tmp_path}/c/iter_0000002.saving" in message
     assert not (tmp_path / "c").exists()
 
@@ -342,8 +322,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(ranks, tmp_path):
             assert "No space left on device" in ended.text and "Traceback" not in ended.text, ended.text
             newest = iterations(disk / "c")[0]
         disk_copy = shutil.copytree(disk / "c", tmp_path / "copy")
-        iteration, *_ = ranks(2).run(loaded, f"--load {disk_copy} --train-iters 9")[0]
-        assert iteration == newest > 0
+        assert ranks(2).run(loaded, f"--load {disk_copy} --train-iters 9")[0].iteration == newest > 0
 
 
 def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):

@@ -31,9 +31,6 @@ SLOWER = 5
 
 SHUTDOWN_SECONDS = 3.0
 
-TAIL = 12
-"""Lines of a step's output that the end of the campaign repeats."""
-
 
 class Step(NamedTuple):
     """A command with a time limit in seconds on a GPU."""
@@ -80,7 +77,6 @@ LANES = (
     (
         # Otherwise, each rank would compile the same loops
         Step("loops", 60, python("-c", "import tests.preload")),
-        Step("shared", 45, python("-m", "tests.gpu.ranks"), None),
         curves(4, 300, "four_ranks"),
     ),
     (
@@ -191,11 +187,6 @@ class Campaign:
     def elapsed(self) -> float:
         return time.monotonic() - self.start
 
-    def tails(self) -> str:
-        """Return the last lines of every step's output."""
-        texts = ((log.stem, log.read_text(errors="replace").splitlines()) for log in sorted(self.logs.glob("*.txt")))
-        return "\n".join("\n".join([f"---- {name}", *(line[:160] for line in lines[-TAIL:])]) for name, lines in texts)
-
     def close(self) -> None:
         self._work.cleanup()
 
@@ -215,7 +206,6 @@ def main() -> int:
     try:
         for step in FIRST:
             if not campaign.run(step):
-                print(campaign.tails())
                 print("gpu_campaign.sh: this machine cannot run the steps; --cpu needs no GPU", file=sys.stderr)
                 return 2
         lanes = [threading.Thread(target=lambda lane=lane: [campaign.run(step) for step in lane]) for lane in LANES]
@@ -227,7 +217,6 @@ def main() -> int:
             thread.join()
         for step in ALONE:
             campaign.run(step)
-        print(campaign.tails())
         print((args.output / "summary.txt").read_text())
         return int(campaign.failed > 0)
     finally:

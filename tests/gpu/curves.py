@@ -179,23 +179,17 @@ def compare(ranks: int, only: Sequence[str], seconds: float, output: Path | None
         if output is not None:
             output.write_text(json.dumps(_record(found), indent=1))
 
-    def as_they_are() -> None:
+    # One after the other: ranks that wait at each launch, and for time slices, are slow beside others
+    with tempfile.TemporaryDirectory() as directory:
         with pool(ranks, backend) as plain:
             for name in cases:
                 compare_in(plain, name, ["first", "late"])
                 # A CPU has no streams
                 if name == MISTAKEN and torch.cuda.is_available():
                     compare_in(plain, name, MISTAKES)
-
-    def blocking() -> None:
         with pool(ranks, backend, CUDA_LAUNCH_BLOCKING="1") as blocking:
             for name in cases:
                 compare_in(blocking, name, ["blocking"])
-
-    # One after the other: ranks that wait at each launch, and for time slices, are slow beside others
-    with tempfile.TemporaryDirectory() as directory:
-        as_they_are()
-        blocking()
 
     print(f"\n{'from the CPU':>12}  {'acted':>5}  {'s':>5}  case")
     for name, one in found.items():

@@ -3,8 +3,6 @@
 NCCL refuses two ranks of one host on one GPU, so each rank claims a host of its own (NCCL_HOSTID), and rows travel
 through sockets of the loopback interface. Kernels, streams, communicators and their order are NCCL's own; times mean
 nothing, because processes share a GPU by time slices. NVIDIA does not support this use (NVIDIA/nccl issue 418).
-
-    python -m tests.gpu.ranks     # tests whether it works on this machine
 """
 
 import functools
@@ -28,8 +26,6 @@ NCCL = {
 }
 
 START_SECONDS = 300.0
-
-PROBE_SECONDS = 25.0
 
 
 class GpuRanks(Ranks):
@@ -84,47 +80,3 @@ def _serve(backend: str, environment: Mapping[str, str], rank: int, *args: Any) 
         torch.cuda.set_device(0)
     host_numbers.install()
     serve(rank, *args, backend=backend)
-
-
-def probe() -> float:
-    """Return the milliseconds of an all-reduce; raise AssertionError if a collective or a message is wrong."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    device = torch.cuda.current_device()
-    total = torch.full((4,), float(rank), device=device)
-    dist.all_reduce(total)
-    assert total.tolist() == [sum(range(size))] * 4
-    splits = [100 * (peer + 1) for peer in range(size)]
-    received = torch.full((sum(splits), 8), -1.0, device=device, dtype=torch.bfloat16)
-    sent = torch.full((splits[rank] * size, 8), float(rank), device=device, dtype=torch.bfloat16)
-    dist.all_to_all_single(received, sent, splits, [splits[rank]] * size)
-    expected = torch.arange(float(size)).repeat_interleave(torch.tensor(splits))
-    assert torch.equal(received[:, 0].float().cpu(), expected)
-    there = torch.full((1 << 20,), float(rank), device=device)
-    back = torch.empty(1 << 20, device=device)
-    operations = [
-        dist.P2POp(dist.irecv, back, group=dist.group.WORLD, group_peer=(rank - 1) % size),
-        dist.P2POp(dist.isend, there, group=dist.group.WORLD, group_peer=(rank + 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert back.eq((rank - 1) % size).all()
-    start = time.perf_counter()
-    for _ in range(5):
-        dist.all_reduce(total)
-    torch.cuda.synchronize()
-    return 200 * (time.perf_counter() - start)
-
-
-if __name__ == "__main__":
-    shared = GpuRanks(4, "nccl")
-    try:
-        milliseconds = shared.run(probe, timeout=PROBE_SECONDS)
-    finally:
-        shared.stop()
-    print(f"four ranks work on one device, {max(milliseconds):.1f} ms an all-reduce")
