@@ -38,6 +38,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         super().__init__()
         kernels.check_others(f"{__name__}:GroupedLinear.__init__", others, harmless=NAMES)
         self.rng_tracker_name = rng_tracker_name
+        # megatron-core sets it
+        self.save_original_input = False
         self._set_shape(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
         assert not (self.tp_size > 1 and bias), "GroupedLinear doesn't support bias when TP > 1."
         self.num_gemms = num_gemms

@@ -39,6 +39,8 @@ class Linear(TransformerEngineBaseModule):
         super().__init__()
         kernels.check_others(f"{__name__}:Linear.__init__", others, harmless=NAMES)
         self.rng_tracker_name = rng_tracker_name
+        # megatron-core sets it
+        self.save_original_input = False
         self._set_shape(in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias = bias
