@@ -1,4 +1,5 @@
-"""Every all-to-all moves the same rows as all_to_all_single, with exactly the messages of its model."""
+"""Every all-to-all moves the same rows as all_to_all_single, with exactly the messages of its model, and runs learn the
+same with each."""
 
 import itertools
 import random
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm import hierarchical
-from megatron_balance.comm.alltoall import AllToAll
+from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
 from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
 from megatron_balance.comm.registry import ALL_TO_ALLS, Chooser, load_all_to_all
 from megatron_balance.cost.exchange import stages
+from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import Fit, builtin
+from tests.distributed import runs
 from tests.distributed.layers import ACTIVATIONS, check_against_oracle
 
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
@@ -359,3 +362,52 @@ def oracle(name: str, node_size: int, tokens: str) -> None:
 @pytest.mark.parametrize("tokens", [pytest.param("uneven", marks=pytest.mark.slow), "empty"])
 def test_a_layer_equals_the_oracle(ranks, name: str, tokens: str) -> None:
     ranks(4).run(oracle, name, 2, tokens)
+
+
+RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatcher-type alltoall"
+
+
+def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
+    curves = {
+        name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 2)
+        for name in [
+            "flat",
+            "default",
+            "1dh",
+            "2dh",
+            "pipe",
+            "auto",
+            "megatron_balance.comm.pipelined:PipelinedAllToAll",
+        ]
+    }
+    assert len(curves["flat"][0]) == 2
+    assert all(curve == curves["flat"] for curve in curves.values()), curves
+
+
+def built(name: str) -> tuple[int, int]:
+    """Return (groups created, all-to-alls) of a run with two layers."""
+    created = []
+
+    def count(*args: object, **kwargs: object) -> object:
+        created.append(kwargs.get("timeout"))
+        return NEW_GROUP(*args, **kwargs)
+
+    with mock.patch("megatron_balance.job.groups.dist.new_group", count):
+        run = runs.build(f"{RUN} --moe-comm-alltoall {name} --distributed-timeout-minutes 3")
+    layers = [module for module in run.model[0].modules() if isinstance(module, BalancedMoELayer)]
+    assert len(layers) == 2
+    used = {id(layer.dispatcher.exchange.dispatch) for layer in layers}
+    is_of_nodes = isinstance(layers[0].dispatcher.exchange.dispatch, NodeAllToAll)
+    assert is_of_nodes == (name not in ("default", "flat", "p2p"))
+    ours = [timeout for timeout in created if timeout is not None and timeout.total_seconds() == 3 * 60 + 6]
+    return len(ours), len(used)
+
+
+NEW_GROUP = dist.new_group
+
+
+def test_layers_share_one_all_to_all_and_its_groups(ranks) -> None:
+    without, _ = ranks(4).run(built, "flat")[0]
+    # Two nodes, and two sets of equal local ranks
+    for name, more in {"p2p": 0, "2dh": 4, "auto": 4}.items():
+        assert ranks(4).run(built, name)[0] == (without + more, 1), name

@@ -7,11 +7,9 @@ import math
 
 import pytest
 
-from megatron_balance.cli.arguments import parse_args
-from megatron_balance.cli.checks import Machine
 from megatron_balance.training.loop import train_step
 from tests.distributed.runs import Curve, build, curve_of
-from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, without
+from tests.megatron_lm_scripts import SCRIPTS, Script, without
 
 SMALL = (
     "--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --num-experts 16 --seq-length 32 "
@@ -57,8 +55,6 @@ QUICK = ("DeepSeek-V3 proxy, DeepEP", "Sinkhorn, ETP2, stages before replicas")
 OTHER_PROGRAMS = ("Nemotron-3-Nano", "GRPO of Qwen3-30B-A3B")
 """Scripts of which the flags that are not refused make no sense on their own."""
 
-OFF = "--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1"
-
 
 def in_small(script: Script) -> str:
     """Return a script's flags with its sizes reduced to those of a model that two CPU ranks train."""
@@ -88,14 +84,6 @@ def in_small(script: Script) -> str:
         f"--expert-model-parallel-size {1 if staged or shards > 1 else 2}"
     )
     return f"{' '.join(words)} {' '.join(small)}"
-
-
-def test_nvidias_mixtral_is_understood_at_its_own_size() -> None:
-    script = SCRIPTS["Mixtral-8x7B"]
-    machine = Machine(script.ranks, cuda=False, transformer_engine=False, apex=False)
-    config, notices, _ = parse_args([*script.flags, *FILES], machine)
-    assert not config.transformer.sequence_parallel and OFF in notices
-    assert config.model.position_embedding_type == "rope"
 
 
 def train_in_small(flags: str) -> tuple[Curve, int]:

@@ -31,7 +31,6 @@ def complaints(outcomes: list[Watched]) -> list[str]:
 
 
 EXCHANGES = {
-    "flat": "--moe-comm-alltoall flat",
     "1dh": "--moe-comm-alltoall 1dh --moe-comm-codec fp8 --moe-comm-chunks 2",
     "2dh": "--moe-comm-alltoall 2dh --moe-comm-codec int8 --moe-comm-codec-directions all --moe-comm-chunks 3",
     "pipe": "--moe-comm-alltoall pipe --moe-comm-codec fp8 --recompute-granularity selective --recompute-modules moe",
