@@ -23,6 +23,7 @@ from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from tests.distributed import runs
 from tests.distributed.layers import ACTIVATIONS, check_against_oracle
+from tests.variants import variants
 
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
 """Nodes x ranks per node -> total ranks, ranks per node."""
@@ -108,13 +109,7 @@ def exchange_everything(names: list[str], node_size: int) -> None:
                 assert torch.equal(gradients, expected[1]), (name, kind, dtype)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "node_size"),
-    [
-        pytest.param(*sizes, id=name, marks=[] if name in ("2x2", "2x4") else pytest.mark.slow)
-        for name, sizes in LAYOUTS.items()
-    ],
-)
+@pytest.mark.parametrize(("world_size", "node_size"), variants(LAYOUTS, quick=("2x2", "2x4")))
 def test_all_move_the_same_rows(ranks, world_size: int, node_size: int) -> None:
     ranks(world_size).run(exchange_everything, NAMES, node_size)
 

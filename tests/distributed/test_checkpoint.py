@@ -22,6 +22,7 @@ from tests.distributed.checkpoints import (
 )
 from tests.distributed.runs import build
 from tests.distributed.test_models import LATENT
+from tests.variants import variants
 
 ITERATIONS = 8
 """Half of them come before the save, which thus falls inside an interval of three."""
@@ -124,23 +125,21 @@ def test_a_resumed_run_keeps_its_placements(ranks, tmp_path, name: str):
     assert ranks(4).run(straight_against_resumed, POLICIES[name], str(tmp_path), ITERATIONS) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", [NEEDED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NEEDED[1:])])
+@pytest.mark.parametrize("name", variants(NEEDED, NEEDED[:1]))
 def test_a_resumed_run_needs_and_keeps_its_placements(ranks, tmp_path, profiles, name: str):
     flags = f"{POLICIES[name]} --balance-profile {profiles[2]}"
     outcomes = ranks(4).run(straight_against_spoiled, flags, str(tmp_path), ITERATIONS, forget_placements)
     assert all(kept == [] and forgotten for kept, forgotten in outcomes)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, case in LAYOUTS.items()],
-)
+@pytest.mark.parametrize(("world_size", "flags"), variants(LAYOUTS, QUICK))
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path, world_size, flags):
     differing = ranks(world_size).run(straight_against_resumed, flags, str(tmp_path), FEW)
     assert differing == [[]] * world_size
 
 
-@pytest.mark.parametrize("feature", [pytest.param(name, marks=pytest.mark.slow) for name in features.FEATURES])
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", features.FEATURES)
 def test_a_resumed_run_with_every_feature_is_the_straight_run(ranks, tmp_path, feature: str):
     refused = features.refusal(feature, "expert shards") is not None
     shards = "" if refused else features.FEATURES["expert shards"].flags
@@ -221,13 +220,7 @@ SHARDED = {
 """Layouts with two shards per expert; the checkpoints before and after hold whole experts."""
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(flags, id=name, marks=[] if "distributed" in name else [pytest.mark.slow])
-        for name, flags in SHARDED.items()
-    ],
-)
+@pytest.mark.parametrize("flags", variants(SHARDED, quick=("etp2 s2 distributed",)))
 def test_a_run_goes_on_with_sharded_experts_and_back(ranks, home, tmp_path, flags: str):
     # 13 weights with two moments each
     check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{flags} {UNBIASED}", 39, 1e-5)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_balance.training.run import Run
 from tests import hf_models
 from tests.distributed.checkpoints import patient, tensors_of
 from tests.distributed.runs import build
+from tests.variants import variants
 
 LAYOUTS = {
     "ep1": (1, ""),
@@ -55,17 +57,12 @@ def logits_and_copy(directory: str, flags: str, tokens: torch.Tensor, copy: str)
     return logits
 
 
-CASES = [
-    # One model type with tensor parallelism, and every type on the layout with the most shards
-    pytest.param(
-        name, layout, marks=[] if (name, layout) == ("mixtral", "tp2 ep2") or layout == "ep2 etp2" else pytest.mark.slow
-    )
-    for name in hf_models.CONFIGS
-    for layout in LAYOUTS
-]
+CASES = [*itertools.product(hf_models.CONFIGS, LAYOUTS)]
+QUICK = [("mixtral", "tp2 ep2"), *((name, "ep2 etp2") for name in hf_models.CONFIGS)]
+"""One model type with tensor parallelism, and every type on the layout with the most shards."""
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), variants(CASES, QUICK))
 def test_logits_are_those_of_the_source(ranks, tmp_path, name: str, layout: str) -> None:
     hf = tmp_path / "hf"
     there = tmp_path / "there"

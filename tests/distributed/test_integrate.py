@@ -22,6 +22,7 @@ from megatron_balance.device.attention import ContextParallelAttention
 from megatron_balance.job.layout import build_groups
 from tests.distributed import upstream
 from tests.distributed.runs import Curve, Hosts, deviation
+from tests.variants import variants
 
 TOLERANCE = 1e-6
 """Relative, in float32, for every loss and gradient norm."""
@@ -223,10 +224,7 @@ LAYOUTS = {
 
 
 @needs_megatron_lm
-@pytest.mark.parametrize(
-    ("world_size", "flags", "layers"),
-    [pytest.param(*case, id=name, marks=[] if name == "EP2" else pytest.mark.slow) for name, case in LAYOUTS.items()],
-)
+@pytest.mark.parametrize(("world_size", "flags", "layers"), variants(LAYOUTS, quick=("EP2",)))
 def test_megatron_lm_learns_the_same(ranks, world_size: int, flags: str, layers: tuple[str, str]) -> None:
     flags += f" --global-batch-size {4 * world_size}"
     plain, balanced = (

@@ -15,6 +15,7 @@ from tests import features, layouts
 from tests.distributed import runs
 from tests.distributed.runs import Curve, deviation, plan_apart
 from tests.layouts import QUICK, Layout
+from tests.variants import variants
 
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
@@ -111,10 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Compute the covering array, which takes seconds, only when it is trained."""
     if "layout" in metafunc.fixturenames:
         slow = layouts.array()[0][len(QUICK) :] if metafunc.config.getoption("--slow") else []
-        rows = [
-            pytest.param(layout, id=name, marks=[] if name in layouts.FEWEST else [pytest.mark.slow])
-            for name, layout in QUICK.items()
-        ]
+        rows = variants(QUICK, layouts.FEWEST)
         rows += [pytest.param(layout, id=layouts.name_of(layout), marks=pytest.mark.slow) for layout in slow]
         metafunc.parametrize("layout", rows)
 

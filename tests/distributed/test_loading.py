@@ -14,6 +14,7 @@ from megatron_balance.training.optimizer_state import optimizers
 from megatron_balance.training.run import Run
 from tests.distributed.checkpoints import patient
 from tests.distributed.runs import build
+from tests.variants import variants
 
 BF16 = "--bf16 --num-layers 1 --num-experts 6 --expert-model-parallel-size 2"
 WAYS = {
@@ -73,13 +74,11 @@ def saved(ranks, tmp_path_factory) -> tuple[str, list[Weights]]:
     return directory, ranks(2).run(save, directory)
 
 
-@pytest.mark.parametrize(
-    ("way", "optimizer"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] if {"resumed", "pretrained", "gathered late"} & {*case} else [])
-        for case in itertools.product(WAYS, OPTIMIZERS)
-    ],
-)
+SLOW = {"resumed", "pretrained", "gathered late"}
+CASES = [*itertools.product(WAYS, OPTIMIZERS)]
+
+
+@pytest.mark.parametrize(("way", "optimizer"), variants(CASES, [case for case in CASES if SLOW.isdisjoint(case)]))
 def test_a_run_goes_on_from_the_weights_that_it_loaded(ranks, saved, way: str, optimizer: str) -> None:
     directory, expected = saved
     flags = f"{WAYS[way].format(directory)} {OPTIMIZERS[optimizer]}"

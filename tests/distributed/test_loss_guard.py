@@ -18,6 +18,7 @@ from megatron_balance.training.loop import train, train_step
 from megatron_balance.training.loss_guard import PoisonedRun
 from megatron_balance.training.run import Run
 from tests.distributed.runs import Curve, build, curve_of, modules
+from tests.variants import variants
 
 NAN = float("nan")
 INF = float("inf")
@@ -199,12 +200,7 @@ def one_bad_iteration(fault: str) -> dict[str, Any]:
     }
 
 
-SLOW_FAULTS = ("overflow", "gradient")
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=pytest.mark.slow if fault in SLOW_FAULTS else []) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", variants([*FAULTS], quick=FAULTS.keys() - {"overflow", "gradient"}))
 def test_bad_iteration_is_named_and_changes_nothing(ranks, fault: str) -> None:
     outcomes = ranks(4).run(one_bad_iteration, fault)
     assert len({outcome["fault"] for outcome in outcomes}) == 1

@@ -10,6 +10,7 @@ import pytest
 from megatron_balance.training.loop import train_step
 from tests.distributed.runs import Curve, build, curve_of
 from tests.megatron_lm_scripts import SCRIPTS, Script, without
+from tests.variants import variants
 
 SMALL = (
     "--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --num-experts 16 --seq-length 32 "
@@ -93,14 +94,7 @@ def train_in_small(flags: str) -> tuple[Curve, int]:
     return curve_of([train_step(run) for _ in range(2)]), run.vocab_size
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in SCRIPTS
-        if name not in OTHER_PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("name", variants([name for name in SCRIPTS if name not in OTHER_PROGRAMS], QUICK))
 def test_script_trains_in_small(ranks, name: str) -> None:
     for curve, vocab_size in ranks(2).run(train_in_small, in_small(SCRIPTS[name])):
         assert len(curve) == 2

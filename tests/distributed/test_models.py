@@ -9,6 +9,7 @@ import pytest
 from tests.distributed import runs
 from tests.distributed.checkpoints import losses_of
 from tests.distributed.runs import Curve, deviation
+from tests.variants import variants
 
 ITERATIONS = 3
 TOLERANCE = 1e-6
@@ -36,8 +37,6 @@ MODELS = {
     "prediction, PP2": (4, f"{MTP} {PP2}"),
     "DeepSeek-V3": (2, DEEPSEEK),
     "CP2xDP2, a2a": (4, f"{EP2} {CP2} --cp-comm-type a2a --use-distributed-optimizer"),
-}
-SLOW = {
     "prediction, CP2": (4, f"{MTP} {CP2}"),
     "prediction, TP2": (4, f"{MTP} {TP2}"),
     "latent, TP2": (2, f"{LATENT} --q-lora-rank 32 {TP2}"),
@@ -52,13 +51,8 @@ SLOW = {
     "CP2xPP2": (4, f"{EP2} {CP2} {PP2}"),
     "CP4xEP4": (4, f"{EP2} --expert-model-parallel-size 4 --context-parallel-size 4"),
 }
-every_model = pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        *(pytest.param(*case, id=name) for name, case in MODELS.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
-    ],
-)
+QUICK = ("prediction, PP2", "DeepSeek-V3", "CP2xDP2, a2a")
+every_model = pytest.mark.parametrize(("world_size", "flags"), variants(MODELS, QUICK))
 
 
 class Observed(NamedTuple):
@@ -104,9 +98,9 @@ def test_policies_act_and_change_nothing(ranks, curve_of, profiles, world_size: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
-@pytest.mark.parametrize("name", [name for name in MODELS | SLOW if "CP" in name and "DeepSeek" not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if "CP" in name and "DeepSeek" not in name])
 def test_parts_of_sequences_follow_whole_ones(curve_of, name: str, per_token: str) -> None:
-    world_size, flags = (MODELS | SLOW)[name]
+    world_size, flags = MODELS[name]
     flags += f" {per_token}"
     # Some flag of a number that changes no training
     alone = flags.replace("--context-parallel-size", "--eval-iters")

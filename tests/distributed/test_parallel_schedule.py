@@ -34,6 +34,7 @@ from tests.distributed.layers import (
 )
 from tests.distributed.runs import Curve, deviation
 from tests.reference import ExpertWeights, mixture_of_experts
+from tests.variants import variants
 
 ITERATIONS = 3
 
@@ -310,13 +311,7 @@ FEATURES = {
 QUICK_FEATURES = {("placement-blockwise", "s2"), ("global-aux-loss", "s1")}
 
 
-@pytest.mark.parametrize(
-    ("feature", "schedule"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK_FEATURES else [pytest.mark.slow])
-        for case in itertools.product(FEATURES, SCHEDULES)
-    ],
-)
+@pytest.mark.parametrize(("feature", "schedule"), variants(itertools.product(FEATURES, SCHEDULES), QUICK_FEATURES))
 def test_schedules_with_every_feature(ranks, curve_of, profiles, feature: str, schedule: str) -> None:
     layout = (2, 2, 2)
     flags, plain = FEATURES[feature]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import runs
 from tests.distributed.runs import deviation
+from tests.variants import variants
 
 TOLERANCE = 1e-6
 """Relative, in float32, for every loss and gradient norm."""
@@ -40,13 +41,7 @@ def deviation_from_megatron(curve_of, flags: str, iterations: int) -> float:
 QUICK = ("EP4", "PP2xEP2-interleaved")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(flags, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, flags in LAYOUTS.items()
-    ],
-)
+@pytest.mark.parametrize("flags", variants(LAYOUTS, QUICK))
 def test_balanced_follows_megatron_in_every_layout(curve_of, length, flags: str) -> None:
     iterations = length(ITERATIONS)
     assert deviation_from_megatron(curve_of, flags, iterations) <= TOLERANCE

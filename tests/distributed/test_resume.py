@@ -24,6 +24,7 @@ from tests.disks import small_disk
 from tests.distributed.checkpoints import Outcome, Said, outcome, patient, unequal_tensors
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, build
+from tests.variants import variants
 
 EP2 = "--expert-model-parallel-size 2 --num-layers 1 --log-interval 1 --distributed-timeout-minutes 10"
 
@@ -273,13 +274,10 @@ SABOTAGE: dict[str, tuple[tuple[object, str], Callable[..., object], str]] = {
 QUICK = (("die", ""), ("stall", ""), ("fill", "--async-save"), ("manifest", ""), ("unseen", ""))
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "flags"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product([name for name in SABOTAGE if name != "removed"], ("", "--async-save"))
-    ],
-)
+FAILURES = itertools.product([name for name in SABOTAGE if name != "removed"], ("", "--async-save"))
+
+
+@pytest.mark.parametrize(("sabotage", "flags"), variants(FAILURES, QUICK))
 def test_a_failing_save_names_the_reason_and_leaves_nothing(sabotage, flags, ranks, tmp_path):
     messages = ranks(2).run(save_one, str(tmp_path), flags, sabotage)
     assert messages[0] == messages[1]

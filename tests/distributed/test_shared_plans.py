@@ -8,6 +8,7 @@ from megatron_balance.planning.policies.pro_prophet import ProProphet
 from megatron_balance.timeline.agreement import Compared, Shared
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
+from tests.variants import variants
 
 SHIFTING = "--moe-router-force-workload rotating_hotspot"
 REPLICAS = "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -35,10 +36,7 @@ def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]
     return runs.curve_of(reports), states
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in ("blockwise", "pipeline") else [pytest.mark.slow]) for case in CASES],
-)
+@pytest.mark.parametrize("case", variants([*CASES], quick=("blockwise", "pipeline")))
 def test_shared_plans_change_nothing(ranks, profiles, case: str) -> None:
     flags = f"{CASES[case]} --balance-profile {profiles[2 if 'size 2' in CASES[case] else 4]}"
     shared, alone = (ranks(4).run(trained, flags, shared) for shared in (True, False))

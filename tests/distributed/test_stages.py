@@ -13,6 +13,7 @@ from tests import fused_adam
 from tests.distributed.checkpoints import losses_of
 from tests.distributed.runs import Curve, build, curve_of
 from tests.layouts import refusal
+from tests.variants import variants
 
 PP2 = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --position-embedding-type rope --disable-bias-linear "
@@ -39,11 +40,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags", "one", "other"),
-    [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name in ("stages", "prediction") else [])
-        for name, case in SAME.items()
-    ],
+    ("world_size", "flags", "one", "other"), variants(SAME, quick=("chunks", "order of ranks", "chunk without layers"))
 )
 def test_stages_learn_the_same(ranks, world_size: int, flags: str, one: str, other: str) -> None:
     curve, wanted = (ranks(world_size).run(train, f"{flags} {more}")[0] for more in (one, other))

@@ -25,6 +25,7 @@ from tests.disks import fill, small_disk
 from tests.distributed.jobs import Ended, Job, found
 from tests.distributed.runs import BASE
 from tests.distributed.wandering import wandering
+from tests.variants import variants
 
 LIMIT = 240.0
 """Seconds after which a job counts as hanging; 12 s after the fault, its ranks no longer wait for each other."""
@@ -259,9 +260,7 @@ def end_of(job: Job, fault: Fault) -> Ended:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "fault", [pytest.param(one, id=str(one), marks=[] if str(one) in QUICK else pytest.mark.slow) for one in CASES]
-)
+@pytest.mark.parametrize("fault", variants({str(one): one for one in CASES}, QUICK))
 def test_a_fault_ends_as_it_should(fault: Fault, tmp_path: Path, shared: Path, expected) -> None:
     world_size, flags = LAYOUTS[fault.layout]
     flags = flags.format(wandering=wandering(world_size, shared))

@@ -21,6 +21,7 @@ from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.runs import deviation
 from tests.hostcuda.runs import SAME_KERNELS, Watched, watched, watching
+from tests.variants import variants
 
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 BOUND = f"{FLEX} --moe-flex-rows bound"
@@ -76,9 +77,7 @@ CASES = {
 QUICK = ("proportional",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", variants([*CASES], QUICK))
 def test_losses_gradients_and_plans_are_those_of_all_to_alls(
     device_ranks, profiles: dict[int, Path], name: str
 ) -> None:

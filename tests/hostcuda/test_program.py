@@ -21,6 +21,7 @@ from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, deviation, plan_apart
 from tests.hostcuda import ranks as devices
 from tests.hostcuda.runs import SAME_KERNELS, Watched, as_on_cuda, watched, watching
+from tests.variants import variants
 
 PLAIN = "--disable-bias-linear --swiglu --moe-router-force-workload hot_experts"
 EP4 = f"{PLAIN} --expert-model-parallel-size 4 --moe-comm-node-size 2 --bf16"
@@ -112,13 +113,7 @@ MACHINES = {
 """Machine -> extra flags; all fusions that are on by default stay on."""
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        pytest.param(machine, marks=[] if machine in ("bare", "te and apex") else [pytest.mark.slow])
-        for machine in MACHINES
-    ],
-)
+@pytest.mark.parametrize("machine", variants([*MACHINES], quick=("bare", "te and apex")))
 def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> None:
     """A run with all fusions follows the run on a CPU, which has none."""
     flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 {MACHINES[machine]}"
@@ -128,19 +123,15 @@ def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> N
     assert deviation(outcomes[0].curve, curve_of(without, 3, 2)) <= 1e-2
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("--bf16 --use-distributed-optimizer", id="distributed"),
-        pytest.param("", id="float32", marks=pytest.mark.slow),
-        pytest.param("--bf16", id="bf16", marks=pytest.mark.slow),
-        pytest.param(
-            "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer",
-            id="precision-aware",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+RESUMED = {
+    "distributed": "--bf16 --use-distributed-optimizer",
+    "float32": "",
+    "bf16": "--bf16",
+    "precision-aware": "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer",
+}
+
+
+@pytest.mark.parametrize("flags", variants(RESUMED, quick=("distributed",)))
 def test_a_resumed_run_is_the_straight_run(device_ranks, tmp_path: Path, flags: str) -> None:
     """The optimizer is Transformer Engine's, which counts steps in its groups."""
     flags = f"{PLAIN} --num-layers 1 --expert-model-parallel-size 2 {flags}"

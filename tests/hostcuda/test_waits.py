@@ -23,6 +23,7 @@ from tests.hostcuda.waits import (
     texts,
     work_text,
 )
+from tests.variants import variants
 
 QUICK = ("bf16", "transformer_engine")
 
@@ -45,9 +46,7 @@ IN = ("loop", "all")
 """The rows of the table in which it counts."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", variants([*CASES], QUICK))
 def test_the_host_waits_as_often_and_queues_as_much_as_it_did(device_ranks, name: str) -> None:
     """A change that removes waits or work must regenerate the tables."""
     case = CASES[name]
