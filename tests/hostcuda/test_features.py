@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests import features
-from tests.hostcuda.runs import SAME_KERNELS, Watched, as_on_cuda, watched
+from tests.hostcuda.runs import SAME_KERNELS, as_on_cuda, watched
+from tests.variants import variants
 
 ITERATIONS = 2
 
@@ -25,13 +26,13 @@ TOGETHER = [
 
 
 @pytest.fixture
-def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., list[Watched]]:
+def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., None]:
     """`check(features, precision)`: a run with these features causes no complaint and computes what a CPU computes.
 
     Further arguments are further flags.
     """
 
-    def of(names: tuple[str, ...], precision: str, *more: str) -> list[Watched]:
+    def of(names: tuple[str, ...], precision: str, *more: str) -> None:
         flags = " ".join([features.flags_of(*names), *more, SAME_KERNELS, PRECISIONS[precision]])
         world_size = features.world_size(*names)
         balanced = "--balance-policy" in flags
@@ -42,7 +43,6 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., li
             assert not outcome.complaints, "\n".join(outcome.complaints[:5])
             assert (outcome.acted > 0) == balanced
         assert outcomes[0].curve == curve_of(flags, ITERATIONS, world_size, as_on_cuda)
-        return outcomes
 
     return of
 
@@ -57,8 +57,10 @@ TOGETHER_AT_ONCE = (
 )
 """Every feature with code that no other feature executes, in few runs."""
 
+QUICK = ["-".join(names) for names in TOGETHER_AT_ONCE[:4]]
 
-@pytest.mark.parametrize("names", TOGETHER_AT_ONCE, ids="-".join)
+
+@pytest.mark.parametrize("names", variants({"-".join(names): (names,) for names in TOGETHER_AT_ONCE}, QUICK))
 def test_features_at_once(check, names: tuple[str, ...]) -> None:
     """Two layers, or one for each virtual stage, are enough for one to overlap with its neighbor."""
     few = "" if "interleaved pipeline" in names else "--num-layers 2"
@@ -66,19 +68,7 @@ def test_features_at_once(check, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(check, name: str) -> None:
-    check((name,), "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
-def test_features_in_float32(check, name: str) -> None:
-    check((name,), "float32")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("pair", TOGETHER, ids="-".join)
-def test_pairs(check, pair: tuple[str, str], precision: str) -> None:
-    check(pair, precision)
+@pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *TOGETHER], ids="-".join)
+def test_each_feature_and_pair(check, names: tuple[str, ...], precision: str) -> None:
+    check(names, precision)
