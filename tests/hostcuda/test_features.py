@@ -7,7 +7,6 @@ import pytest
 
 from tests import features
 from tests.hostcuda.runs import SAME_KERNELS, as_on_cuda, watched
-from tests.variants import variants
 
 ITERATIONS = 2
 
@@ -57,10 +56,8 @@ TOGETHER_AT_ONCE = (
 )
 """Every feature with code that no other feature executes, in few runs."""
 
-QUICK = ["-".join(names) for names in TOGETHER_AT_ONCE[:4]]
 
-
-@pytest.mark.parametrize("names", variants({"-".join(names): (names,) for names in TOGETHER_AT_ONCE}, QUICK))
+@pytest.mark.parametrize("names", TOGETHER_AT_ONCE, ids="-".join)
 def test_features_at_once(check, names: tuple[str, ...]) -> None:
     """Two layers, or one for each virtual stage, are enough for one to overlap with its neighbor."""
     few = "" if "interleaved pipeline" in names else "--num-layers 2"

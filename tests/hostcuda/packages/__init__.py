@@ -2,10 +2,9 @@
 
 Each directory below is a root for `sys.path`. A process that adds a root before it imports megatron-core appears to
 run on a machine with that package. The stand-ins compute with plain operators of torch. Where megatron-core's own
-modules compute the same, they use the same order of operations, so that losses can be compared. They take exactly the
-arguments of the real packages. They raise where the real packages raise or would read memory out of bounds.
-
-They read a tensor's values on the host only where the real packages do.
+modules compute the same, they use the same order of operations, so that losses can be compared. They have what
+megatron-core and this project call, refuse arguments that the real packages do not have, and refuse tensors in host
+memory. They read a tensor's values on the host only where the real packages do.
 """
 
 from pathlib import Path
