@@ -72,17 +72,9 @@ def curve_of(reports: list[StepReport]) -> Curve:
 def perturb_one_expert(run: Run) -> None:
     """Change one expert of rank 0 by a thousandth."""
     if dist.get_rank() == 0:
-        _first_experts(run).linear_fc1.weight.data[0].mul_(1.001)
-    _copy_to_main_parameters(run)
-
-
-def swap_two_experts(run: Run) -> None:
-    """Exchange two experts of rank 0 without telling the router."""
-    if dist.get_rank() == 0:
-        experts = _first_experts(run)
-        for linear in (experts.linear_fc1, experts.linear_fc2):
-            linear.weight.data[:2] = linear.weight.data[:2].flip(0).clone()
-    _copy_to_main_parameters(run)
+        experts = next(module for module in run.model[0].modules() if isinstance(module, GroupedExperts))
+        experts.linear_fc1.weight.data[0].mul_(1.001)
+    run.optimizer.reload_model_params()
 
 
 def drop_one_token(run: Run) -> None:
@@ -97,14 +89,6 @@ def drop_one_token(run: Run) -> None:
     if dist.get_rank() == 0:
         router = next(module for module in run.model[0].modules() if isinstance(module, TopKRouter))
         router.register_forward_hook(drop)
-
-
-def _first_experts(run: Run) -> GroupedExperts:
-    return next(module for module in run.model[0].modules() if isinstance(module, GroupedExperts))
-
-
-def _copy_to_main_parameters(run: Run) -> None:
-    run.optimizer.reload_model_params()
 
 
 def deviation(one: Curve, other: Curve) -> float:

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.device.compiled import Compiled
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import train_step
@@ -160,39 +159,3 @@ def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None
     if policy != "none":
         flags = with_policy(flags, policy, "blockwise", profiles)
     assert ranks(2).run(compiled_late, flags) == [[], []]
-
-
-def skip_agg(run: Run) -> None:
-    run.balancer.trans_agg.agg = lambda *_: None
-
-
-def agg_twice(run: Run) -> None:
-    agg = run.balancer.trans_agg.agg
-
-    def twice(plan, placement, slots) -> None:
-        guests = range(placement.home_slots, placement.slots_per_rank)
-        sent = [gradient.clone() for slot in guests for gradient in slots.gradients_of(slot)]
-        agg(plan, placement, slots)
-        for gradient, again in zip((g for slot in guests for g in slots.gradients_of(slot)), sent, strict=True):
-            gradient.copy_(again)
-        agg(plan, placement, slots)
-
-    run.balancer.trans_agg.agg = twice
-
-
-def trans_only_when_placements_change(run: Run) -> None:
-    seen: dict[int, object] = {}
-
-    def stale(plan, placement, slots) -> None:
-        if seen.get(id(slots)) != placement:
-            TransAgg.trans(run.balancer.trans_agg, plan, placement, slots)
-        seen[id(slots)] = placement
-
-    run.balancer.trans_agg.trans = stale
-
-
-@pytest.mark.parametrize("mutation", [skip_agg, agg_twice, trans_only_when_placements_change])
-def test_mistakes_are_noticed(ranks, curve_of, profiles, mutation) -> None:
-    balanced = with_policy(HOT4, "top2", "predicted", profiles)
-    curve, _ = ranks(4).run(runs.train_hosts, balanced, ITERATIONS, mutation)[0]
-    assert deviation(curve, curve_of(HOT4, ITERATIONS)) > 10 * TOLERANCE
