@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.kernels import equal
-
 KERNELS = ("fit_kernel", "count_kernel", "order_kernel", "block_index_kernel", "copy_kernel", "sum_kernel")
 
 TOOLS = {
@@ -72,6 +70,8 @@ def verdict(tool: str, status: int, text: str) -> Verdict:
 
 def check_rows(device: str) -> None:
     """Compare the five kernels of kernels/rows.py with the functions that define them."""
+    from tests.kernels import equal
+
     for seed, (tokens, experts, hidden) in enumerate(((0, 3, 5), (1, 1, 1), (33, 3, 1030), (35, 70, 5), (64, 8, 64))):
         routing_TE = equal.routing(tokens, experts, 0.4, seed)
         equal.order_equal(routing_TE, device)
@@ -83,6 +83,7 @@ def check_rows(device: str) -> None:
 def check_fit(device: str) -> None:
     """Compare the kernel of kernels/fit.py with the function that defines it."""
     from megatron_balance.planning.fit import ORDERS
+    from tests.kernels import equal
 
     for order, (ranks, per_rank) in zip(ORDERS, ((1, 1), (7, 3), (8, 4), (7, 3)), strict=True):
         equal.fits_equal(equal.zipf(0, ranks=ranks, per_rank=per_rank, node_size=4, order=order), device)

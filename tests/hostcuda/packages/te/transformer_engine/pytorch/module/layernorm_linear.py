@@ -20,9 +20,12 @@ class LayerNormLinear(Linear):
         eps: float = 1e-5,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
         **options: Any,
     ) -> None:
         kernels.check_names(f"{__name__}:LayerNormLinear.__init__", options)
+        if return_layernorm_output:
+            raise NotImplementedError("LayerNormLinear: return_layernorm_output")
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
