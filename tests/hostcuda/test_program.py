@@ -106,7 +106,7 @@ def test_memory_that_nobody_keeps_is_noticed(device_ranks, kept: bool) -> None:
 MACHINES = {
     "bare": "",
     "apex": "--transformer-impl local --normalization RMSNorm",
-    "te": "--moe-permute-fusion --moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act "
+    "te": "--moe-permute-fusion --moe-grouped-gemm --recompute-granularity selective --recompute-modules moe "
     "--cross-entropy-loss-fusion --context-parallel-size 2",
     "te and apex": "--moe-permute-fusion --moe-expert-gemm te --moe-comm-chunks 2 --moe-router-dtype fp32",
 }
