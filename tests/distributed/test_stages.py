@@ -31,7 +31,7 @@ def train(flags: str) -> Curve:
 
 SAME = {
     "chunks": (2, PP2, "--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-layout Et|t|t|tL"),
-    "order of ranks": (4, f"{PP2} --expert-model-parallel-size 2", "", "--use-tp-pp-dp-mapping"),
+    "order of ranks": (4, PP2, "", "--use-tp-pp-dp-mapping"),
     "chunk without layers": (4, f"{CHUNKS} {ALONE}", "", "--balance-policy top2 --balance-overlap blockwise"),
     "stages": (2, PP2, "", "--pipeline-model-parallel-layout Ett|ttL"),
     "prediction": (2, f"{PP2} --mtp-num-layers 1", "", "--pipeline-model-parallel-layout Ett|ttmL"),
