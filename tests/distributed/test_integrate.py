@@ -204,6 +204,7 @@ THEIRS = ("--moe-layer-impl megatron", f"{POLICY} --balance-overlap blockwise")
 LAYOUTS = {
     "EP2": (2, EP2, THEIRS),
     "EP2xDP2-overlap": (4, f"{EP2} --use-distributed-optimizer --overlap-grad-reduce", THEIRS),
+    "PP2xEP2": (4, f"{EP2} --pipeline-model-parallel-size 2", THEIRS),
     "PP2xEP2-interleaved": (
         4,
         f"{EP2} --pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",

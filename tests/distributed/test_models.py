@@ -65,8 +65,8 @@ class Observed(NamedTuple):
     """Layer -> hosts that the policy added."""
 
 
-def observed(flags: str) -> Observed:
-    reports = runs.train(flags, ITERATIONS)
+def observed(flags: str, iterations: int) -> Observed:
+    reports = runs.train(flags, iterations)
     hosts: dict[int, float] = {}
     for report in reports:
         for number, layer in report.balance.items():
@@ -75,10 +75,11 @@ def observed(flags: str) -> Observed:
 
 
 @every_model
-def test_runs_follow_megatrons_layer(ranks, world_size: int, flags: str) -> None:
-    # The last rank belongs to the last pipeline stage, which has the losses
+def test_runs_follow_megatrons_layer(ranks, length, world_size: int, flags: str) -> None:
     ours, theirs = (
-        ranks(world_size).run(observed, f"{flags} --moe-layer-impl {layer}")[-1] for layer in ("balanced", "megatron")
+        # The last rank belongs to the last pipeline stage, which has the losses
+        ranks(world_size).run(observed, f"{flags} --moe-layer-impl {layer}", length(ITERATIONS))[-1]
+        for layer in ("balanced", "megatron")
     )
     assert deviation(ours.curve, theirs.curve) <= TOLERANCE
     for mine, other in zip(ours.losses, theirs.losses, strict=True):
@@ -91,7 +92,7 @@ def test_policies_act_and_change_nothing(ranks, curve_of, profiles, world_size: 
     hot = f"{flags} --moe-router-force-workload hot_experts"
     profile = profiles[4 if "parallel-size 4" in flags else 2]
     policy = f"--balance-policy quota --balance-overlap blockwise --balance-profile {profile}"
-    found = ranks(world_size).run(observed, f"{hot} {policy}")[-1]
+    found = ranks(world_size).run(observed, f"{hot} {policy}", ITERATIONS)[-1]
     assert found.hosts and all(found.hosts.values()), found.hosts
     assert deviation(found.curve, curve_of(f"{hot} --moe-layer-impl megatron", ITERATIONS, world_size)) <= TOLERANCE
 
