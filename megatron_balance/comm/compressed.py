@@ -44,10 +44,8 @@ class TokenExchange:
 
     dispatch: AllToAll
     """Tokens to their experts."""
-
     combine: AllToAll
     """The experts' outputs back."""
-
     probs: AllToAll
     """Combine weights to the experts, one number per row; never compressed."""
 

@@ -1,7 +1,6 @@
 """Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
 
-In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts. Members are the tensor-parallel
-ranks with the same tokens.
+In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts.
 """
 
 import functools
@@ -93,11 +92,7 @@ class Simultaneous(DirectAllToAll):
     tag = 4
 
     def __init__(self, shards: int, members: dist.ProcessGroup, sources: Sequence[int]) -> None:
-        """
-        Args:
-            members: ranks with the same tokens, each of which sends a part of the rows; nothing else uses this group.
-            sources: index of each member among the sources.
-        """
+        """`members`: the ranks with the same tokens, in a group of its own; `sources`: their source numbers."""
         super().__init__(shards)
         self.members = members
         self.sources = tuple(sources)

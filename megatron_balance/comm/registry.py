@@ -150,11 +150,9 @@ def load_all_to_all(
 ) -> AllToAll:
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
-    Subclasses of NodeAllToAll are constructed from `nodes()`, all others from the group.
-
     Args:
-        nodes: creates the node groups on every rank of the job; called only if they are needed.
-        profile: returns the profile that `auto` predicts from; called only for `auto`.
+        nodes: creates the node groups on every rank of the job, for subclasses of NodeAllToAll.
+        profile: returns the profile that `auto` predicts from.
         log: called with a line about each choice of `auto`, on the ranks that pass it.
 
     Raises:

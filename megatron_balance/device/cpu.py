@@ -46,16 +46,13 @@ _TENSOR_TO: Callable[..., torch.Tensor] = torch.Tensor.to
 _TENSOR_TYPE = torch.Tensor.type
 
 
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
 class _Stream:
     """The only stream of a CPU: its work is finished as soon as the call returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> "_Event":
         return event or _Event()
@@ -64,13 +61,7 @@ class _Stream:
 class _Event:
     """An event that is always complete."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -105,11 +96,6 @@ def _is_cuda(device: Any) -> bool:
 
 
 _STREAM = _Stream()
-
-
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    yield
 
 
 def _does_nothing() -> Callable:
@@ -147,7 +133,7 @@ TORCH_CUDA = {
     "empty_cache": _does_nothing(),
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
-    "stream": _on_stream,
+    "stream": contextlib.nullcontext,
     "Stream": _Stream,
     "Event": _Event,
     "get_rng_state": _rng_state,

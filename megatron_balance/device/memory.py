@@ -24,11 +24,7 @@ def peak_bytes() -> int:
 
 
 def line(with_device: bool) -> str:
-    """Return Megatron's report of memory; on a CPU, `allocated` is the resident size, and nothing is reserved.
-
-    Args:
-        with_device: whether to add the memory of the device that all processes use.
-    """
+    """Return Megatron's report of memory; `with_device` adds the memory of the device that all processes use."""
     sizes = {"allocated": allocated_bytes(), "max allocated": peak_bytes()}
     if torch.cuda.is_available():
         sizes |= {"reserved": torch.cuda.memory_reserved(), "max reserved": torch.cuda.max_memory_reserved()}

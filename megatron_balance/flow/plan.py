@@ -24,17 +24,13 @@ class Choices(NamedTuple):
 
     probs_TE: torch.Tensor
     """Combine weights."""
-
     map_TE: torch.Tensor
     """bool: the chosen experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Tokens from every source to every physical expert, for one layer and one forward pass.
-
-    The arguments are those of `make_dispatch_plan`.
-    """
+    """Tokens from every source to every physical expert, by the arguments of `make_dispatch_plan`."""
 
     placement: Placement
     counts_DE: torch.Tensor
@@ -120,8 +116,7 @@ def _planned(
     physical_N: np.ndarray,
     slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, the fields of `HostRules`,
-    the physical expert of each host, and a rank's slots."""
+    """Return `DispatchPlan.tokens_DP`, given the load of sources and of hosts, and the fields of `HostRules`."""
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     sources, experts = counts_DE.shape
     hosts = len(counts_WE)

@@ -23,11 +23,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 
 def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
-    """Return the schedules to choose from: those that differ for this shape and are possible.
-
-    Args:
-        ranks: number of all shards of all hosts.
-    """
+    """Return the schedules that differ for this shape and are possible for this number of shards of all hosts."""
     found = ["s1"]
     if shape.mp > 1 and ranks % shape.mp == 0:
         found.append("s2")
@@ -54,10 +50,8 @@ class ScheduleModel:
 
     profile: ClusterProfile
     """Profile of the ranks of all shards of all hosts."""
-
     mp: int
     """Number of ranks with the same tokens."""
-
     esp: int
 
     def seconds(self, schedule: str, shape: Shape, element_bytes: int, simultaneous: bool) -> float:

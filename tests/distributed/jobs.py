@@ -231,7 +231,6 @@ def _points() -> dict[str, Function]:
         "prune": lambda: (shutil, "rmtree"),
         "messages": of(transfer, "plan_messages"),
         "rounds": of(transfer, "plan_rounds"),
-        "staging": of(transfer, "_staging"),
         "pack": of(transfer, "_pack"),
         "exchange": lambda: (importlib.import_module(transfer).ExpertMover, "_exchange"),
         "unpack": of(transfer, "_unpack"),

@@ -15,8 +15,7 @@ from megatron_balance.flow import grouped_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import DeviceSplit, RowSplit, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
-from megatron_balance.flow.slot_weights import GroupedWeights
-from megatron_balance.flow.weight_gradients import LinearGradients
+from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Maximum error as a fraction of the largest value."""

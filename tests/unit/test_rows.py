@@ -282,12 +282,13 @@ def test_one_loop_finds_the_same(
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
-    assert found.rows == len(rows) == int(found.splits_DW[rank].sum())
-    assert np.array_equal(found.splits_DW, plan.splits_DW.numpy())
-    assert np.array_equal(found.received_DS, tokens_CDP[0].reshape(ranks, ranks, -1)[:, rank])
-    own_DW = np.full_like(found.splits_DW, -1)
-    own_DW[rank], own_DW[:, rank] = found.splits_DW[rank], found.splits_DW[:, rank]
-    assert np.array_equal(part.splits_DW, own_DW) and np.array_equal(part.received_DS, found.received_DS)
+    assert found.rows == len(rows) == int(found.splits_CDW[0, rank].sum())
+    assert np.array_equal(found.splits_CDW[0], plan.splits_DW.numpy())
+    assert np.array_equal(found.received_CDS, tokens_CDP.reshape(1, ranks, ranks, -1)[:, :, rank])
+    own_CDW = np.full_like(found.splits_CDW, -1)
+    own_CDW[:, rank] = found.splits_CDW[:, rank]
+    own_CDW[:, :, rank] = found.splits_CDW[:, :, rank]
+    assert np.array_equal(part.splits_CDW, own_CDW) and np.array_equal(part.received_CDS, found.received_CDS)
     assert found.move.stays == expected.stays and torch.equal(found.move(rows), expected(rows))
 
 

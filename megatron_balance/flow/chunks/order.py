@@ -6,12 +6,7 @@ Each chunk passes through the seven tasks of one direction:
 
 A1 and A2 occupy the network, the others the device. Network and device each do one task at a time, and overlap. An
 exchange starts as soon as its rows are compressed and earlier exchanges are over (Eq. 13 and 14). So the order of the
-computing tasks determines everything:
-
-    C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
-
-A backward pass takes the same seven tasks, with gradients, in its own order. In the shapes, C counts chunks, D the
-sources of tokens, E logical experts, and P physical experts.
+computing tasks determines everything. A backward pass takes the same tasks, with gradients, in its own order.
 """
 
 import functools
@@ -186,13 +181,11 @@ Shares = tuple[tuple[tuple[float, ...], ...], ...]
 class Chunking:
     """How a layer's tokens are split, and the orders of the chunks' tasks in the forward and in the backward pass.
 
-    Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all
-    sizes.
+    Every source splits the tokens that it sends to each physical expert, and keeps their order.
     """
 
     forward: Order
     backward: Order
-
     shares: Shares | None = None
     """None: chunks of even size."""
 
@@ -204,9 +197,7 @@ class Chunking:
         """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
         if self.chunks == 1:
             return plan.tokens_DP.unsqueeze(0)
-        if self.shares is None:
-            return split_evenly(plan.tokens_DP, self.chunks)
-        return split_by(self.shares, plan)
+        return split_evenly(plan.tokens_DP, self.chunks) if self.shares is None else split_by(self.shares, plan)
 
 
 _AT_ONCE = parse("C1.0 D1.0 E.0 C2.0 D2.0")
