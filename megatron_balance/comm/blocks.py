@@ -148,11 +148,6 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     return kernels.block_index(end_X, shift_X, rows)
 
 
-def prepare_gathers() -> None:
-    """Compile what `gathers` needs now, so that the first forward pass does not wait for numba."""
-    write_blocks.prepare()
-
-
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
 def write_blocks(sizes_X: np.ndarray, order_X: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
     """Write a move's non-empty blocks, in their new order, into a `gather_room`, after `at` blocks of `before` rows.

@@ -31,10 +31,8 @@ class Field(NamedTuple):
 
     slot_size: int
     """Number of elements per slot."""
-
     kept: Interval
     """Elements of the flattened tensor that this rank keeps."""
-
     values: torch.Tensor
     """Contiguous view of the kept elements, [stop - start]."""
 
@@ -64,13 +62,10 @@ class Extent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank among the ranks that keep a layer's experts."""
+    """A rank among the ranks that keep a layer's experts: its expert-parallel and expert-data-parallel rank."""
 
     rank: int
-    """Expert-parallel rank."""
-
     replica: int
-    """Expert-data-parallel rank."""
 
 
 class FieldMessage(NamedTuple):
@@ -100,12 +95,10 @@ class FieldMessage(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes that a transfer has moved between ranks."""
+    """Bytes that this rank, and all ranks of the group, have sent to other ranks."""
 
     sent_bytes: int
-    """Bytes sent by this rank."""
     total_bytes: int
-    """Bytes sent by all ranks of the group."""
 
 
 def plan_messages(
@@ -148,9 +141,7 @@ def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[li
     A round consists of whole windows of slot offsets, of one field or several, so that no later round needs elements
     that an earlier one has overwritten.
 
-    Args:
-        staging_bytes: limit on the bytes that a rank sends and receives in a round; a round with a single offset may
-            exceed it.
+    `staging_bytes` limits the bytes that a rank sends and receives in a round, unless it has a single offset.
     """
     rounds: list[list[FieldMessage]] = [[]]
     used: Counter[int] = Counter()
@@ -184,12 +175,7 @@ class ExpertMover:
     """
 
     def __init__(self, group: dist.ProcessGroup, own: Place, staging_bytes: int = STAGING_BYTES) -> None:
-        """
-        Args:
-            group: all replicas of an expert-parallel group; every rank of it calls this.
-            own: this rank's place.
-            staging_bytes: maximum number of bytes that a rank sends and receives in one round.
-        """
+        """`group` has all replicas of an expert-parallel group; every rank of it calls this with its own place."""
         self.group = group
         self.staging_bytes = staging_bytes
         self.places: list[Place] = [own] * group.size()

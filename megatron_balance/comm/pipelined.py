@@ -4,6 +4,7 @@ In the shapes, D counts the ranks of a group or the sources of rows, and W the h
 """
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -75,11 +76,8 @@ def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int]
     nodes = [range(num_ranks)[first : first + node_size] for first in range(0, num_ranks, node_size)]
     node, local = divmod(rank, node_size)
     near, *far = nodes[node:] + nodes[:node]
-    return _rotated(near, local)[1:], [peer for ranks in far for peer in _rotated(ranks, local)]
-
-
-def _rotated(ranks: range, start: int) -> list[int]:
-    return [ranks[(start + step) % len(ranks)] for step in range(len(ranks))]
+    rotated = [[ranks[(local + step) % len(ranks)] for step in range(len(ranks))] for ranks in (near, *far)]
+    return rotated[0][1:], list(itertools.chain(*rotated[1:]))
 
 
 class Simultaneous(DirectAllToAll):

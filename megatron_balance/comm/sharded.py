@@ -31,19 +31,15 @@ class Sharding(ABC):
     def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this source's rows, ordered by host, to all shards of their hosts.
 
-        Args:
-            splits_DW: [D, W] int64 in host memory: number of rows from each source to each host.
-
-        Returns:
-            The exchange of the rows that arrive on this shard: from source 0, then source 1, ...
+        `splits_DW`, int64 in host memory, has the number of rows from each source to each host. The exchange brings the
+        rows that arrive on this shard: from source 0, then source 1, ...
         """
 
     @abstractmethod
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this shard's results, in the order in which their rows arrived.
 
-        Returns:
-            The exchange of the sums over shards of this source's rows, in the rows' original order.
+        The exchange brings the sums over shards of this source's rows, in the rows' original order.
         """
 
     def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:

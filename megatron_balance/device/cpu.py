@@ -1,7 +1,6 @@
 """Run megatron-core on a machine without CUDA.
 
-The table lists every use of CUDA that megatron-core makes while it trains a GPT-MoE, and its CPU replacement. The
-entry point installs the replacements once if `torch.cuda.is_available()` is false, and never if CUDA is available.
+The entry point installs these replacements of CUDA if `torch.cuda.is_available()` is false.
 
 | megatron-core uses                              | replacement on the CPU     | reason                           |
 |-------------------------------------------------|----------------------------|----------------------------------|
@@ -122,10 +121,6 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, **kwargs: Any) -
     torch.set_rng_state(new_state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 TORCH_CUDA = {
     "current_device": lambda: CPU,
     "set_device": _does_nothing(),
@@ -138,7 +133,7 @@ TORCH_CUDA = {
     "Event": _Event,
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
-    "manual_seed": _manual_seed,
+    "manual_seed": torch.default_generator.manual_seed,
 }
 
 

@@ -52,27 +52,23 @@ class Reading:
 
 
 class _Copy:
-    """A copy to host memory: the `number`-th of a reader, all of which arrive in order."""
+    """A copy to pinned host memory."""
 
-    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
-        self.reader = reader
-        self.number = reader.started
-        # Kept until the host has waited, so that the result's memory is not used again before the copy
-        self.result: Callable[[], torch.Tensor] | None = result
-        # The host memory is pinned
+    def __init__(self, result: Callable[[], torch.Tensor]) -> None:
         self.copy = result().to("cpu", non_blocking=True)
-        self.done = torch.cuda.Event()
+        # Kept until the copy is done, so that the result's memory is not used again before
+        self.pending: tuple[torch.cuda.Event, Callable[[], torch.Tensor]] | None = torch.cuda.Event(), result
+        self.pending[0].record()
 
     def arrived(self) -> bool:
-        if self.number > self.reader.arrived and self.done.query():
-            self.reader.arrived = self.number
-        return self.number <= self.reader.arrived
+        if self.pending is not None and self.pending[0].query():
+            self.pending = None
+        return self.pending is None
 
     def wait(self) -> torch.Tensor:
-        if self.number > self.reader.arrived:
-            self.done.synchronize()
-            self.reader.arrived = self.number
-        self.result = None
+        if self.pending is not None:
+            self.pending[0].synchronize()
+            self.pending = None
         return self.copy
 
 
@@ -84,8 +80,6 @@ class HostReader:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.started = self.arrived = 0
-        """Number of copies that have started, and of those that are known to have arrived."""
 
     def read(self, result: Callable[[], torch.Tensor]) -> Reading:
         """Start copying a result to the host.
@@ -99,9 +93,7 @@ class HostReader:
         before = torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
         try:
-            self.started += 1
-            copy = _Copy(self, result)
-            copy.done.record(self._stream)
+            copy = _Copy(result)
         finally:
             torch.cuda.set_stream(before)
         return Reading(copy.wait, copy.arrived)

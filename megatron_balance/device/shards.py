@@ -16,7 +16,6 @@ def mark_experts(experts: torch.nn.Module, groups: ProcessGroupCollection) -> No
     """Set `allreduce` and `sequence_parallel` on all parameters of a layer's experts, before DDP sees them.
 
     Unless experts lie on ranks like all other parameters, only ranks with the same experts sum their gradients.
-    megatron-core's modules would sum second biases over tensor-parallel ranks, which have different experts.
     """
     like_others = groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size()
     for parameter in experts.parameters():

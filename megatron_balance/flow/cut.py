@@ -51,7 +51,7 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
     """
     tables = plan.placement.tables
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
-    rows, stays, splits_DW, received_DS = _cut(
+    rows, stays, splits_DW, received_DS = cut_loop(
         plan.counts_DE.numpy(),
         *tables.hosting,
         *plan.rules,
@@ -65,16 +65,11 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
     return RankCut(rows, splits_DW[None], received_DS[None], STAYS if stays else gather_of(room, rows, device))
 
 
-def prepare_cuts() -> None:
-    """Compile the loop now, so that the first forward pass does not wait for numba."""
-    _cut.prepare()
-
-
 @compiled(
     "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
     "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
 )
-def _cut(
+def cut_loop(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,

@@ -23,11 +23,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, prepare_gathers
+from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, write_blocks
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.order import UNSPLIT, Chunking
 from megatron_balance.flow.chunks.pipeline import Begin, ChunkedRoute, Combine
-from megatron_balance.flow.cut import RankCut, cut, prepare_cuts
+from megatron_balance.flow.cut import RankCut, cut, cut_loop
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -65,9 +65,7 @@ class PendingRows:
     def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> SentRows:
         """Send the rows, by the plan of the pass that comes first; nothing here waits for the device.
 
-        Args:
-            plan: the number of tokens from each source to each physical expert.
-            tokens_TH, choices: as in `Dispatcher.prepare`; those of a repeated pass are equal.
+        `tokens_TH` and `choices` are as in `Dispatcher.prepare`; those of a repeated pass are equal.
         """
         with record_function("dispatch"):
             if self._decide is not None:
@@ -86,12 +84,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
-        """Queue what needs no plan.
-
-        Args:
-            tokens_TH, choices: tokens of this rank, and the experts that they chose.
-            placement: the plan's, if it is known already.
-        """
+        """Queue what needs no plan for the tokens of this rank; `placement` is the plan's, if it is known already."""
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -113,9 +106,10 @@ class AllToAllDispatcher(Dispatcher):
         self.exchange = exchange
         self.chunks = chunks
         self.reads_all_splits = exchange.reads_all_splits
-        prepare_gathers()
+        # The first forward pass must not wait for numba
+        write_blocks.prepare()
         if torch.cuda.is_available():
-            prepare_cuts()
+            cut_loop.prepare()
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.

@@ -1,10 +1,8 @@
 """The experts of one rank: two projections with an activation between them, for all slots at once.
 
 A slot holds one expert's weights, or this rank's shard of them (expert tensor parallelism): a part of the inner width,
-whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold copies of other
-ranks' experts, and collect the gradients that those copies get here.
-
-In shapes, I is the shard's inner width (2 I for gated units before the activation).
+I in shapes, whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold
+copies of other ranks' experts, and collect the gradients that those copies get here.
 """
 
 import functools
@@ -35,14 +33,10 @@ def recomputes(config: TransformerConfig, module: str) -> bool:
 
 
 class GroupedExperts(MegatronModule):
-    """Experts of one rank.
+    """Experts of one rank, given the logical expert in each home slot, and what computes products (default: torch).
 
     The initial weights equal those of megatron-core's SequentialMLP for the same seed, and so do the names and shapes
     in a checkpoint.
-
-    Args:
-        home_experts: the logical expert in each home slot.
-        gemm: computes the products; default: torch.
     """
 
     def __init__(
@@ -127,9 +121,7 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, "ExpertGraph | None"]:
         """Do the same as `forward`; also return the autograd graph of this computation alone, if `with_graph`.
 
-        Args:
-            gradients: collects the gradients of the weights.
-            compute: None: this module itself, with its hooks.
+        `compute` takes the place of this module with its hooks.
         """
         with torch.set_grad_enabled(with_graph):
             rows_RH, probs_R = (tensor.detach().requires_grad_(with_graph) for tensor in (rows_RH, probs_R))

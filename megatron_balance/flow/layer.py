@@ -61,11 +61,8 @@ class PassLoad(NamedTuple):
     """[W, E] in host memory, with the sources of each host added up."""
 
 
-class Decided(NamedTuple):
-    """What a forward pass decided, for the pass that repeats it."""
-
-    load: PassLoad
-    rows: PendingRows
+Decided = tuple[PassLoad, PendingRows]
+"""What a forward pass decided, for the pass that repeats it."""
 
 
 class BalancedMoELayer(MoELayer):
@@ -105,7 +102,7 @@ class BalancedMoELayer(MoELayer):
         self.placement = owners
         """The placement of the latest forward pass."""
         self.decided: Callable[[], list[Decided]] = list
-        """Returns the decisions of the current pass in this layer: see `PassMemory.of`. `list`: none are kept."""
+        """Returns the decisions of the current pass in this layer: see `PassMemory.of`."""
         self.begin: Begin = lambda work: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"
@@ -175,7 +172,7 @@ class BalancedMoELayer(MoELayer):
         plan = self._plan(load)
         sent = pending.dispatch(plan, tokens_TH, choices)
         if not torch.is_grad_enabled():
-            decided.append(Decided(load, pending))
+            decided.append((load, pending))
         combine = sent.compute(self.experts, self.begin)
         output = self.parallel.leave(combine(), entered.shape)
         return output if shared is None else output + shared

@@ -1,7 +1,7 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data (`SCHEDULES`). `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
-executes the steps from `dump` or the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
+`ParallelDispatch` executes an order's steps on a layer's tokens. flow/chunks/pipeline.py executes those from `dump` or
+the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
 
     megatron   the order of megatron-core's dispatcher
     baseline   the order of DeepSpeed-MoE (Parm, Fig. 3a)

@@ -46,7 +46,7 @@ class DispatchPlan:
         counts_DE = np.ascontiguousarray(self.counts_DE.numpy())
         counts_WE = np.ascontiguousarray(by_host(self.counts_DE, self.placement.num_ranks).numpy())
         return torch.from_numpy(
-            _planned(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
+            plan_loop(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
         )
 
     @property
@@ -95,16 +95,11 @@ def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
     return functools.reduce(np.add, others, first)
 
 
-def prepare_plans() -> None:
-    """Compile the loop for replicated experts now, so that the first forward pass does not wait for numba."""
-    _planned.prepare()
-
-
 @compiled(
     "int64[:, ::1](int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, "
     "int64[::1], int64)"
 )
-def _planned(
+def plan_loop(
     counts_DE: np.ndarray,
     counts_WE: np.ndarray,
     first_E: np.ndarray,

@@ -47,6 +47,9 @@ from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 logger = logging.getLogger(__name__)
 
+MOST_KINDS = 10
+"""Number of kinds of problems of the policy that are logged for each layer."""
+
 MOST_CHARACTERS = 300
 """Length of a problem in the log."""
 
@@ -356,8 +359,9 @@ class Balancer:
     def _log_once(self, number: int, problem: str) -> None:
         """Log a problem of the policy, once for each kind: a policy that fails is likely to fail every time."""
         kind = problem.partition(":")[0]
-        if kind not in self._logged[number]:
-            self._logged[number].add(kind)
+        logged = self._logged[number]
+        if kind not in logged and len(logged) < MOST_KINDS:
+            logged.add(kind)
             problem = cleaned(f"the policy {problem}", MOST_CHARACTERS)
             logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 

@@ -107,17 +107,6 @@ def test_rows_and_sums_equal_dense_ones(routing_TP: torch.Tensor, hidden: int) -
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_those_of_the_functions() -> None:
-    torch.manual_seed(0)
-    routing_TP = torch.rand(6, 4, device=DEVICE) < 0.5
-    routing_TP[2] = False
-    count = int(routing_TP.sum())
-    order = row_order(routing_TP, count)
-    for function, number in ((gather_rows, 6), (combine, count)):
-        assert torch.autograd.gradcheck(lambda tensor: function(tensor, order), random(number, 3))  # noqa: B023
-    assert torch.autograd.gradcheck(lambda probs_TP: gather_weights(probs_TP, order), random(6, 4))
-
-
 def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor:
     """Let every token choose `topk` columns; drop some of these, and all columns of one token in six."""
     generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ computing tasks determines everything. A backward pass takes the same tasks, wit
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -102,33 +102,19 @@ def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
     return [f"chunk {chunk} ends after {count} tasks" for chunk, count in enumerate(done) if count < len(COMPUTING)]
 
 
-class ChunkSpan(NamedTuple):
-    """Start and end of one task of a chunk, in seconds from the beginning."""
+def makespan(order: Order, times: TaskTimes) -> float:
+    """Return the seconds until the last task ends: t_r of Eq. 11.
 
-    task: ChunkTask
-    chunk: int
-    start: float
-    end: float
-
-
-def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
-    """Yield when each task runs: computing tasks in their order, each exchange after the task that starts it."""
+    Computing tasks run in their order, each exchange after the task that starts it.
+    """
     seconds = [dict(zip(ChunkTask, one, strict=True)) for one in times]
     computing = network = 0.0
     arrived = [0.0] * len(times)
     for task, chunk in order:
-        start = max(computing, arrived[chunk])
-        computing = start + seconds[chunk][task]
-        yield ChunkSpan(task, chunk, start, computing)
+        computing = max(computing, arrived[chunk]) + seconds[chunk][task]
         if task in SENDS:
-            start = max(computing, network)
-            arrived[chunk] = network = start + seconds[chunk][SENDS[task]]
-            yield ChunkSpan(SENDS[task], chunk, start, network)
-
-
-def makespan(order: Order, times: TaskTimes) -> float:
-    """Return the seconds until the last task ends: t_r of Eq. 11."""
-    return max(span.end for span in spans(order, times))
+            arrived[chunk] = network = max(computing, network) + seconds[chunk][SENDS[task]]
+    return computing
 
 
 def sequential(times: TaskTimes) -> Order:
