@@ -20,7 +20,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_current_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor in host memory, or nested lists of numbers, as a tensor on this rank's device."""
-    return to_device(torch.as_tensor(values, dtype=dtype), torch.device(torch.cuda.current_device()))
+    host = torch.as_tensor(values, dtype=dtype)
+    if torch.cuda.is_available():
+        host = host.pin_memory()
+    return host.to(torch.cuda.current_device(), non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,23 +55,27 @@ class Reading:
 
 
 class _Copy:
-    """A copy to pinned host memory."""
+    """A copy to host memory: the `number`-th of a reader, all of which arrive in order."""
 
-    def __init__(self, result: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, reader: "HostReader", result: Callable[[], torch.Tensor]) -> None:
+        self.reader = reader
+        self.number = reader.started
+        # Kept until the host has waited, so that the result's memory is not used again before the copy
+        self.result: Callable[[], torch.Tensor] | None = result
+        # The host memory is pinned
         self.copy = result().to("cpu", non_blocking=True)
-        # Kept until the copy is done, so that the result's memory is not used again before
-        self.pending: tuple[torch.cuda.Event, Callable[[], torch.Tensor]] | None = torch.cuda.Event(), result
-        self.pending[0].record()
+        self.done = torch.cuda.Event()
 
     def arrived(self) -> bool:
-        if self.pending is not None and self.pending[0].query():
-            self.pending = None
-        return self.pending is None
+        if self.number > self.reader.arrived and self.done.query():
+            self.reader.arrived = self.number
+        return self.number <= self.reader.arrived
 
     def wait(self) -> torch.Tensor:
-        if self.pending is not None:
-            self.pending[0].synchronize()
-            self.pending = None
+        if self.number > self.reader.arrived:
+            self.done.synchronize()
+            self.reader.arrived = self.number
+        self.result = None
         return self.copy
 
 
@@ -80,6 +87,8 @@ class HostReader:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.started = self.arrived = 0
+        """Number of copies that have started, and of those that are known to have arrived."""
 
     def read(self, result: Callable[[], torch.Tensor]) -> Reading:
         """Start copying a result to the host.
@@ -93,7 +102,9 @@ class HostReader:
         before = torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
         try:
-            copy = _Copy(result)
+            self.started += 1
+            copy = _Copy(self, result)
+            copy.done.record(self._stream)
         finally:
             torch.cuda.set_stream(before)
         return Reading(copy.wait, copy.arrived)
