@@ -232,6 +232,7 @@ class GroupedExperts(MegatronModule):
             "linear_fc1": ShardCut(0, self.shard, self.shards, parts),
             "linear_fc2": ShardCut(1, self.shard, self.shards, 1),
         }
+        assert self.config.num_moe_experts is not None
         # The annotations of megatron-core leave out the lists of pieces that it accepts
         return {
             f"{prefix}{name}": ShardedTensorFactory(
@@ -263,7 +264,7 @@ class ShardCut(NamedTuple):
 
 def _pieces_by_expert(
     experts: Sequence[int],
-    num_experts: int | None,
+    num_experts: int,
     cut: ShardCut,
     sharded_offsets: tuple,
     key: str,

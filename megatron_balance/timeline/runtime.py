@@ -217,7 +217,10 @@ class Balancer:
         now = clock.mark()
         assert step.computation == computation, f"the model computes {computation} where its schedule has {step}"
         if self._now is not None:
-            self._record_computation(*self._now, now)
+            ended, start = self._now
+            if ended.operation in EXPERTS:
+                self.layers[ended.block].spans.append((ended.operation, (start, now)))
+            self._record("computation", ended, start, now)
         started = step.planning + step.communication
         if step.waits:
             now = self._wait([action for action in step.waits if action not in started], now)
@@ -376,11 +379,6 @@ class Balancer:
         if self.explain and self.group.rank() == 0:
             cost = state.manager.cost_of(self.microbatches())
             print(explanation(number, cost, plan.decision.expected_BDE, before, state.placement), flush=True)
-
-    def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
-        if computation.operation in EXPERTS:
-            self.layers[computation.block].spans.append((computation.operation, (start, end)))
-        self._record("computation", computation, start, end)
 
     def _record_wait(self, action: Action, start: clock.Mark, end: clock.Mark) -> None:
         self.layers[action.block].waits.append((action.operation, (start, end)))

@@ -221,7 +221,7 @@ def transfer_deaths(count: int) -> list[Death]:
 @pytest.mark.parametrize(
     "death",
     [
-        pytest.param(death, marks=[] if index == 5 else [pytest.mark.slow], id=f"{index}-{death.point}")
+        pytest.param(death, marks=[] if index == 4 else [pytest.mark.slow], id=f"{index}-{death.point}")
         for index, death in enumerate(transfer_deaths(21))
     ],
 )

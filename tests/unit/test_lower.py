@@ -145,44 +145,6 @@ def test_what_is_wrong_is_found(stage: Stage, data: st.DataObject) -> None:
         validate((*schedule[:number], doubled, *schedule[number + 1 :]))
 
 
-def moved(schedule: Schedule, action: str, column: str, source: int, target: int) -> Schedule:
-    steps = list(schedule)
-    (what,) = [other for other in getattr(steps[source], column) if str(other) == action]
-    left = tuple(other for other in getattr(steps[source], column) if other != what)
-    steps[source] = steps[source]._replace(**{column: left})
-    steps[target] = steps[target]._replace(**{column: (*getattr(steps[target], column), what)})
-    return tuple(steps)
-
-
-@pytest.mark.parametrize(
-    ("action", "column", "source", "target", "problem"),
-    [
-        ("j:L2 TRANS.2/2", "waits", 6, 7, (6, "L2 computes before its TRANS has arrived")),
-        ("j:L1 TRANS", "waits", 2, 4, (2, "L1 computes before its TRANS has arrived")),
-        (
-            "j:L2 AGG.1/2",
-            "communication",
-            13,
-            11,
-            (11, "j:L2 AGG.1/2 starts before its gradients are complete, at step 11"),
-        ),
-        ("j:L1 AGG", "waits", 18, 19, (18, "gradients of L1 are reduced before its AGG has arrived")),
-        ("j+1:L2 PLAN", "planning", 6, 4, (4, "j+1:L2 PLAN starts before the load is known, at step 5")),
-        ("j:L2 TRANS.1/2", "communication", 2, 7, (6, "j:L2 TRANS.1/2 is waited for before it is started")),
-    ],
-)
-def test_the_cell_that_is_wrong(action: str, column: str, source: int, target: int, problem: tuple[int, str]) -> None:
-    with pytest.raises(AssertionError) as caught:
-        validate(moved(EXPECTED["2_blocks"], action, column, source, target))
-    assert caught.value.args[0][0] == problem
-
-
-def test_weights_travel_after_the_plan_that_places_them() -> None:
-    late = moved(EXPECTED["2_blocks_blocking_exact"], "j:L1 PLAN", "waits", 1, 2)
-    with pytest.raises(AssertionError, match="weights travel before j:L1 PLAN is made"):
-        validate(moved(late, "j:L1 TRANS", "communication", 2, 0))
-
-
 def test_waits_at_once_hide_nothing() -> None:
     schedule = wait_at_once(EXPECTED["4_blocks"])
     assert all(set(step.waits) == set(step.planning + step.communication) for step in schedule)
