@@ -174,13 +174,9 @@ def post_rows(
     input_splits: Sequence[int],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Post one message per pair of ranks of `group`, and copy the rows that stay on this rank.
+    """Post one message per pair of ranks of `group` (None: this rank alone), and copy the rows that stay on this rank.
 
     In step k, a rank sends to rank + k and receives from rank - k, so that no two ranks send to the same rank.
-
-    Args:
-        group: None for this rank alone.
-        output_splits, input_splits: number of rows from and to each rank of the group.
     """
     targets = rows.split(list(input_splits))
     sources = received.split(list(output_splits))

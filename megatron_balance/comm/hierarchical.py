@@ -76,13 +76,8 @@ class OneDimensionalAllToAll(StagedAllToAll):
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
-    """Ranks collect rows within their node, then send N - 1 messages to their counterparts on other nodes.
-
-    This is the 2DH-A2A of Tutel and DeepSpeed.
-
-    Raises:
-        ValueError: the last node is smaller, so that some ranks have no counterpart.
-    """
+    """Ranks collect rows within their node, then send N - 1 messages to their counterparts on other nodes (2DH-A2A of
+    Tutel and DeepSpeed); ValueError if the last node is smaller, so that some ranks have no counterpart."""
 
     tag = 2
 

@@ -128,11 +128,7 @@ def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[Exch
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
-    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`.
-
-    Raises:
-        ValueError: there is no such name, module or class, or it is not an AllToAll.
-    """
+    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`; otherwise raise ValueError."""
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
         problem = "is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll"

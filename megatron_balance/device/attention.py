@@ -1,8 +1,4 @@
-"""Layer norms and attention that megatron-core lacks.
-
-With Transformer Engine, it lacks only norms across heads. Without it, it also lacks norms under sequence parallelism,
-and the core of latent attention and of context parallelism.
-"""
+"""Norms across heads, which megatron-core lacks, and norms and attention that it lacks without Transformer Engine."""
 
 import copy
 import dataclasses

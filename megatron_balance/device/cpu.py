@@ -153,11 +153,8 @@ def installed() -> bool:
 def install(always: bool = False) -> None:
     """Replace CUDA calls if CUDA is not available, and complete megatron-core if Transformer Engine is not installed.
 
-    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. The replacements
-    last for the life of the process; a second call has no effect.
-
-    Args:
-        always: whether to use the CPU even if CUDA is available.
+    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. A second call has
+    no effect. `always`: whether to use the CPU even if CUDA is available.
     """
     if installed():
         return

@@ -66,10 +66,6 @@ def record_history(when_full: Path) -> None:
 
 
 def write_history(path: Path) -> None:
-    """Write the history that `record_history` has recorded.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the history that `record_history` has recorded; OSError if the file cannot be written."""
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)

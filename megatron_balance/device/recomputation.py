@@ -1,8 +1,4 @@
-"""Decisions of a model's forward passes, kept for recomputation.
-
-Recomputation repeats parts of a forward pass during its backward pass. megatron-core gives the repetition the tensors
-of the first pass and nothing else.
-"""
+"""Decisions of a model's forward passes, kept for recomputation, which gets the tensors of the first pass only."""
 
 from collections import defaultdict
 from functools import partial

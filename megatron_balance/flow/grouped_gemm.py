@@ -12,9 +12,8 @@ for S home slots and G guest slots in use:
 If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
 in use then cost a copy of the weights of all slots.
 
-torch's grouped product takes the weights of all slots as one tensor and allocates its result. So each guest slot has a
-product of its own, written into the rows that the grouped product has left for it. torch's grouped product also rounds
-weight gradients to the inputs' precision; one product per slot adds to float32 directly.
+torch's grouped product takes the weights of all slots as one tensor and allocates its result, so each guest slot has a
+product of its own. It also rounds weight gradients to the inputs' precision; one product per slot adds to float32.
 """
 
 import functools
@@ -151,10 +150,8 @@ def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: Ro
 def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
 
-    Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
-    one product per slot. Source: aten/src/ATen/native of torch 2.13, `_grouped_mm_cuda` in cuda/GroupedBlas.cpp:
-    bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
-    alignment.
+    Otherwise it refuses them, or the host waits for the ends of the slots. Source: aten/src/ATen/native of torch 2.13,
+    `_grouped_mm_cuda` in cuda/GroupedBlas.cpp, and `check_valid_strides_and_return_transposed` in GroupedMMUtils.h.
     """
     if matrix_SIO.dtype != torch.bfloat16 or not matrix_SIO.is_cuda or torch.version.hip is not None:
         return False

@@ -66,10 +66,9 @@ Decided = tuple[PassLoad, PendingRows]
 
 
 class BalancedMoELayer(MoELayer):
-    """Drop-in for megatron-core's MoELayer, named in the layer spec.
+    """Drop-in for megatron-core's MoELayer, whose constructor and forward pass are not used.
 
-    megatron-core's transformer layer recognizes MoE layers by this class. Its constructor and its forward pass are not
-    used.
+    megatron-core's transformer layer recognizes MoE layers by this class.
     """
 
     def __init__(

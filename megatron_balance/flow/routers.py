@@ -51,9 +51,7 @@ def keep_precision(model: Iterable[torch.nn.Module]) -> None:
 def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> None:
     """Make routers add and log their auxiliary losses as the docstring of this module defines them.
 
-    Args:
-        weight: for `--calculate-per-token-loss`, by which gradients are summed and then divided by the number of
-            unmasked tokens; None without it.
+    `weight` is for `--calculate-per-token-loss`, by which gradients are summed and divided by the unmasked tokens.
     """
     for router in routers_of(model):
         for name in LOAD_BALANCING:
@@ -64,11 +62,7 @@ def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> No
 
 
 def take_losses(names: Sequence[str], layers: int) -> torch.Tensor:
-    """Return this rank's parts of the losses [names, layers], summed over microbatches since the last call.
-
-    Args:
-        layers: number of transformer layers of the whole model.
-    """
+    """Return this rank's parts of the losses [names, layers of the model], summed since the last call."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
         entries: Any = moe_utils.get_moe_metrics_tracker().metrics  # pyright: ignore[reportAttributeAccessIssue]
         values = {name: entry.values for name, entry in entries.items()}
@@ -178,11 +172,7 @@ class GroupScores(RouterReplay):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores [T, K] of the chosen experts, and the experts [T, K].
 
-        Args:
-            scores: [T, E] scores that experts are chosen by, with the expert bias if there is one.
-            topk: K, number of experts of a token.
-            num_groups: number of groups of consecutive experts.
-            group_topk: number of groups of a token.
+        `scores` [T, E] include the expert bias. A token chooses among `num_groups` groups of consecutive experts.
         """
         assert num_groups is not None and group_topk is not None
         groups_TGE = scores.unflatten(1, (num_groups, -1))

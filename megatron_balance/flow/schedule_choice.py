@@ -3,12 +3,8 @@
 For s1 and s2, this is Parm's Algorithm 1. Two slips of the paper are corrected. The rows of all experts are
 E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in Eq. 14, and
 its all-gather is part of the overlapped time, as in line 5. If the profile has it, a time that the paper omits is
-added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1.
-
-megatron sends a row once to its host, whose shards then gather it; s1 and s2 send it to every shard. Where
-tensor-parallel ranks have the same tokens, megatron computes each token once for each of them.
-
-`baseline` is never chosen: its hosts send the same rows as megatron's, from all of their shards.
+added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1. `baseline` is never chosen:
+its hosts send the same rows as megatron's, from all of their shards.
 """
 
 import functools

@@ -52,12 +52,7 @@ class Compared:
         return True
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        """Return what the ranks agree on; all ranks call this for the same layers.
-
-        Args:
-            plans: this rank's plans, by layer number.
-            questions: the questions of all layers that are planned now.
-        """
+        """Return what the ranks agree on, given this rank's plans, and the questions of all layers planned now."""
         own = host_memory.to_current_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
         gathered = own.new_empty(self.group.size() * own.numel())
         dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
@@ -79,10 +74,7 @@ class Compared:
 
 
 class Shared:
-    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans.
-
-    The bytes of the collective do not grow with the ranks that plan nothing.
-    """
+    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans."""
 
     def __init__(self, group: dist.ProcessGroup, numbers: Iterable[int]) -> None:
         """`numbers` are all layers that the group plans for, in the same order on all ranks."""

@@ -128,10 +128,7 @@ class LayerState:
         return self._rounds
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
-        """Send the experts of the current placement, which is new, as the rank that planned it has decided.
-
-        `beside` is `PlacementRounds.counted`.
-        """
+        """Send the experts of the current placement, which is new, as the rank that planned it has decided."""
         transport = self.manager.cost.transport
         transport.follow(self.placement, sending)
         self._rounds = PlacementRounds(self.placement, transport, self.overlap[:2], beside)
@@ -183,10 +180,7 @@ class LayerState:
         self.plan_seconds = 0.0
 
     def finished(self, rank: int, factors: Factors) -> Callable[[], LayerReport]:
-        """Return a function that returns the report of the finished iteration, once the device has finished it.
-
-        `rank` is this rank in the expert-parallel group, `factors` the calibration of the predictions.
-        """
+        """Return a function that returns the report of the finished iteration, once the device has finished it."""
         assert self.last is not None
         self.reported = True
         cost = self.manager.cost

@@ -23,14 +23,9 @@ class Pass(NamedTuple):
 
 
 def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
-    """Return `ahead` forward passes, then one forward and one backward pass in turn: 1F1B.
+    """Return `ahead` forward passes, or all if there are fewer, then a forward and a backward pass in turn: 1F1B.
 
-    With `ahead` 0, on a single stage, each microbatch goes forward and backward before the next one.
-
-    Args:
-        table: (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
-        chunks: model chunks of the stage.
-        ahead: forward passes before the first backward pass; all of them if there are fewer.
+    `table` has (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
     """
     ahead = min(ahead, len(table))
     forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
@@ -40,12 +35,9 @@ def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahea
 
 
 def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
-    """Return what a stage computes, without planning and communication.
+    """Return what a stage computes, given the numbers of the MoE layers in each of its model chunks, ascending.
 
     A forward pass that recomputation repeats is part of the backward computation that needs it.
-
-    Args:
-        blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
     """
     forward = [_forward(chunk_start(chunk), layers) for chunk, layers in enumerate(blocks)]
     backward = [[_backward(computation) for computation in reversed(chunk)] for chunk in forward]

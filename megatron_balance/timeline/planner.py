@@ -79,12 +79,7 @@ class Planner:
     def __init__(
         self, patience: float = math.inf, stop: Callable[[], object] = lambda: None, name: str = "own"
     ) -> None:
-        """
-        Args:
-            patience: seconds that a rank waits for the plans that it needs at one time.
-            stop: ends the policy after `give_up`, if that is possible.
-            name: the policy's, for messages.
-        """
+        """A rank waits `patience` seconds for the plans that it needs at one time; `stop` ends the policy."""
         self.patience = patience
         self.name = name
         self.given_up = False

@@ -389,10 +389,7 @@ class Balancer:
             self.timeline.add(TraceSpan(self._iteration, stream, action.name, start, end, **more))
 
     def finished(self) -> Callable[[], dict[int, LayerReport]]:
-        """Return a function that returns the finished iteration as this rank saw it, by layer.
-
-        The device must have finished the iteration when it is called.
-        """
+        """Return a function of the finished iteration as this rank saw it, once the device has finished it."""
         rank = self.group.rank()
         factors = self.factors
         reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}

@@ -56,19 +56,13 @@ def find_degrees(chunks: str) -> tuple[int, ...]:
 
 
 class ChunkChoice:
-    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan.
-
-    All ranks of an expert-parallel group decide alike, because all know the plan and the profile.
-    """
+    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan; all ranks of an
+    expert-parallel group decide alike."""
 
     def __init__(
         self, decide: Decide, iteration: Callable[[], int], interval: int, log: Callable[[str], None] | None = None
     ) -> None:
-        """
-        Args:
-            iteration: returns the number of the current iteration.
-            log: called with a line for each choice that differs from the last one.
-        """
+        """`iteration` returns the current number; `log` is called with each choice that differs from the last one."""
         self.decide = decide
         self.iteration = iteration
         self.interval = interval

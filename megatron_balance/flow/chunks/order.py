@@ -103,10 +103,7 @@ def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
 
 
 def makespan(order: Order, times: TaskTimes) -> float:
-    """Return the seconds until the last task ends: t_r of Eq. 11.
-
-    Computing tasks run in their order, each exchange after the task that starts it.
-    """
+    """Return the seconds until the last task ends (t_r of Eq. 11); exchanges run after the tasks that start them."""
     seconds = [dict(zip(ChunkTask, one, strict=True)) for one in times]
     computing = network = 0.0
     arrived = [0.0] * len(times)
@@ -195,7 +192,7 @@ UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
 def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
     """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
 
-    Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
+    Source and expert determine which chunks get more.
     """
     sources, physicals = tokens_DP.shape
     numbers = functools.partial(torch.arange, device=tokens_DP.device)
