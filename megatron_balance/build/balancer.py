@@ -20,7 +20,7 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split, prepare_plans
+from megatron_balance.flow.plan import Split, plan_loop
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import CalibrationRecord, Job, read_record
 from megatron_balance.placement.placement import Placement
@@ -219,7 +219,7 @@ def _manager(
     )
     if owners.guest_slots:
         cost.prepare()
-        prepare_plans()
+        plan_loop.prepare()
     return Manager(
         policy=policy,
         cost=cost,

@@ -1,18 +1,12 @@
 """How rows and experts travel between ranks.
 
-All-to-alls, which carry tokens to their experts and back:
-
-    alltoall             the interface AllToAll, and the all-to-alls that ignore nodes: flat and p2p
-    hierarchical         1dh and 2dh: fewer, longer messages between nodes
-    pipelined            pipe: messages within and between nodes overlap; SAA: results overlap their all-gather
-    registry             all-to-alls by name; auto: the one with the shortest predicted time, for each exchange
-    sharded              exchanges with sharded experts: how rows reach every shard and sums return
-    blocks               blocks of rows in another order: by source, by chunk, by slot
-    codecs               compression of rows, with error bounds
-    compressed           the exchanges of a layer, and which of them are compressed
-
-Experts:
-
-    trans_agg            Trans and Agg: weights from owners to guests, gradients back
-    ownership_transfer   Transfer: experts and their optimizer state move to other owners
+alltoall             the interface AllToAll, and the all-to-alls that ignore nodes: flat and p2p
+hierarchical         1dh and 2dh: fewer, longer messages between nodes
+pipelined            pipe: messages within and between nodes overlap; SAA: results overlap their all-gather
+registry             all-to-alls by name; auto: the one with the shortest predicted time, for each exchange
+sharded              exchanges with sharded experts: how rows reach every shard and sums return
+blocks               blocks of rows in another order: by source, by chunk, by slot
+codecs, compressed   compression of rows, and which exchanges of a layer are compressed
+trans_agg            Trans and Agg: weights from owners to guests, gradients back
+ownership_transfer   Transfer: experts and their optimizer state move to other owners
 """

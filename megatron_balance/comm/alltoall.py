@@ -3,8 +3,6 @@
 All ranks know the split matrix: `splits_DD[i, j]` (int64 on the host, may be zero) is the number of rows that rank i
 sends to rank j. Rows are sent and received in the order of the ranks. Every rank of the group starts the same exchanges
 in the same order, even if it sends and receives nothing.
-
-In the shapes, D counts the ranks of the group: hosts, or all shards of all hosts.
 """
 
 import functools
@@ -20,11 +18,8 @@ from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
 
 MESSAGES_AT_ONCE = 3
-"""Number of messages that a rank sends to other nodes, or of Trans and Agg, at the same time on gloo: one is on the
-link, one is ready when the link becomes free, and one fills the gap while a receiver is busy.
-
-If all were sent at once, they would share the links at random, and some links would be idle at the end.
-"""
+"""Number of messages that a rank sends to other nodes, or of Trans and Agg, at the same time on gloo. If all were sent
+at once, they would share the links at random, and some links would be idle at the end."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,7 @@ class NodeAllToAll(AllToAll):
     """Base class of all-to-alls that distinguish messages within nodes from messages between nodes."""
 
     tag = 0
-    """Tag of messages on gloo; each class that shares groups with others needs its own, because their posting order is
-    not defined."""
+    """Tag of messages on gloo; each class that shares groups with others needs its own."""
 
     def __init__(self, nodes: NodeGroups) -> None:
         super().__init__(nodes.ep)
@@ -135,8 +129,8 @@ class P2PAllToAll(AllToAll):
 def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
     """Return the all-to-all that `--moe-comm-alltoall default` stands for; a single rank needs no exchange.
 
-    NCCL's own all-to-all is already a batch of messages. gloo's posts its sends before its receives, which halves the
-    bandwidth of each link. However, gloo cannot send messages from a GPU.
+    gloo's own all-to-all posts its sends before its receives, which halves the bandwidth of each link. However, gloo
+    cannot send messages from a GPU.
     """
     if group.size() == 1:
         return SingleRankAllToAll(group)
@@ -159,7 +153,7 @@ def post(
     """Start receiving from and sending to ranks of `group`, in the given order; empty tensors are not sent.
 
     All receives are posted first: on gloo, a sender waits for the receiver's ready notification, which queues behind
-    the bulk data that the receiver itself sends. NCCL takes all messages as one batch.
+    the bulk data that the receiver itself sends.
     """
     operations = [
         dist.P2POp(verb, tensor, group=group, tag=tag, group_peer=peer)
@@ -180,13 +174,9 @@ def post_rows(
     input_splits: Sequence[int],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Post one message per pair of ranks of `group`, and copy the rows that stay on this rank.
+    """Post one message per pair of ranks of `group` (None: this rank alone), and copy the rows that stay on this rank.
 
     In step k, a rank sends to rank + k and receives from rank - k, so that no two ranks send to the same rank.
-
-    Args:
-        group: None for this rank alone.
-        output_splits, input_splits: number of rows from and to each rank of the group.
     """
     targets = rows.split(list(input_splits))
     sources = received.split(list(output_splits))

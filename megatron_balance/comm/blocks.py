@@ -1,8 +1,8 @@
 """Blocks of rows in another order: one gather of rows by index on a device, and pieces that are joined on a CPU.
 
 A block is a run of consecutive rows that stay together, such as the rows of one source for one slot. The host knows all
-sizes, so it decides where every block goes. A device receives two numbers per block, all moves of one layer in one
-copy, and a kernel finds the row for each place. Without Triton, it receives these rows. Nothing waits for the device.
+sizes. A device receives two numbers per block, all moves of one layer in one copy, and a kernel finds the row for each
+place. Without Triton, it receives these rows. Nothing waits for the device.
 """
 
 import functools
@@ -22,7 +22,6 @@ class BlockMove(NamedTuple):
 
     sizes_X: np.ndarray
     """Number of rows of each block, int64, in the present order."""
-
     order_X: np.ndarray
     """The block at each place of the new order."""
 
@@ -44,12 +43,8 @@ class Gather:
     """Moves rows [R, ...] on one device; not differentiable."""
 
     def __init__(self, index_R: torch.Tensor | None = None, move: BlockMove | None = None) -> None:
-        """With neither argument, every row stays in its place.
-
-        Args:
-            index_R: [R] int32, the row for each place, on the device of the rows.
-            move: the same in host memory, where whole blocks are copied faster than rows.
-        """
+        """Move by the row for each place, int32 on the device of the rows, or, in host memory, by blocks, which is
+        faster. With neither argument, every row stays in its place."""
         self._index_R = index_R
         self._move = move
 
@@ -96,31 +91,21 @@ def gathers(moves: Sequence[BlockMove], device: torch.device) -> list[Gather]:
 
 
 def gather_room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
-    """Return int32 `staging` memory that `gather_of` takes, uninitialized.
-
-    [2, blocks] where a kernel finds the row for each place, [1, most_rows] where there is none.
-    """
+    """Return uninitialized int32 `staging` memory for `gather_of`: [2, blocks], or [1, most_rows] without a kernel."""
     return staging((2, blocks) if of_rows(device) is not None else (1, most_rows), torch.int32, device)
 
 
 def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
-    """Return what moves rows on a device.
+    """Return what moves rows on a device, by a `gather_room`.
 
-    Args:
-        room: from `gather_room`. [2, X] is about blocks in their new order, some of which may be empty: row 0 has how
-            many rows a block comes from behind its place, row 1 the place where it ends. [1, R] begins with the row for
-            each place.
+    [2, X] is about blocks in their new order, some of which may be empty: row 0 has how many rows a block comes from
+    behind its place, row 1 the place where it ends. [1, R] begins with the row for each place.
     """
     return Gather(_indexed(room.to(device, non_blocking=True), rows))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
-    """Reorder blocks of rows from the layout of `sizes` to that of `sizes.permute(dimensions)`.
-
-    Args:
-        rows: [sum of sizes, ...].
-        sizes: number of rows of each block, int64 in host memory.
-    """
+    """Reorder blocks of rows from the layout of `sizes`, int64 in host memory, to `sizes.permute(dimensions)`."""
     (gather,) = gathers([BlockMove.transposed(sizes.numpy(), dimensions)], rows.device)
     return gather(rows)
 
@@ -163,21 +148,11 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
     return kernels.block_index(end_X, shift_X, rows)
 
 
-def prepare_gathers() -> None:
-    """Compile what `gathers` needs now, so that the first forward pass does not wait for numba."""
-    write_blocks.prepare()
-
-
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
 def write_blocks(sizes_X: np.ndarray, order_X: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
-    """Write a move's non-empty blocks, in their new order, into a `gather_room`.
+    """Write a move's non-empty blocks, in their new order, into a `gather_room`, after `at` blocks of `before` rows.
 
-    Args:
-        at: number of blocks of the moves before this one.
-        before: number of rows of these moves.
-
-    Returns:
-        the number of blocks and of rows; 0 and 0 if every row is in its place.
+    Return the number of blocks and of rows; 0 and 0 if every row is in its place.
     """
     start_X = np.empty_like(sizes_X)
     rows = 0

@@ -1,8 +1,8 @@
 """Compression of the rows of an all-to-all (AbsCompressor, ScheMoE section 3.1).
 
 A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and each row is
-encoded independently, so a payload has the same splits as its rows. Nothing here waits for a CUDA device. Nothing here
-is differentiable: an exchange sends gradients in the opposite direction, with or without a codec.
+encoded independently, so a payload has the same splits as its rows. Nothing here waits for a CUDA device, and nothing
+is differentiable.
 
     codec  B, in bytes        ratio from 32 / 16 bits    error of an element x              NaN, Inf
     none   itemsize H         1 / 1                      0                                  arrive bit for bit
@@ -50,10 +50,7 @@ class Codec(ABC):
 
 
 class NoCodec(Codec):
-    """Sends the bytes of the rows unchanged.
-
-    Contiguous tensors are not copied: the result shares their memory.
-    """
+    """Sends the bytes of the rows unchanged; contiguous tensors are not copied."""
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden * dtype.itemsize
@@ -81,32 +78,26 @@ class _Narrower(Codec):
 
 
 class BFloat16(_Narrower):
-    """Rounds elements to bfloat16, with a relative error of at most 2^-8.
-
-    The error of an element x is <= max(|x| / 2^8, 2^-134). NaN and Inf arrive, and affect no other element.
-    """
+    """Rounds elements to bfloat16; the error of an element x is <= max(|x| / 2^8, 2^-134)."""
 
     narrow = torch.bfloat16
 
 
 class Float16(_Narrower):
-    """Rounds elements to float16, with a relative error of at most 2^-11 up to 65504.
+    """Rounds elements to float16; for rows of bfloat16 it saves nothing and may saturate.
 
-    The error of an element x is <= max(|x| / 2^11, 2^-25); larger finite ones arrive as +-65504. NaN and
-    Inf arrive, and affect no other element. For rows of bfloat16 it saves nothing and may saturate.
+    The error of an element x is <= max(|x| / 2^11, 2^-25); finite ones above 65504 arrive as +-65504.
     """
 
     narrow = torch.float16
 
 
 class Float8(Codec):
-    """Rounds elements to float8 e4m3 with a scale per row, with a relative error of at most 2^-4.
+    """Rounds elements to float8 e4m3 with a scale per row; payload row: H codes, then the scale in float32.
 
-    The error of an element x is <= max(|x| / 16, amax / 2^18, 2^-136). The scale is a float32. amax is the largest
-    finite magnitude of the row. It is sent as 416, the second largest code: 448 represents infinity, which e4m3fn
-    lacks. NaN and Inf therefore arrive, and the finite elements of their row keep the bound.
-
-    Payload row: H codes, then the scale.
+    The error of an element x is <= max(|x| / 16, amax / 2^18, 2^-136). amax, the largest finite magnitude of the row,
+    is sent as 416, the second largest code: 448 represents infinity, which e4m3fn lacks. So the finite elements of a
+    row with NaN or Inf keep the bound.
     """
 
     HIGHEST = 416
@@ -125,22 +116,16 @@ class Float8(Codec):
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         codes, scale_R1 = _codes_and_header(payload, hidden, torch.float8_e4m3fn)
-        # The smallest type that represents every code
-        levels = codes.to(torch.bfloat16)
-        levels.masked_fill_(levels == self.INFINITE, torch.inf)
-        levels.masked_fill_(levels == -self.INFINITE, -torch.inf)
-        return (levels * scale_R1).to(dtype)
+        return (_levels(codes, self.INFINITE) * scale_R1).to(dtype)
 
 
 class Int8(Codec):
-    """Rounds elements to 253 evenly spaced values per row, with an error of about 1/500 of the row's range at most.
+    """Rounds elements to 253 evenly spaced values per row.
 
     The error is <= (hi - lo) / 500 + amax / 2^23 + 2^-127. lo and hi are the row's smallest and largest finite
-    elements, amax the larger of their magnitudes. An offset and a step bound the error by half of hi - lo over 252; a
-    step alone, by half of 2 amax over 252, which is never smaller. A constant row is exact down to 2^-126. NaN and Inf
-    have their own codes and arrive; the finite elements of their row keep the bound if lo and hi include 0.
-
-    Payload row: H codes, then the middle of the range and the step in float32.
+    elements, amax the larger of their magnitudes. A constant row is exact down to 2^-126. NaN and Inf have their own
+    codes; the finite elements of their row keep the bound if lo and hi include 0. Payload row: H codes, then the middle
+    of the range and the step in float32.
     """
 
     HIGHEST = 126
@@ -166,11 +151,7 @@ class Int8(Codec):
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         codes, header_R2 = _codes_and_header(payload, hidden, torch.int8)
-        # The smallest type that represents every code
-        levels = codes.to(torch.bfloat16)
-        levels.masked_fill_(codes == self.INFINITE, torch.inf)
-        levels.masked_fill_(codes == -self.INFINITE, -torch.inf)
-        levels.masked_fill_(codes == self.NAN, torch.nan)
+        levels = _levels(codes, self.INFINITE).masked_fill_(codes == self.NAN, torch.nan)
         return torch.addcmul(header_R2[:, :1], levels, header_R2[:, 1:]).to(dtype)
 
 
@@ -181,10 +162,7 @@ class Zfp(Codec):
     The error is <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer.
     This is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
     rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one (negabinary), and the inverse transform
-    enlarges it by up to 15/4. Elements below 2^-97 are sent as 0. All elements of a row with NaN or Inf arrive as NaN;
-    other rows are not affected.
-
-    Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
+    enlarges it by up to 15/4. Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
 
     Raises:
         ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
@@ -251,8 +229,7 @@ def load_codec(name: str) -> Codec:
     """Return the codec with a name in CODECS, or of a class `package.module:Class`, constructed without arguments.
 
     Raises:
-        ValueError: there is no such name, module or class, the class is not a Codec or needs arguments, or zfpy is
-            missing.
+        ValueError: there is no such codec, the class is no Codec or needs arguments, or zfpy is missing.
     """
     factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
@@ -297,6 +274,13 @@ def _payload(levels: torch.Tensor, code: torch.dtype, header: torch.Tensor) -> t
 
 def _codes_and_header(payload: torch.Tensor, hidden: int, code: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return payload[:, :hidden].view(code), _read_as(payload[:, hidden:], torch.float32)
+
+
+def _levels(codes: torch.Tensor, infinite: int) -> torch.Tensor:
+    """Return the values of codes, of which two represent infinities, in the smallest type that has them all."""
+    levels = codes.to(torch.bfloat16)
+    levels.masked_fill_(levels == infinite, torch.inf)
+    return levels.masked_fill_(levels == -infinite, -torch.inf)
 
 
 def _read_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

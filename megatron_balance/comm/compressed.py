@@ -16,11 +16,7 @@ class CompressedAllToAll(AllToAll):
     """Sends rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
 
     def __init__(self, all_to_all: AllToAll, codec: Codec, gradients: bool) -> None:
-        """
-        Args:
-            all_to_all: all-to-all that carries the payload.
-            gradients: whether to compress gradients as well.
-        """
+        """`all_to_all` carries the payload; `gradients`: whether to compress gradients as well."""
         super().__init__(all_to_all.group)
         self.all_to_all = all_to_all
         self.codec = codec
@@ -44,10 +40,8 @@ class TokenExchange:
 
     dispatch: AllToAll
     """Tokens to their experts."""
-
     combine: AllToAll
     """The experts' outputs back."""
-
     probs: AllToAll
     """Combine weights to the experts, one number per row; never compressed."""
 

@@ -1,9 +1,5 @@
 """Hierarchical all-to-alls, whose stages send fewer and longer messages between nodes.
 
-In a flat all-to-all, every rank sends D - Y messages to other nodes. In a 2D-hierarchical one, every rank sends N - 1.
-In a 1D-hierarchical one, the leader of each node sends N - 1 and the other ranks send none. In return, more bytes are
-exchanged within the nodes.
-
 In the shapes, N counts nodes and Y the ranks of a node.
 """
 
@@ -44,7 +40,7 @@ class StagedAllToAll(NodeAllToAll):
 
 
 class OneDimensionalAllToAll(StagedAllToAll):
-    """All rows pass through the first rank of each node, its leader (1DH-A2A of HetuMoE; ScheMoE section 2)."""
+    """All rows pass through the leader of each node, which sends N - 1 messages (HetuMoE; ScheMoE section 2)."""
 
     tag = 1
 
@@ -80,13 +76,8 @@ class OneDimensionalAllToAll(StagedAllToAll):
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
-    """Ranks collect rows within their node, then exchange them with their counterparts on other nodes.
-
-    This is the 2DH-A2A of Tutel and DeepSpeed.
-
-    Raises:
-        ValueError: the last node is smaller, so that some ranks have no counterpart.
-    """
+    """Ranks collect rows within their node, then send N - 1 messages to their counterparts on other nodes (2DH-A2A of
+    Tutel and DeepSpeed); ValueError if the last node is smaller, so that some ranks have no counterpart."""
 
     tag = 2
 

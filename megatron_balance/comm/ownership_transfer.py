@@ -1,17 +1,11 @@
 """Transfer: experts and their optimizer state move permanently to other home slots.
 
-    fields -> messages -> rounds -> staging -> all ranks ready? -> for each round: pack -> exchange -> unpack in place
-
 Moves permute home slots, so an element keeps its offset within a slot. Each round moves one window of offsets: a rank
-packs the elements that leave before it overwrites them, and its staging stays small regardless of the experts' size.
-
-Every step that can fail on a single rank precedes the first round, and all ranks agree on its outcome: a failure
-changes nothing on any rank. After the first round has begun, a transfer cannot be undone. If a rank dies then, the job
-ends, as in any collective, and resumes from its last checkpoint.
+packs the elements that leave before it overwrites them, and its messages stay small regardless of the experts' size.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,9 +17,6 @@ from megatron_balance.planning.ownership import OwnerChange
 
 STAGING_BYTES = 64 * 2**20
 """Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""
-
-ALIGNMENT = 16
-"""Alignment of messages in bytes: NCCL copies buffers with other alignments byte by byte."""
 
 Interval = tuple[int, int]
 """Range of elements: the first one, and the one after the last."""
@@ -40,10 +31,8 @@ class Field(NamedTuple):
 
     slot_size: int
     """Number of elements per slot."""
-
     kept: Interval
     """Elements of the flattened tensor that this rank keeps."""
-
     values: torch.Tensor
     """Contiguous view of the kept elements, [stop - start]."""
 
@@ -73,13 +62,10 @@ class Extent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank among the ranks that keep a layer's experts."""
+    """A rank among the ranks that keep a layer's experts: its expert-parallel and expert-data-parallel rank."""
 
     rank: int
-    """Expert-parallel rank."""
-
     replica: int
-    """Expert-data-parallel rank."""
 
 
 class FieldMessage(NamedTuple):
@@ -109,21 +95,19 @@ class FieldMessage(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes that a transfer has moved between ranks."""
+    """Bytes that this rank, and all ranks of the group, have sent to other ranks."""
 
     sent_bytes: int
-    """Bytes sent by this rank."""
     total_bytes: int
-    """Bytes sent by all ranks of the group."""
 
 
 def plan_messages(
     moves: Sequence[OwnerChange], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
 ) -> list[FieldMessage]:
-    """Plan the messages by which every rank receives the elements that it has to keep.
+    """Return the messages by which every rank receives the elements that it has to keep, the same on every rank.
 
-    The plan is a pure function: every rank computes the same list. Elements come from the source's replica with the
-    target's replica number if it keeps them, otherwise from the first replica that keeps them.
+    Elements come from the source's replica with the target's replica number if it keeps them, otherwise from the first
+    replica that keeps them.
 
     Args:
         places: place of every rank of the group.
@@ -144,31 +128,20 @@ def plan_messages(
                     source, stop = next(
                         (source, min(end, last)) for source, start, last in kept if start <= first < last
                     )
-                    message = FieldMessage(
-                        source=source,
-                        target=target,
-                        field=field,
-                        offset=first,
-                        size=stop - first,
-                        taken=first + move.source_slot * wanted.slot_size,
-                        put=first + move.target_slot * wanted.slot_size,
-                        itemsize=wanted.itemsize,
-                    )
+                    taken, put = (first + slot * wanted.slot_size for slot in (move.source_slot, move.target_slot))
+                    message = FieldMessage(source, target, field, first, stop - first, taken, put, wanted.itemsize)
                     messages.append(message)
                     first = stop
     return messages
 
 
 def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[list[FieldMessage]]:
-    """Split the messages into rounds that can be executed in place, one after the other.
+    """Split the messages into rounds that can be executed in place, one after the other, the same on every rank.
 
-    The plan is a pure function: every rank computes the same list. A round consists of whole windows of slot offsets,
-    of one field or several. An element keeps its offset within a slot, so no later round needs elements that an earlier
-    one has overwritten.
+    A round consists of whole windows of slot offsets, of one field or several, so that no later round needs elements
+    that an earlier one has overwritten.
 
-    Args:
-        staging_bytes: limit on the bytes that a rank sends and receives in a round; a round with a single offset may
-            exceed it.
+    `staging_bytes` limits the bytes that a rank sends and receives in a round, unless it has a single offset.
     """
     rounds: list[list[FieldMessage]] = [[]]
     used: Counter[int] = Counter()
@@ -177,7 +150,7 @@ def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[li
         ends = {end for message in part for end in (message.offset, message.offset + message.size)}
         for start, stop in pairwise(sorted(ends)):
             crossing = [message for message in part if message.offset <= start < message.offset + message.size]
-            # Bytes of one offset on each rank; elements that a rank sends to itself are staged once
+            # Bytes of one offset on each rank; elements that a rank sends to itself count once
             row = Counter[int]()
             for message in crossing:
                 row.update(dict.fromkeys((message.source, message.target), message.itemsize))
@@ -202,134 +175,55 @@ class ExpertMover:
     """
 
     def __init__(self, group: dist.ProcessGroup, own: Place, staging_bytes: int = STAGING_BYTES) -> None:
-        """
-        Args:
-            group: all replicas of an expert-parallel group; every rank of it calls this.
-            own: this rank's place.
-            staging_bytes: maximum number of bytes that a rank stages in one round.
-        """
+        """`group` has all replicas of an expert-parallel group; every rank of it calls this with its own place."""
         self.group = group
         self.staging_bytes = staging_bytes
         self.places: list[Place] = [own] * group.size()
         dist.all_gather_object(self.places, own, group=group)
 
     @torch.no_grad()
-    def transfer(self, moves: Sequence[OwnerChange], fields: Callable[[], Sequence[Field]]) -> Moved | str:
-        """Move the experts' parts of all `fields`; on failure, move nothing and return the same reason on every rank.
+    def transfer(self, moves: Sequence[OwnerChange], fields: Sequence[Field]) -> Moved:
+        """Move the experts' parts of all fields.
 
         With NCCL the rounds are queued on the current stream; the host does not wait for them.
         """
-        own: Sequence[Field] = ()
-        try:
-            own = fields()
-            answer: list[Extent] | str = [Extent.of(field) for field in own]
-        except Exception as error:  # any error: the other ranks must not wait for this one
-            answer = _problem(error)
-        extents = self._gathered(answer)
-        if isinstance(extents, str):
-            return extents
-        messages = []
-        rounds = []
-        staging = torch.empty(0)
-        problem = None
-        try:
-            messages = plan_messages(moves, self.places, extents)
-            rounds = [_Round.of(part, self.group.rank()) for part in plan_rounds(messages, self.staging_bytes)]
-            staging = _staging(rounds)
-        except Exception as error:  # usually a lack of memory
-            problem = _problem(error)
-        ready = self._gathered(problem)
-        if isinstance(ready, str):
-            return ready
+        extents: list[list[Extent]] = [[]] * self.group.size()
+        dist.all_gather_object(extents, [Extent.of(field) for field in fields], group=self.group)
+        messages = plan_messages(moves, self.places, extents)
         # Ranks need not wait for each other between rounds: each only overwrites what it packed
-        for part in rounds:
-            _pack(part.leaving, own, staging)
-            self._exchange(part, staging)
-            _unpack(part.arriving, own, staging)
+        for part in plan_rounds(messages, self.staging_bytes):
+            self._exchange(part, fields)
         others = [message for message in messages if message.source != message.target]
         sent = sum(message.num_bytes for message in others if message.source == self.group.rank())
         return Moved(sent, sum(message.num_bytes for message in others))
 
-    def _gathered(self, answer: list[Extent] | str | None) -> list | str:
-        """Return every rank's answer, or the first rank's problem."""
-        answers: list = [None] * self.group.size()
-        dist.all_gather_object(answers, answer, group=self.group)
-        problems = (f"on rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
-        return next(problems, answers)
-
-    def _exchange(self, part: "_Round", staging: torch.Tensor) -> None:
-        """Send and receive, one message for each peer."""
-        receives, sends = (
-            {parcel.peer: parcel.of(staging) for parcel in parcels if parcel.peer != self.group.rank()}
-            for parcels in (part.arriving, part.leaving)
-        )
+    def _exchange(self, messages: Sequence[FieldMessage], fields: Sequence[Field]) -> None:
+        """Execute this rank's part of a round; all elements for one peer are one message."""
+        rank = self.group.rank()
+        leaving: defaultdict[int, list[FieldMessage]] = defaultdict(list)
+        arriving: defaultdict[int, list[FieldMessage]] = defaultdict(list)
+        for message in messages:
+            if message.source == rank:
+                leaving[message.target].append(message)
+            if message.target == rank:
+                arriving[message.source].append(message)
+        sends = {peer: _pack(leaving[peer], fields) for peer in sorted(leaving)}
+        received = {rank: sends.pop(rank)} if rank in sends else {}
+        receives = {}
+        for peer in sorted(arriving.keys() - {rank}):
+            size = sum(message.num_bytes for message in arriving[peer])
+            receives[peer] = torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
         for work in post(self.group, receives, sends):
             work.wait()
+        for peer, values in (received | receives).items():
+            _unpack(arriving[peer], values, fields)
 
 
-class _Parcel(NamedTuple):
-    """The messages to or from one rank in a round, one after the other."""
-
-    peer: int
-    messages: list[FieldMessage]
-    start: int
-    """First byte in the staging."""
-
-    @property
-    def stop(self) -> int:
-        return self.start + sum(message.num_bytes for message in self.messages)
-
-    def of(self, staging: torch.Tensor) -> torch.Tensor:
-        return staging[self.start : self.stop]
-
-    def parts(self, staging: torch.Tensor) -> Iterator[tuple[FieldMessage, torch.Tensor]]:
-        sizes = [message.num_bytes for message in self.messages]
-        return zip(self.messages, self.of(staging).split(sizes), strict=True)
+def _pack(messages: Sequence[FieldMessage], fields: Sequence[Field]) -> torch.Tensor:
+    return torch.cat([fields[message.field].bytes_of(message.taken, message.size) for message in messages])
 
 
-class _Round(NamedTuple):
-    """One rank's part of a round; a parcel from the rank to itself is staged once."""
-
-    leaving: list[_Parcel]
-    arriving: list[_Parcel]
-
-    @classmethod
-    def of(cls, messages: Sequence[FieldMessage], rank: int) -> "_Round":
-        leaving = _parcels([(message.target, message) for message in messages if message.source == rank], 0)
-        coming = [(message.source, message) for message in messages if message.target == rank != message.source]
-        arriving = _parcels(coming, max((parcel.stop for parcel in leaving), default=0))
-        return cls(leaving, [*(parcel for parcel in leaving if parcel.peer == rank), *arriving])
-
-    @property
-    def num_bytes(self) -> int:
-        return max((parcel.stop for parcel in (*self.leaving, *self.arriving)), default=0)
-
-
-def _parcels(messages: Sequence[tuple[int, FieldMessage]], start: int) -> list[_Parcel]:
-    """Return one parcel for each peer, in ascending order, staged from byte `start` on."""
-    parcels = []
-    for peer in sorted({peer for peer, _ in messages}):
-        start = -(-start // ALIGNMENT) * ALIGNMENT
-        parcels.append(_Parcel(peer, [message for other, message in messages if other == peer], start))
-        start = parcels[-1].stop
-    return parcels
-
-
-def _staging(rounds: Sequence[_Round]) -> torch.Tensor:
-    """Allocate staging that is large enough for every round."""
-    num_bytes = max((part.num_bytes for part in rounds), default=0)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
-
-
-def _pack(parcels: Sequence[_Parcel], own: Sequence[Field], staging: torch.Tensor) -> None:
-    for message, part in (pair for parcel in parcels for pair in parcel.parts(staging)):
-        part.copy_(own[message.field].bytes_of(message.taken, message.size))
-
-
-def _unpack(parcels: Sequence[_Parcel], own: Sequence[Field], staging: torch.Tensor) -> None:
-    for message, part in (pair for parcel in parcels for pair in parcel.parts(staging)):
-        own[message.field].bytes_of(message.put, message.size).copy_(part)
-
-
-def _problem(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _unpack(messages: Sequence[FieldMessage], values: torch.Tensor, fields: Sequence[Field]) -> None:
+    parts = values.split([message.num_bytes for message in messages])
+    for message, part in zip(messages, parts, strict=True):
+        fields[message.field].bytes_of(message.put, message.size).copy_(part)

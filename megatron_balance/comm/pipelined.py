@@ -1,10 +1,10 @@
 """Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
 
-In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts. Members are the tensor-parallel
-ranks with the same tokens.
+In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts.
 """
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -76,11 +76,8 @@ def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int]
     nodes = [range(num_ranks)[first : first + node_size] for first in range(0, num_ranks, node_size)]
     node, local = divmod(rank, node_size)
     near, *far = nodes[node:] + nodes[:node]
-    return _rotated(near, local)[1:], [peer for ranks in far for peer in _rotated(ranks, local)]
-
-
-def _rotated(ranks: range, start: int) -> list[int]:
-    return [ranks[(start + step) % len(ranks)] for step in range(len(ranks))]
+    rotated = [[ranks[(local + step) % len(ranks)] for step in range(len(ranks))] for ranks in (near, *far)]
+    return rotated[0][1:], list(itertools.chain(*rotated[1:]))
 
 
 class Simultaneous(DirectAllToAll):
@@ -93,11 +90,7 @@ class Simultaneous(DirectAllToAll):
     tag = 4
 
     def __init__(self, shards: int, members: dist.ProcessGroup, sources: Sequence[int]) -> None:
-        """
-        Args:
-            members: ranks with the same tokens, each of which sends a part of the rows; nothing else uses this group.
-            sources: index of each member among the sources.
-        """
+        """`members`: the ranks with the same tokens, in a group of its own; `sources`: their source numbers."""
         super().__init__(shards)
         self.members = members
         self.sources = tuple(sources)

@@ -128,11 +128,7 @@ def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[Exch
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
-    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`.
-
-    Raises:
-        ValueError: there is no such name, module or class, or it is not an AllToAll.
-    """
+    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`; otherwise raise ValueError."""
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
         problem = "is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll"
@@ -150,11 +146,9 @@ def load_all_to_all(
 ) -> AllToAll:
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
-    Subclasses of NodeAllToAll are constructed from `nodes()`, all others from the group.
-
     Args:
-        nodes: creates the node groups on every rank of the job; called only if they are needed.
-        profile: returns the profile that `auto` predicts from; called only for `auto`.
+        nodes: creates the node groups on every rank of the job, for subclasses of NodeAllToAll.
+        profile: returns the profile that `auto` predicts from.
         log: called with a line about each choice of `auto`, on the ranks that pass it.
 
     Raises:

@@ -2,7 +2,7 @@
 
 An expert may be split into shards, one for each rank of a host (expert tensor parallelism, ESP). A source is a rank
 that has rows to send: rank d of the group of all shards of all hosts is shard d % V of host d // V. Every Sharding
-delivers the same rows in the same order, source by source; they differ in the messages that they send.
+delivers the same rows in the same order, source by source.
 
 In the shapes, D counts the sources, W the hosts, and V the shards of a host.
 """
@@ -31,19 +31,15 @@ class Sharding(ABC):
     def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this source's rows, ordered by host, to all shards of their hosts.
 
-        Args:
-            splits_DW: [D, W] int64 in host memory: number of rows from each source to each host.
-
-        Returns:
-            The exchange of the rows that arrive on this shard: from source 0, then source 1, ...
+        `splits_DW`, int64 in host memory, has the number of rows from each source to each host. The exchange brings the
+        rows that arrive on this shard: from source 0, then source 1, ...
         """
 
     @abstractmethod
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         """Start sending this shard's results, in the order in which their rows arrived.
 
-        Returns:
-            The exchange of the sums over shards of this source's rows, in the rows' original order.
+        The exchange brings the sums over shards of this source's rows, in the rows' original order.
         """
 
     def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:
@@ -82,10 +78,8 @@ class DirectAllToAll(Sharding):
 
 
 class AllGather(Sharding):
-    """All-to-all between hosts, then all-gather among a host's shards; results return by reduce-scatter.
-
-    This is what megatron-core does.
-    """
+    """All-to-all between hosts, then all-gather among a host's shards; results return by reduce-scatter, as in
+    megatron-core."""
 
     # A reduce-scatter moves as many bytes as an all-gather
     collectives = ("all_gather", "all_gather")
@@ -124,7 +118,7 @@ class AllGather(Sharding):
 class AllReduce(Unsharded):
     """All shards of a host have the same rows; their results are all-reduced, and every shard sends all of them back.
 
-    This is what DeepSpeed-MoE does (Parm, section III-A). Here a source is a whole host.
+    This is DeepSpeed-MoE (Parm, section III-A). Here a source is a whole host.
     """
 
     collectives = (None, "all_reduce")
@@ -140,12 +134,7 @@ class AllReduce(Unsharded):
 
 
 def sums_of_copies(rows: torch.Tensor, sizes: Sequence[int], copies: int) -> torch.Tensor:
-    """Sum the copies of each block of rows, [sum of sizes, ...].
-
-    Args:
-        rows: all copies of the first block, then all copies of the second, ...
-        sizes: number of rows of each block.
-    """
+    """Sum the copies of each block of rows: all copies of the first block, then all copies of the second, ..."""
     if copies == 1:
         return rows
     parts = rows.split([size for size in sizes for _ in range(copies)])

@@ -21,28 +21,19 @@ PARTS = 2
 """Maximum number of parts of a plan that are executed one after another, for each of Trans and Agg."""
 
 ALIGNMENT = 16
-"""Pieces begin at multiples of this number of elements, and staged tensors at multiples of this number of bytes.
-Kernels can then read and write 16 bytes at once."""
+"""Pieces begin at multiples of this number of elements, and staged tensors of bytes: kernels read 16 bytes at once."""
 
 
 class Slots(Protocol):
-    """The experts of one layer on this rank."""
+    """The experts of one layer on this rank; views are contiguous and in the same order on every rank."""
 
-    def ready(self) -> None:
-        """Wait for this layer's weights to be up to date; called before each Trans, on the model's thread."""
-        ...
+    def ready(self) -> None: ...
 
-    def own(self, home_experts: Sequence[int]) -> None:
-        """Set the expert whose parameters each home slot holds."""
-        ...
+    def own(self, home_experts: Sequence[int]) -> None: ...
 
-    def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
-        """Return contiguous views of all weights in a slot, in the same order on every rank; their memory stays."""
-        ...
+    def weights_of(self, slot: int) -> Sequence[torch.Tensor]: ...
 
-    def gradients_of(self, slot: int) -> Sequence[torch.Tensor]:
-        """Return contiguous views of the gradients that a slot has accumulated; their memory stays."""
-        ...
+    def gradients_of(self, slot: int) -> Sequence[torch.Tensor]: ...
 
 
 class _Slice(NamedTuple):
@@ -62,11 +53,8 @@ class _Slice(NamedTuple):
         return self.expert, self.piece, self.tag
 
 
-class _OwnRound(NamedTuple):
-    """This rank's part of one round."""
-
-    sent: list[_Slice]
-    received: list[_Slice]
+_OwnRound = tuple[list[_Slice], list[_Slice]]
+"""What this rank sends and receives in one round."""
 
 
 class _PostedRound(NamedTuple):
@@ -81,7 +69,7 @@ class _PostedRound(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A Trans or an Agg of this rank: a function of a plan and a placement, so it is used as long as these last."""
+    """A Trans or an Agg of this rank, used as long as its plan and its placement last."""
 
     plan: TransPlan
     placement: Placement
@@ -94,15 +82,11 @@ class TransAgg:
     """Executes the rounds of Trans and Agg over an expert-parallel group.
 
     Every rank of the group calls every method, with the same plans in the same order. Both methods return when this
-    rank's part is complete, or, with NCCL, queued on the current stream: one batch of messages per round, over a
-    communicator that the caller has connected. They call no modules, so any single thread and stream may run them.
-
-    The messages are prepared at the first call with a plan and a placement, and kept for later calls with the same
-    objects.
+    rank's part is complete, or, with NCCL, queued on the current stream, over a communicator that the caller has
+    connected. They call no modules, so any single thread and stream may run them.
 
     On gloo consecutive rounds overlap. This cannot deadlock: a rank waits only for messages of rounds before the one
-    that it posts, or for its sends of that round after it has posted its receives. So the messages of the earliest
-    round in progress are always posted at both ends in the end.
+    that it posts, or for its sends of that round after it has posted its receives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -123,8 +107,7 @@ class TransAgg:
         """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
 
         The plan runs backward: a rank that passed on weights adds up the gradients it receives before it sends them on.
-        Within a round, a rank adds what it receives in the order of the plan, so the order of summation is the same in
-        every run.
+        The order of summation is the same in every run.
         """
         prepared = self._ready(plan, placement, slots, adds=True)
         self._run(prepared.rounds)
@@ -142,10 +125,10 @@ class TransAgg:
     def _prepare(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
         rounds = _own_rounds(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
         if adds:
-            rounds = [_OwnRound(sent=part.received, received=part.sent) for part in reversed(rounds)]
-            arriving = self._staged([[piece.tensor for piece in part.received] for part in rounds])
-        else:
-            arriving = [[piece.tensor for piece in part.received] for part in rounds]
+            rounds = [(received, sent) for sent, received in reversed(rounds)]
+        arriving = [[piece.tensor for piece in received] for _, received in rounds]
+        if adds:
+            arriving = self._staged(arriving)
         posted = []
         complete: dict[tuple[int, int, int], int] = {}
         """Number of rounds after which a slice is complete."""
@@ -155,7 +138,7 @@ class TransAgg:
             receives = [self._message(dist.irecv, *pair) for pair in zip(received, rooms, strict=True)]
             sends = [self._message(dist.isend, piece, piece.tensor) for piece in sent]
             posted.append(_PostedRound(receives, sends, needs, _waves(received, rooms) if adds else []))
-        sent = [piece.tensor for part in rounds for piece in part.sent] if adds else []
+        sent = [piece.tensor for pieces, _ in rounds for piece in pieces] if adds else []
         return _Prepared(plan, placement, posted, sent)
 
     def _message(self, verb: Callable, piece: _Slice, tensor: torch.Tensor) -> dist.P2POp:
@@ -258,11 +241,7 @@ def _waves(
 
 
 def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.Tensor]:
-    """Return piece `piece` of `pieces` of an expert: flat parts of its tensors, without empty ones.
-
-    An expert's tensors follow one another, and a piece is a range of their elements. So most pieces are a single
-    message, however many tensors an expert has.
-    """
+    """Return piece `piece` of `pieces` of an expert, a range of the elements of its tensors: flat, non-empty parts."""
     total = sum(tensor.numel() for tensor in tensors)
     begin, end = (
         total if index == pieces else total * index // pieces // ALIGNMENT * ALIGNMENT for index in (piece, piece + 1)
@@ -292,11 +271,12 @@ def _own_rounds(
         return cut(expert_of(expert), piece, pieces)
 
     (own_M,) = ((plan.source_M == rank) | (plan.target_M == rank)).nonzero()
-    rounds: defaultdict[int, _OwnRound] = defaultdict(lambda: _OwnRound([], []))
+    rounds: defaultdict[int, _OwnRound] = defaultdict(lambda: ([], []))
     for expert, source, target, piece, pieces, number in np.stack(
         [each[own_M] for each in plan.columns], axis=1
     ).tolist():
-        slices = rounds[number].sent if source == rank else rounds[number].received
+        sent, received = rounds[number]
+        slices = sent if source == rank else received
         peer = target if source == rank else source
         for tag, tensor in enumerate(piece_of(expert, piece, pieces)):
             slices.append(_Slice(expert, piece, tag, peer, tensor))

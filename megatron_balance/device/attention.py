@@ -1,8 +1,4 @@
-"""Layer norms and attention that megatron-core lacks.
-
-With Transformer Engine, it lacks only norms across heads. Without it, it also lacks norms under sequence parallelism,
-and the core of latent attention and of context parallelism.
-"""
+"""Norms across heads, which megatron-core lacks, and norms and attention that it lacks without Transformer Engine."""
 
 import copy
 import dataclasses
@@ -34,8 +30,7 @@ class TorchNorm:
     """Builds the module that `config.normalization` names: `torch.nn.LayerNorm` or `torch.nn.RMSNorm`.
 
     megatron-core's fallback (`WrappedTorchNorm`) refuses sequence parallelism, although it needs only a mark on the
-    parameters. Each tensor-parallel rank sees only its part of the sequence, so the gradients must be summed over the
-    tensor-parallel group. `finalize_model_grads` does so for parameters marked `sequence_parallel`.
+    parameters, whose gradients are then summed over the tensor-parallel group.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:
@@ -53,11 +48,7 @@ class AcrossHeadsNorm(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, tp_group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            hidden_size: channels of a head.
-            heads: number of heads on all tensor-parallel ranks together.
-        """
+        """`hidden_size` channels of each of the `heads` of all tensor-parallel ranks together."""
         super().__init__()
         self.channels = heads * hidden_size
         self.eps = config.layernorm_epsilon
@@ -66,10 +57,7 @@ class AcrossHeadsNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """
-        Args:
-            heads: this rank's heads [s, b, heads, channels].
-        """
+        """Normalize this rank's heads [s, b, heads, channels]."""
         single = heads.float()
         squares = single.square().sum((-2, -1), keepdim=True)
         if self.tp_group.size() > 1:
@@ -112,8 +100,7 @@ class LatentSelfAttention(MLASelfAttention):
 
     Without Transformer Engine, megatron-core splits the projection to compressed keys and values among the ranks, and
     drops a part of its gradient: all heads share the keys' rotated channels, and only the heads of the ranks that hold
-    these channels contribute. With Transformer Engine, every rank has the whole projection, and the gradients of all
-    heads are summed. Here, a rank gets the projection's output in the form that Transformer Engine gives it.
+    these channels contribute. Here, a rank gets the projection's output in the form that Transformer Engine gives it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -145,11 +132,7 @@ class LatentDotProductAttention(DotProductAttention):
     """Core attention with keys and values of different widths, for multi-latent attention (DeepSeek-V2, 2.1)."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        """
-        Args:
-            k_channels: channels of a head's query and key; `softmax_scale` gives the scale of their products.
-            v_channels: channels of a head's value and output; None in modules that megatron-core creates and replaces.
-        """
+        """`k_channels` and `v_channels` of a head; None in modules that megatron-core creates and replaces."""
         super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
@@ -190,12 +173,9 @@ class ContextParallelAttention(LatentDotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the attended values of this rank's tokens, [s, b, heads times channels].
+        """Return the attended values of this rank's tokens, [s, b, heads times channels]; attention is causal.
 
-        Args:
-            query: [s, b, heads, channels], the tokens of this rank's `sequence_chunks`, in that order.
-            key: like `query`, with a head for each query group; `value` as well.
-            attention_mask: unused: attention is causal.
+        `query`, `key` and `value` [s, b, heads, channels] have the tokens of this rank's `sequence_chunks`.
         """
         if self.splits_heads:
             query, key, value = (_whole_sequence(one, self.cp_group) for one in (query, key, value))
@@ -235,7 +215,6 @@ def _in_order(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _held_chunks(ranks: int) -> list[int]:
-    """Return the chunks that each rank holds, rank by rank."""
     return [chunk for rank in range(ranks) for chunk in sequence_chunks(rank, ranks)]
 
 

@@ -1,7 +1,7 @@
 """Loops over numbers and arrays that numba compiles.
 
-Machine code is kept on disk, next to the loop's module or in the user's cache, for later processes. Results are those
-of Python to the bit: sums keep their order. A loop does not hold Python's global lock.
+Machine code is kept on disk for later processes. Results are those of Python to the bit, and a loop does not hold
+Python's global lock.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Compiled:
         self._function = function
 
     def prepare(self) -> None:
-        """Compile the function, or read its code from disk, so that no later call takes seconds for it."""
+        """Compile the function now, or read its code from disk, so that no later call waits for numba."""
         _ = self._code
 
     @cached_property
@@ -68,13 +68,11 @@ def packed(numbers: Any) -> np.ndarray:
 
 
 def _record(kind: Any) -> np.dtype:
-    """Return numpy's type for a NamedTuple of numbers."""
     kinds = get_type_hints(kind).items()
     return np.dtype([(name, _record(field) if hasattr(field, "_fields") else np.dtype(field)) for name, field in kinds])
 
 
 def _has_arrays(kind: Any) -> bool:
-    """Return whether a NamedTuple has a field that is annotated as an array."""
     hints = get_type_hints(kind, include_extras=True).values()
     return any(_has_arrays(hint) if hasattr(hint, "_fields") else hasattr(hint, "__metadata__") for hint in hints)
 
@@ -94,10 +92,7 @@ def _type_of(kind: Any) -> Any:
 
 @functools.cache
 def _digest() -> str:
-    """Return a digest of the files of this package that have loops, and of those that these import from.
-
-    Kept code contains the loops that a loop calls, and the values of constants.
-    """
+    """Return a digest of the files that have loops and of those that these import from: of all code that is kept."""
     root = Path(__file__).parents[1]
     texts = [text for path in sorted(root.rglob("*.py")) if b"@compiled(" in (text := path.read_bytes())]
     names = sorted({name for text in texts for name in _IMPORTED.findall(text)})
@@ -115,8 +110,4 @@ def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., An
             arrays, the annotation of a field is a type of a number, another NamedTuple, or
             `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
     """
-
-    def compile_later(function: Callable[..., Any]) -> Compiled:
-        return Compiled(signature, tuples, function)
-
-    return compile_later
+    return functools.partial(Compiled, signature, tuples)

@@ -1,7 +1,6 @@
 """Run megatron-core on a machine without CUDA.
 
-The table lists every use of CUDA that megatron-core makes while it trains a GPT-MoE, and its CPU replacement. The
-entry point installs the replacements once if `torch.cuda.is_available()` is false, and never if CUDA is available.
+The entry point installs these replacements of CUDA if `torch.cuda.is_available()` is false.
 
 | megatron-core uses                              | replacement on the CPU     | reason                           |
 |-------------------------------------------------|----------------------------|----------------------------------|
@@ -46,16 +45,13 @@ _TENSOR_TO: Callable[..., torch.Tensor] = torch.Tensor.to
 _TENSOR_TYPE = torch.Tensor.type
 
 
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
 class _Stream:
     """The only stream of a CPU: its work is finished as soon as the call returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> "_Event":
         return event or _Event()
@@ -64,13 +60,7 @@ class _Stream:
 class _Event:
     """An event that is always complete."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -107,11 +97,6 @@ def _is_cuda(device: Any) -> bool:
 _STREAM = _Stream()
 
 
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    yield
-
-
 def _does_nothing() -> Callable:
     """Return a new function: torch's compiler keeps a table of functions and refuses one that has two names."""
 
@@ -136,10 +121,6 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, **kwargs: Any) -
     torch.set_rng_state(new_state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 TORCH_CUDA = {
     "current_device": lambda: CPU,
     "set_device": _does_nothing(),
@@ -147,12 +128,12 @@ TORCH_CUDA = {
     "empty_cache": _does_nothing(),
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
-    "stream": _on_stream,
+    "stream": contextlib.nullcontext,
     "Stream": _Stream,
     "Event": _Event,
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
-    "manual_seed": _manual_seed,
+    "manual_seed": torch.default_generator.manual_seed,
 }
 
 
@@ -172,11 +153,8 @@ def installed() -> bool:
 def install(always: bool = False) -> None:
     """Replace CUDA calls if CUDA is not available, and complete megatron-core if Transformer Engine is not installed.
 
-    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. The replacements
-    last for the life of the process; a second call has no effect.
-
-    Args:
-        always: whether to use the CPU even if CUDA is available.
+    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. A second call has
+    no effect. `always`: whether to use the CPU even if CUDA is available.
     """
     if installed():
         return

@@ -6,6 +6,7 @@ Memory that is not pinned makes the host wait until a copy is done.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,11 +18,23 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uninitialized host memory, which `device` can read while the host goes on.
+def to_current_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in host memory, or nested lists of numbers, as a tensor on this rank's device."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if torch.cuda.is_available():
+        host = host.pin_memory()
+    return host.to(torch.cuda.current_device(), non_blocking=True)
 
-    It is not used again before the copies from it are done.
-    """
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, which is complete when the device has done all that is queued by now."""
+    if not torch.cuda.is_available():
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialized host memory, which is not used again before the copies from it to `device` are done."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
@@ -80,9 +93,8 @@ class HostReader:
     def read(self, result: Callable[[], torch.Tensor]) -> Reading:
         """Start copying a result to the host.
 
-        Args:
-            result: returns the tensor. On CUDA, it is called on a stream of its own, and lets this stream wait for the
-                collective that makes the tensor. Where there is no CUDA, it is called once, when the result is needed.
+        On CUDA, `result` is called on a stream of its own, and lets this stream wait for the collective that makes the
+        tensor. Where there is no CUDA, it is called once, when the result is needed.
         """
         if self._stream is None:
             return Reading(functools.cache(result))

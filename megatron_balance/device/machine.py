@@ -71,12 +71,7 @@ class Machine:
 
 
 def unfit_engine(installed: str | None, requirements: Iterable[str]) -> str | None:
-    """Return the problem of a version of Transformer Engine; None if no problem is known.
-
-    Args:
-        installed: the installed version; None if unknown.
-        requirements: megatron-core's requirements from its package metadata, including extras.
-    """
+    """Return the problem of a version of Transformer Engine, by megatron-core's requirements; None if unknown."""
     if installed is None:
         return None
     ranges = [one.specifier for one in map(Requirement, requirements) if one.name == "transformer-engine"]

@@ -24,11 +24,7 @@ def peak_bytes() -> int:
 
 
 def line(with_device: bool) -> str:
-    """Return Megatron's report of memory; on a CPU, `allocated` is the resident size, and nothing is reserved.
-
-    Args:
-        with_device: whether to add the memory of the device that all processes use.
-    """
+    """Return Megatron's report of memory; `with_device` adds the memory of the device that all processes use."""
     sizes = {"allocated": allocated_bytes(), "max allocated": peak_bytes()}
     if torch.cuda.is_available():
         sizes |= {"reserved": torch.cuda.memory_reserved(), "max reserved": torch.cuda.max_memory_reserved()}
@@ -70,10 +66,6 @@ def record_history(when_full: Path) -> None:
 
 
 def write_history(path: Path) -> None:
-    """Write the history that `record_history` has recorded.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the history that `record_history` has recorded; OSError if the file cannot be written."""
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)

@@ -1,8 +1,4 @@
-"""Decisions of a model's forward passes, kept for recomputation.
-
-Recomputation repeats parts of a forward pass during its backward pass. megatron-core gives the repetition the tensors
-of the first pass and nothing else.
-"""
+"""Decisions of a model's forward passes, kept for recomputation, which gets the tensors of the first pass only."""
 
 from collections import defaultdict
 from functools import partial
@@ -32,8 +28,8 @@ class PassMemory:
     def of(self, owner: object) -> list[Any]:
         """Return the decisions of `owner` in the current pass, which recomputation repeats from the last to the first.
 
-        The list is the pass's own: the first pass of a recomputed part, which has no gradients, appends to it, and the
-        repetition, which has gradients, pops from it. It is empty, and is not kept, where nothing is repeated.
+        The first pass of a recomputed part, which has no gradients, appends to the list, and the repetition pops from
+        it. It is empty, and is not kept, where nothing is repeated.
         """
         computed_once = self._is_forward and torch.is_grad_enabled()
         return [] if self._current is None or computed_once else self._current[owner]

@@ -16,7 +16,6 @@ def mark_experts(experts: torch.nn.Module, groups: ProcessGroupCollection) -> No
     """Set `allreduce` and `sequence_parallel` on all parameters of a layer's experts, before DDP sees them.
 
     Unless experts lie on ranks like all other parameters, only ranks with the same experts sum their gradients.
-    megatron-core's modules would sum second biases over tensor-parallel ranks, which have different experts.
     """
     like_others = groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size()
     for parameter in experts.parameters():
@@ -27,9 +26,8 @@ def mark_experts(experts: torch.nn.Module, groups: ProcessGroupCollection) -> No
 def mark_shards(module: MegatronModule, groups: ProcessGroupCollection) -> None:
     """Set `tensor_model_parallel` on all parameters: whether no other rank holds a copy.
 
-    The other ranks are the tensor-parallel group, or for experts the expert tensor-parallel group. The module's
-    `sharded_state_dict` decides: a parameter that a checkpoint stores as a shard is one. Parameters that it leaves
-    out keep their marks.
+    The module's `sharded_state_dict` decides: a parameter that a checkpoint stores as a shard of the (expert)
+    tensor-parallel group is one. Parameters that it leaves out keep their marks.
     """
     state = module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
     for name, parameter in module.named_parameters():

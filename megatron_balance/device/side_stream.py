@@ -64,11 +64,7 @@ class SideStream:
         self._thread = DaemonThread(name) if self._stream is None else None
 
     def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
-        """Start `work` after everything that this thread has computed or queued; return at once.
-
-        Args:
-            prepare: called before `work`, on the calling thread.
-        """
+        """Start `work` after all that this thread has computed or queued; `prepare` precedes it, on this thread."""
         issued = clock.mark()
         if self._stream is None:
             assert self._thread is not None

@@ -11,11 +11,9 @@ reroute.py             the router's choice of logical experts -> physical expert
 chunks/                rows to their experts and back in chunks, so that exchange and computation overlap
 
 experts.py             the experts of one rank: two projections with an activation between them
-slot_weights.py        weights of one linear layer: parameters in home slots, copies in guest slots
+slot_weights.py        weights of one linear layer, in home slots and in guest slots, and their gradients
 slot_linear.py         one linear layer in all slots, as autograd sees it
 grouped_gemm.py        matrix products for the rows of all slots, by torch or by Transformer Engine
-weight_gradients.py    gradients of the weights, apart from those of the rows
-expert_shards.py       how a checkpoint stores experts: by logical expert, whoever owns it
 
 parallel_schedule.py   the orders of steps with tensor parallelism and sharded experts: megatron, baseline, s1, s2
 schedule_choice.py     predicts which schedule takes the least time

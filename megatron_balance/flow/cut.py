@@ -1,7 +1,8 @@
 """A plan's part for the rows of one rank, found in one loop, because a device waits for it.
 
 It equals what a plan's numbers, `sending` (flow/rows.py) and sums over slots give for one chunk of rows that no other
-rank has. In shapes, N counts the pairs of an expert and a host of it, and G groups of consecutive ranks.
+rank has. In shapes, D counts sources, W hosts, N the pairs of an expert and a host of it, and G groups of consecutive
+ranks.
 """
 
 from typing import NamedTuple
@@ -23,14 +24,21 @@ class RankCut(NamedTuple):
     rows: int
     """Number of rows."""
 
-    splits_DW: np.ndarray
-    """Rows from each source to each host, int64; see `cut`."""
-
-    received_DS: np.ndarray
-    """Rows from each source for each slot of this host, int64."""
-
+    splits_CDW: np.ndarray
+    """Rows of each chunk from each source to each host, int64; see `cut`."""
+    received_CDS: np.ndarray
+    """Rows of each chunk from each source for each slot of this host, int64."""
     move: Gather
     """Moves rows from the order by expert to the one in which they are sent."""
+    back: Gather | None = None
+    """Undoes `move`, if it is there already."""
+    weights_to_hosts: Gather = STAYS
+    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
+    weights_to_chunks: Gather = STAYS
+    """The opposite."""
+    sizes_CD: torch.Tensor | None = None
+    """int64 in host memory: rows that each rank with the same rows sends with each chunk; None: no other rank has
+    them."""
 
 
 def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, whole: bool = True) -> RankCut:
@@ -39,12 +47,11 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
     Args:
         most_rows: the rank has at most this many rows.
         device: where the rows are.
-        whole: whether `splits_DW` is needed in full. Otherwise, it has the row and the column of `rank`, and -1
-            elsewhere.
+        whole: whether all splits are needed. Otherwise, they have the row and the column of `rank`, and -1 elsewhere.
     """
     tables = plan.placement.tables
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
-    rows, stays, splits_DW, received_DS = _cut(
+    rows, stays, splits_DW, received_DS = cut_loop(
         plan.counts_DE.numpy(),
         *tables.hosting,
         *plan.rules,
@@ -55,19 +62,14 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
         whole,
         room.numpy(),
     )
-    return RankCut(rows, splits_DW, received_DS, STAYS if stays else gather_of(room, rows, device))
-
-
-def prepare_cuts() -> None:
-    """Compile the loop now, so that the first forward pass does not wait for numba."""
-    _cut.prepare()
+    return RankCut(rows, splits_DW[None], received_DS[None], STAYS if stays else gather_of(room, rows, device))
 
 
 @compiled(
     "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
     "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
 )
-def _cut(
+def cut_loop(
     counts_DE: np.ndarray,
     first_E: np.ndarray,
     host_N: np.ndarray,
@@ -82,10 +84,7 @@ def _cut(
     whole: bool,
     room: np.ndarray,
 ) -> tuple[int, bool, np.ndarray, np.ndarray]:
-    """Return the rows, whether each is in its place, and the arrays of a `RankCut`; fill the room for `gather_of`.
-
-    If there is no room, every row is in its place.
-    """
+    """Return the rows, whether each is in its place, and the arrays of a `RankCut`; fill the room for `gather_of`."""
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     ranks, experts = counts_DE.shape
     each_D = np.arange(ranks)

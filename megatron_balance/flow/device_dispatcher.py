@@ -2,14 +2,11 @@
 
 HybridEP's kernels find out how many rows travel, and the experts' products read these numbers on the device. The host
 only makes room for the most rows that this rank could receive. Rows after those that arrive hold anything: products
-stop at the last row that arrived, everything else between dispatch and combine computes each row alone, and HybridEP's
-combine, which is also the backward pass of its dispatch, leaves these rows out.
-
-Where an expert has several hosts, the device also decides which rows each of them computes.
+stop at the last row that arrived, and HybridEP's combine, which is also the backward pass of its dispatch, leaves them
+out. Where an expert has several hosts, the device also decides which rows each of them computes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.flow.device_plan import DevicePlan, DeviceTables, tokens_until
-from megatron_balance.flow.dispatcher import ArrivedRows, Dispatcher, PendingRows
+from megatron_balance.flow.dispatcher import ArrivedRows, Dispatcher, PendingRows, Route
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
@@ -84,7 +81,7 @@ class DeviceDispatcher(Dispatcher):
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         return PendingRows(self._decide)
 
-    def _decide(self, plan: DevicePlan) -> "_OnDevice":
+    def _decide(self, plan: DevicePlan) -> Route:
         placement = plan.placement
         if self._placed is None or self._placed[0] is not placement or self._placed[1] != plan.split:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -93,38 +90,34 @@ class DeviceDispatcher(Dispatcher):
             self._placed = placement, plan.split, found
         found = self._placed[2]
         if isinstance(found, torch.Tensor):
-            return _OnDevice(self, placement, partial(reroute_to, found, placement=placement))
+            return partial(self._dispatch, placement, partial(reroute_to, found, placement=placement))
         with record_function("plan"):
             until_EK = tokens_until(plan.load(), found, self.group.rank(), plan.node_size)
         options = {"physicals_EK": found.physicals_EK, "until_EK": until_EK, "num_physical": placement.num_physical}
-        return _OnDevice(self, placement, partial(reroute_in_order, **options))
+        return partial(self._dispatch, placement, partial(reroute_in_order, **options))
 
-
-@dataclass(frozen=True, eq=False)
-class _OnDevice:
-    dispatcher: DeviceDispatcher
-    placement: Placement
-    reroute: Callable[[torch.Tensor, torch.Tensor], Choices]
-    """(probs [T, E], map [T, E]) -> choices of physical experts."""
-
-    def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> ArrivedRows:
-        """Send rows to their experts; return this rank's, and rows that hold anything."""
-        dispatcher = self.dispatcher
-        slots = self.placement.slots_per_rank
-        probs_TP, map_TP = self.reroute(*choices)
-        rows = most_rows(dispatcher.config, dispatcher.group.size(), len(tokens_TH), slots)
+    def _dispatch(
+        self,
+        placement: Placement,
+        reroute: Callable[[torch.Tensor, torch.Tensor], Choices],
+        tokens_TH: torch.Tensor,
+        choices: Choices,
+    ) -> ArrivedRows:
+        slots = placement.slots_per_rank
+        probs_TP, map_TP = reroute(*choices)
+        rows = most_rows(self.config, self.group.size(), len(tokens_TH), slots)
         rows_RH, probs_R, _, tokens_S, handle = fused_a2a.hybrid_ep_dispatch(
             x=tokens_TH,
             routing_map=map_TP,
             probs=probs_TP.float(),
-            group=dispatcher.group,
+            group=self.group,
             num_local_experts=slots,
             num_permuted_tokens=rows,
-            **dispatcher.options,
+            **self.options,
         )
         # Some versions write the numbers to pinned memory, which the stream reads after they are there
         tokens_S = tokens_S.to(rows_RH.device, non_blocking=True)
-        more = {name: value for name, value in dispatcher.options.items() if name == "fused"}
+        more = {name: value for name, value in self.options.items() if name == "fused"}
         combine = partial(
             fused_a2a.hybrid_ep_combine, handle=handle, num_permuted_tokens=rows, pad_multiple=None, **more
         )

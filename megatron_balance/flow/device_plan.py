@@ -1,7 +1,7 @@
 """The part of a dispatch plan that concerns one source, computed on the device from a load that the host does not know.
 
-It equals that of `make_dispatch_plan` for one source per host; see `placement/splits.py` for the rules. In shapes, X
-counts the experts with several hosts, K is the largest number of hosts of one, and B is 2: sent and received.
+It equals that of `make_dispatch_plan` for one source per host. In shapes, X counts the experts with several hosts, K is
+the largest number of hosts of one, and B is 2: sent and received.
 """
 
 from collections.abc import Callable

@@ -2,19 +2,17 @@
 
 Each step returns what the next one needs:
 
-    Dispatcher.prepare -> PendingRows.dispatch -> SentRows.compute -> ComputedRows.combine
+    Dispatcher.prepare -> PendingRows.dispatch -> SentRows.compute -> Combine
 
-What a plan decides is a Route. `PendingRows` keeps it for the pass that repeats this one.
+`PendingRows` keeps the Route that a plan decides for the pass that repeats this one.
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -25,11 +23,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, prepare_gathers
+from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, write_blocks
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.order import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.pipeline import Begin, ChunkedRoute, RowShare
-from megatron_balance.flow.cut import cut, prepare_cuts
+from megatron_balance.flow.chunks.pipeline import Begin, ChunkedRoute, Combine
+from megatron_balance.flow.cut import RankCut, cut, cut_loop
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
@@ -42,28 +40,17 @@ from megatron_balance.placement.placement import Placement
 Plan = DispatchPlan | DevicePlan
 
 
-class ComputedRows(Protocol):
-    """A pass whose rows the experts compute."""
-
-    def combine(self) -> torch.Tensor:
-        """Send results back; return each token's sum weighted by its combine probabilities: [T, H]."""
-        ...
-
-
 class SentRows(Protocol):
     """A pass whose rows are on their way to their experts."""
 
-    def compute(self, experts: GroupedExperts, begin: Begin) -> ComputedRows:
-        """Compute the rows that arrive with this rank's experts."""
+    def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
+        """Compute the rows that arrive with this rank's experts; return what brings the results back."""
         ...
 
 
-class Route(Protocol):
-    """Where the rows of a pass go. A pass that repeats it, for recomputation, takes the same route."""
-
-    def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> SentRows:
-        """Make a row for each pair of a token and a chosen expert, and send it."""
-        ...
+Route = Callable[[torch.Tensor, Choices], SentRows]
+"""(tokens [T, H], choices) -> their rows, one for each pair of a token and a chosen expert, on their way. A pass that
+repeats another one, for recomputation, takes the same route."""
 
 
 class PendingRows:
@@ -76,13 +63,9 @@ class PendingRows:
         self._placement: Placement
 
     def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> SentRows:
-        """Send the rows, by the plan of the pass that comes first.
+        """Send the rows, by the plan of the pass that comes first; nothing here waits for the device.
 
-        The plan may come while the device still does what was queued; nothing here waits for it.
-
-        Args:
-            plan: the number of tokens from each source to each physical expert.
-            tokens_TH, choices: as in `Dispatcher.prepare`; those of a repeated pass are equal.
+        `tokens_TH` and `choices` are as in `Dispatcher.prepare`; those of a repeated pass are equal.
         """
         with record_function("dispatch"):
             if self._decide is not None:
@@ -90,7 +73,7 @@ class PendingRows:
                 self._placement = plan.placement
                 self._decide = None
             assert self._placement is plan.placement, "a placement changes between iterations only"
-            return self._route.dispatch(tokens_TH, choices)
+            return self._route(tokens_TH, choices)
 
 
 class Dispatcher(ABC):
@@ -101,27 +84,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
-        """Queue what needs no plan.
-
-        Args:
-            tokens_TH, choices: tokens of this rank, and the experts that they chose.
-            placement: the plan's, if it is known already.
-        """
-
-
-class _PreparedRows(NamedTuple):
-    """What a device finds before the plan is known."""
-
-    map_TE: torch.Tensor
-    most_rows: int
-    order: RowOrder | None
-    """The order of `most_rows` rows by expert; None if there may be fewer."""
-    copied: list[torch.Tensor]
-    """The rows in this order, if they are copied already."""
-
-    def ordered(self, rows: int) -> RowOrder:
-        """Return the order by expert of so many rows."""
-        return self.order if self.order is not None and rows == len(self.order) else row_order(self.map_TE, rows)
+        """Queue what needs no plan for the tokens of this rank; `placement` is the plan's, if it is known already."""
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -134,11 +97,7 @@ class AllToAllDispatcher(Dispatcher):
         exchange: TokenExchange,
         chunks: Callable[[DispatchPlan], Chunking] | None,
     ) -> None:
-        """
-        Args:
-            parallel: decides how rows reach all shards of their experts, and which ranks share rows.
-            chunks: returns how the tokens of a plan are split, the same on all ranks; None: all rows are one chunk.
-        """
+        """`chunks` returns how the tokens of a plan are split, the same on all ranks; None: all rows are one chunk."""
         self.rows_per_token = config.moe_router_topk
         self.drops = config.moe_expert_capacity_factor is not None
         """Whether tokens may have fewer rows, because capacities drop some."""
@@ -147,9 +106,10 @@ class AllToAllDispatcher(Dispatcher):
         self.exchange = exchange
         self.chunks = chunks
         self.reads_all_splits = exchange.reads_all_splits
-        prepare_gathers()
+        # The first forward pass must not wait for numba
+        write_blocks.prepare()
         if torch.cuda.is_available():
-            prepare_cuts()
+            cut_loop.prepare()
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
@@ -160,76 +120,56 @@ class AllToAllDispatcher(Dispatcher):
         order = None
         copied = []
         with record_function("dispatch"):
-            # Not len: torch's is a function of Python
-            most_rows = map_TE.shape[0] * self.rows_per_token
             if not self.drops:
-                order = row_order(map_TE, most_rows)
+                order = row_order(map_TE, self._most_rows(map_TE))
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     # The autograd function of the whole mixture gives the tokens their gradient
                     copied.append(gather_rows(tokens_TH.detach(), order))
-        return PendingRows(partial(self._decide, _PreparedRows(map_TE, most_rows, order, copied)))
+        return PendingRows(partial(self._decide, map_TE, order, copied))
+
+    def _most_rows(self, map_TE: torch.Tensor) -> int:
+        # Not len: torch's is a function of Python
+        return map_TE.shape[0] * self.rows_per_token
 
     def _in_place(self, placement: Placement) -> bool:
         """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
         return placement.tables.in_place and not self.parallel.splits_rows
 
-    def _decide(self, prepared: _PreparedRows, plan: DispatchPlan) -> ChunkedRoute:
+    def _decide(
+        self, map_TE: torch.Tensor, order: RowOrder | None, copied: list[torch.Tensor], plan: DispatchPlan
+    ) -> Route:
+        """Return the route, given the order of the most rows by expert, if it is known, and their copies, if any."""
+        device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
-        if prepared.map_TE.is_cpu or chunking.chunks > 1 or not one_by_one:
-            return self._decide_by_matrix(prepared, plan, chunking)
-        device = prepared.map_TE.device
-        found = cut(plan, self.parallel.source, prepared.most_rows, device, self.reads_all_splits)
-        order = prepared.ordered(found.rows).moved(found.move)
-        return self._route(prepared, order, chunking, found.received_DS[None], found.splits_DW[None])
+        if map_TE.is_cpu or chunking.chunks > 1 or not one_by_one:
+            found = self._cut(plan, chunking, device)
+        else:
+            found = cut(plan, self.parallel.source, self._most_rows(map_TE), device, self.reads_all_splits)
+        if order is None or found.rows != len(order):
+            order = row_order(map_TE, found.rows)
+            copied = []
+        moved = order.moved(found.move, found.back)
+        sent = [] if moved is not order else copied
+        return ChunkedRoute(moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent).dispatch
 
-    def _decide_by_matrix(self, prepared: _PreparedRows, plan: DispatchPlan, chunking: Chunking) -> ChunkedRoute:
-        """Return the same route as the loop of `cut`, for any number of chunks and of sources."""
+    def _cut(self, plan: DispatchPlan, chunking: Chunking, device: torch.device) -> RankCut:
+        """Return the same as `cut`, for any number of chunks and of sources."""
         parallel = self.parallel
-        device = prepared.map_TE.device
         hosts = plan.placement.num_ranks
         tokens_CDP = chunking.split(plan).numpy()
         members_CDP = tokens_CDP[:, parallel.members]
-        to_sending = STAYS
-        back = None
-        more = dict[str, Any]()
+        moves: list[Any] = [STAYS]
         if chunking.chunks > 1:
             own_CWS = tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)
-            moves = [sending(plan.placement, members_CDP), BlockMove.transposed(own_CWS, (1, 0, 2))]
-            to_sending, back, to_hosts, to_chunks = gathers(
-                [one for move in moves for one in (move, move.back)], device
-            )
-            more |= {"weights_to_hosts": to_hosts, "weights_to_chunks": to_chunks}
+            each = sending(plan.placement, members_CDP), BlockMove.transposed(own_CWS, (1, 0, 2))
+            moves = gathers([one for move in each for one in (move, move.back)], device)
         elif not self._in_place(plan.placement):
-            (to_sending,) = gathers([sending(plan.placement, members_CDP)], device)
-        if parallel.splits_rows:
-            sizes_CD = torch.from_numpy(members_CDP.sum(2))
-            more["share"] = RowShare(parallel.groups.tp, sizes_CD, parallel.simultaneous)
+            moves = gathers([sending(plan.placement, members_CDP)], device)
         received_CDS = tokens_CDP.reshape(*tokens_CDP.shape[:2], hosts, -1)[:, :, parallel.groups.ep.rank()]
-        order = prepared.ordered(int(members_CDP.sum())).moved(to_sending, back)
-        return self._route(prepared, order, chunking, received_CDS, sums_by_host(tokens_CDP, hosts), **more)
-
-    def _route(
-        self,
-        prepared: _PreparedRows,
-        order: RowOrder,
-        chunking: Chunking,
-        received_CDS: np.ndarray,
-        splits_CDW: np.ndarray,
-        **more: Any,
-    ) -> ChunkedRoute:
-        return ChunkedRoute(
-            order=order,
-            source=self.parallel.source,
-            exchange=self.exchange,
-            sharding=self.sharding,
-            received_CDS=received_CDS,
-            splits=[torch.from_numpy(splits_DW) for splits_DW in splits_CDW],
-            chunking=chunking,
-            device=prepared.map_TE.device,
-            copied=prepared.copied if order is prepared.order else [],
-            **more,
-        )
+        sizes_CD = torch.from_numpy(members_CDP.sum(2)) if parallel.splits_rows else None
+        splits_CDW = sums_by_host(tokens_CDP, hosts)
+        return RankCut(int(members_CDP.sum()), splits_CDW, received_CDS, *moves)._replace(sizes_CD=sizes_CD)
 
 
 class ArrivedRows(NamedTuple):
@@ -240,10 +180,10 @@ class ArrivedRows(NamedTuple):
     """Combine weights of the rows."""
     tokens_per_slot: torch.Tensor
     """As `GroupedExperts` takes it."""
-    combine: Callable[[torch.Tensor], torch.Tensor]
+    send_back: Callable[[torch.Tensor], torch.Tensor]
     """Sends results back, and adds up those of each token: [R, H] -> [T, H]."""
 
-    def compute(self, experts: GroupedExperts, begin: Begin) -> "ResultRows":
+    def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
         with record_function("experts"):
             begin("experts")
             if self.rows_RH.requires_grad:
@@ -252,18 +192,12 @@ class ArrivedRows(NamedTuple):
             begin("combine")
             if rows_RH.requires_grad:
                 rows_RH.register_hook(lambda gradient: begin("experts_backward"))
-            return ResultRows(rows_RH, self.combine)
 
+        def combine() -> torch.Tensor:
+            with record_function("combine"):
+                return self.send_back(rows_RH)
 
-class ResultRows(NamedTuple):
-    """The experts' results for `ArrivedRows`."""
-
-    rows_RH: torch.Tensor
-    send_back: Callable[[torch.Tensor], torch.Tensor]
-
-    def combine(self) -> torch.Tensor:
-        with record_function("combine"):
-            return self.send_back(self.rows_RH)
+        return combine
 
 
 MEGATRON_DISPATCHERS = {
@@ -276,8 +210,7 @@ MEGATRON_DISPATCHERS = {
 class MegatronDispatcher(Dispatcher):
     """One of megatron-core's own dispatchers; flex is DeepEP or HybridEP, and waits for the numbers of rows.
 
-    These dispatchers treat every expert as a logical one. They therefore get a copy of the config that counts physical
-    experts, one copy for each number of slots that placements use.
+    They treat every expert as a logical one, so their config counts physical experts.
     """
 
     def __init__(self, config: TransformerConfig, rank: int, source: int, groups: ProcessGroupCollection) -> None:
@@ -291,7 +224,7 @@ class MegatronDispatcher(Dispatcher):
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         return PendingRows(self._decide)
 
-    def _decide(self, plan: DispatchPlan) -> "_InStages":
+    def _decide(self, plan: DispatchPlan) -> Route:
         slots = plan.placement.slots_per_rank
         if slots not in self._stages:
             config = copy.copy(self.config)
@@ -300,21 +233,16 @@ class MegatronDispatcher(Dispatcher):
             self._stages[slots] = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
                 slots, indices, config=config, pg_collection=self.groups
             )
-        return _InStages(self._stages[slots], plan, self.source)
+        return partial(self._dispatch, self._stages[slots], plan)
 
+    def _dispatch(
+        self, stages: MoETokenDispatcher, plan: DispatchPlan, tokens_TH: torch.Tensor, choices: Choices
+    ) -> ArrivedRows:
+        def combine(rows_RH: torch.Tensor) -> torch.Tensor:
+            return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows_RH)))
 
-@dataclass(frozen=True, eq=False)
-class _InStages:
-    stages: MoETokenDispatcher
-    plan: DispatchPlan
-    source: int
-
-    def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> ArrivedRows:
-        probs, chosen_TP = reroute(*choices, self.plan, self.source)
-        rows, probs = self.stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
-        rows, probs = self.stages.token_dispatch(rows, probs)
-        rows, tokens_per_slot, probs = self.stages.dispatch_postprocess(rows, probs)
-        return ArrivedRows(rows, probs, tokens_per_slot.cpu(), self._combine)
-
-    def _combine(self, rows_RH: torch.Tensor) -> torch.Tensor:
-        return self.stages.combine_postprocess(self.stages.token_combine(self.stages.combine_preprocess(rows_RH)))
+        probs, chosen_TP = reroute(*choices, plan, self.source)
+        rows, probs = stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
+        rows, probs = stages.token_dispatch(rows, probs)
+        rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
+        return ArrivedRows(rows, probs, tokens_per_slot.cpu(), combine)

@@ -1,10 +1,8 @@
 """The experts of one rank: two projections with an activation between them, for all slots at once.
 
 A slot holds one expert's weights, or this rank's shard of them (expert tensor parallelism): a part of the inner width,
-whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold copies of other
-ranks' experts, and collect the gradients that those copies get here.
-
-In shapes, I is the shard's inner width (2 I for gated units before the activation).
+I in shapes, whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold
+copies of other ranks' experts, and collect the gradients that those copies get here.
 """
 
 import functools
@@ -14,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_gpu
@@ -23,11 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.device.shards import mark_shards
-from megatron_balance.flow.expert_shards import ShardCut, by_expert
 from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, Split, TorchGemm, split_of
 from megatron_balance.flow.slot_linear import SlotLinear, is_swiglu, swiglu_linear
-from megatron_balance.flow.slot_weights import GroupedWeights, main_grad
-from megatron_balance.flow.weight_gradients import LinearGradients
+from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients, main_grad
 
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
@@ -36,14 +33,10 @@ def recomputes(config: TransformerConfig, module: str) -> bool:
 
 
 class GroupedExperts(MegatronModule):
-    """Experts of one rank.
+    """Experts of one rank, given the logical expert in each home slot, and what computes products (default: torch).
 
     The initial weights equal those of megatron-core's SequentialMLP for the same seed, and so do the names and shapes
     in a checkpoint.
-
-    Args:
-        home_experts: the logical expert in each home slot.
-        gemm: computes the products; default: torch.
     """
 
     def __init__(
@@ -128,9 +121,7 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, "ExpertGraph | None"]:
         """Do the same as `forward`; also return the autograd graph of this computation alone, if `with_graph`.
 
-        Args:
-            gradients: collects the gradients of the weights.
-            compute: None: this module itself, with its hooks.
+        `compute` takes the place of this module with its hooks.
         """
         with torch.set_grad_enabled(with_graph):
             rows_RH, probs_R = (tensor.detach().requires_grad_(with_graph) for tensor in (rows_RH, probs_R))
@@ -225,13 +216,16 @@ class GroupedExperts(MegatronModule):
         return [main_grad(tensor)[index] for tensor, index in self._tensors(slot)]
 
     def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:
-        found = (linear.find(slot) for linear in (self.linear_fc1, self.linear_fc2))
-        return [(tensor, index) for projection, index in found for tensor in projection.tensors()]
+        return [*self.linear_fc1.tensors_of(slot), *self.linear_fc2.tensors_of(slot)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return every parameter as pieces of each slot, placed by logical expert; see flow/expert_shards.py."""
+        """Return every parameter as pieces of each slot and shard, placed by logical expert.
+
+        So a checkpoint holds `experts.linear_fc1.weight` [..., E, O, I], and neither the owner of an expert nor the
+        number of its shards.
+        """
         parts = 2 if self.config.gated_linear_unit else 1
         # Gate and linear part follow each other, each cut into shards
         cuts = {
@@ -239,18 +233,76 @@ class GroupedExperts(MegatronModule):
             "linear_fc2": ShardCut(1, self.shard, self.shards, 1),
         }
         assert self.config.num_moe_experts is not None
+        # The annotations of megatron-core leave out the lists of pieces that it accepts
         return {
-            f"{prefix}{name}": by_expert(
+            f"{prefix}{name}": ShardedTensorFactory(
                 f"{prefix}experts.{name}",
                 parameter,
-                experts=self.home_experts,
-                num_experts=self.config.num_moe_experts,
-                cut=cuts[name.split(".")[0]],
-                offsets=sharded_offsets,
-                replica=self.replica,
+                functools.partial(  # pyright: ignore[reportArgumentType]
+                    _pieces_by_expert,
+                    self.home_experts,
+                    self.config.num_moe_experts,
+                    cuts[name.split(".")[0]],
+                    sharded_offsets,
+                ),
+                functools.partial(_slots, len(self.home_experts)),  # pyright: ignore[reportArgumentType]
+                (0, 0, self.replica),
             )
             for name, parameter in self.named_parameters()
         }
+
+
+class ShardCut(NamedTuple):
+    """How one expert's tensor is cut into shards."""
+
+    axis: int
+    shard: int
+    shards: int
+    parts: int
+    """Equal parts along the axis, each of which is cut into shards."""
+
+
+def _pieces_by_expert(
+    experts: Sequence[int],
+    num_experts: int,
+    cut: ShardCut,
+    sharded_offsets: tuple,
+    key: str,
+    tensor_S: torch.Tensor,
+    replica_id: ReplicaId,
+    flattened_range: slice | None,
+) -> list[ShardedTensor]:
+    """Return the pieces of each slot of a parameter, or of its optimizer state, [S, ...]."""
+    assert flattened_range is None, "optimizer state is saved in the parameters' shapes"
+    axis = len(sharded_offsets)
+    pieces: list[tuple[torch.Tensor, tuple[Any, ...]]]
+    if cut.shards == 1:
+        pieces = [(tensor, ()) for tensor in tensor_S.unbind()]
+    else:
+        place = [(cut.shard + part * cut.shards, cut.shards * cut.parts) for part in range(cut.parts)]
+        pieces = [
+            (piece, ((axis + 1 + cut.axis, *at),))
+            for tensor in tensor_S.unbind()
+            for piece, at in zip(tensor.chunk(cut.parts, cut.axis), place, strict=True)
+        ]
+    return [
+        ShardedTensor.from_rank_offsets(
+            key,
+            piece,
+            *sharded_offsets,
+            (axis, experts[number * len(experts) // len(pieces)], num_experts),
+            *offsets,
+            replica_id=replica_id,
+            prepend_axis_num=axis + 1,
+        )
+        for number, (piece, offsets) in enumerate(pieces)
+    ]
+
+
+def _slots(slots: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join the pieces of `_pieces_by_expert`, slot after slot, each along its first axis: [S, ...]."""
+    each = len(pieces) // slots
+    return torch.stack([torch.cat([*pieces[first : first + each]]) for first in range(0, len(pieces), each)])
 
 
 class ExpertGradients(NamedTuple):

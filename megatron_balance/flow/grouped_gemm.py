@@ -1,10 +1,8 @@
 """Matrix products for the rows of all slots: outputs, input gradients and weight gradients.
 
 Rows are grouped by slot. The weights of all slots are a sequence of tensors [S_i, O, I], each of which holds some
-consecutive slots: home slots are a parameter, guest slots a buffer of their own. Nothing is concatenated: every product
-is written where the next operation reads it.
-
-How many kernels a projection takes, for S home slots and G guest slots in use:
+consecutive slots: home slots are a parameter, guest slots a buffer of their own. A projection takes this many kernels
+for S home slots and G guest slots in use:
 
 | products                 | `TorchGemm` on its fast path | `TorchGemm` otherwise | `EngineGemm` |
 |--------------------------|------------------------------|-----------------------|--------------|
@@ -14,24 +12,19 @@ How many kernels a projection takes, for S home slots and G guest slots in use:
 If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
 in use then cost a copy of the weights of all slots.
 
-torch's grouped product takes the weights of all slots as one tensor and allocates its result. One call for home and
-guest slots would copy weights, and a second call would copy its rows. Guest slots are few, so each has a product of its
-own, written into the rows that the grouped product has left for it. torch's grouped product also rounds weight
-gradients to the inputs' precision; one product per slot adds to float32 directly. A call of Transformer Engine takes
-lists of matrices, and starts one product for each.
+torch's grouped product takes the weights of all slots as one tensor and allocates its result, so each guest slot has a
+product of its own. It also rounds weight gradients to the inputs' precision; one product per slot adds to float32.
 """
 
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from megatron_balance.flow.slot_weights import slots_of
 
 GROUPED_MM_ALIGNMENT = 16
 """`grouped_mm` requires strides that are multiples of this number of bytes."""
@@ -126,6 +119,12 @@ def weight_gradients(gradient_RO: torch.Tensor, rows_RI: torch.Tensor, split: De
     return F.grouped_mm(gradient_RO.T, rows_RI, offs=split.ends)
 
 
+def slots_of(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensor of each slot, given tensors [S_i, ...] of consecutive slots."""
+    for part in parts:
+        yield from part.unbind()
+
+
 def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat([*weights])
 
@@ -151,10 +150,8 @@ def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: Ro
 def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
 
-    Otherwise it refuses them, or it reads the ends of the slots from the device, so that the host waits, and computes
-    one product per slot. Source: aten/src/ATen/native of torch 2.13, `_grouped_mm_cuda` in cuda/GroupedBlas.cpp:
-    bfloat16, compute capability 9.x or 10.x, NVIDIA; `check_valid_strides_and_return_transposed` in GroupedMMUtils.h:
-    alignment.
+    Otherwise it refuses them, or the host waits for the ends of the slots. Source: aten/src/ATen/native of torch 2.13,
+    `_grouped_mm_cuda` in cuda/GroupedBlas.cpp, and `check_valid_strides_and_return_transposed` in GroupedMMUtils.h.
     """
     if matrix_SIO.dtype != torch.bfloat16 or not matrix_SIO.is_cuda or torch.version.hip is not None:
         return False
@@ -165,9 +162,9 @@ def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
 class EngineGemm(GroupedGemm):
     """Products by the function that Transformer Engine's GroupedLinear computes with; needs CUDA.
 
-    It takes the matrices of all slots as lists, starts their products on several streams, and adds weight gradients
-    to float32 in the kernel. Its matrices are row-major. Its layouts name the first two arguments, A and B, in the
-    column-major view: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
+    It takes the matrices of all slots as lists, starts one product for each on several streams, and adds weight
+    gradients to float32 in the kernel. Its layouts name the first two arguments, A and B, in the column-major view of
+    row-major matrices: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
     """
 
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
@@ -198,32 +195,23 @@ class EngineGemm(GroupedGemm):
     def _call(
         self, first: list[torch.Tensor], second: list[torch.Tensor], out: list[torch.Tensor], **more: Any
     ) -> None:
-        accepted = self._parameters
+        gemm, accepted = self._gemm
         if "quantization_params" in accepted:
             # Since 2.11
             more["quantization_params"] = [None] * len(first)
         if "workspaces" in accepted:
             # Until 2.9
-            more["workspaces"] = _workspaces()
-        self._gemm(first, second, out=out, out_dtype=out[0].dtype, **more)
+            from transformer_engine.pytorch.module.base import get_multi_stream_cublas_workspace  # pyright: ignore
 
-    # On demand: a dry run builds models on machines that lack the package
+            more["workspaces"] = get_multi_stream_cublas_workspace()
+        gemm(first, second, out=out, out_dtype=out[0].dtype, **more)
 
     @functools.cached_property
-    def _gemm(self) -> Callable:
+    def _gemm(self) -> tuple[Callable, frozenset[str]]:
+        """The function and its parameters; on demand: a dry run builds models on machines that lack the package."""
         from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm  # pyright: ignore
 
-        return general_grouped_gemm
-
-    @functools.cached_property
-    def _parameters(self) -> frozenset[str]:
-        return frozenset(inspect.signature(self._gemm).parameters)
-
-
-def _workspaces() -> list[torch.Tensor]:
-    from transformer_engine.pytorch.module.base import get_multi_stream_cublas_workspace  # pyright: ignore
-
-    return get_multi_stream_cublas_workspace()
+        return general_grouped_gemm, frozenset(inspect.signature(general_grouped_gemm).parameters)
 
 
 def expert_gemm(name: Literal["default", "te"]) -> GroupedGemm:

@@ -6,8 +6,7 @@ enter      this rank's part of the layer's input, if tensor-parallel ranks share
 route      the router chooses logical experts for each token
 count      start gathering the load matrix: how many tokens each source routed to each expert
 prepare    queue what needs no load: the order of rows by expert, and shared experts
-host       the Placement in force: which ranks host which experts; every host has received the experts' weights before
-           it computes
+host       the Placement in force: which ranks host which experts
 plan       how many tokens each source sends to each physical expert; the host waits for the load, and nothing else
 dispatch   one row for each token and chosen expert, grouped by destination; the first exchange starts
 experts    the rows that arrive, with this rank's experts
@@ -36,14 +35,13 @@ from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
-from megatron_balance.flow.chunks.order import Chunking
 from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host, make_dispatch_plan
+from megatron_balance.flow.plan import Choices, Split, by_host, make_dispatch_plan
 from megatron_balance.job.collectives import ALL_GATHER
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
@@ -63,18 +61,14 @@ class PassLoad(NamedTuple):
     """[W, E] in host memory, with the sources of each host added up."""
 
 
-class Decided(NamedTuple):
-    """What a forward pass decided, for the pass that repeats it."""
-
-    load: PassLoad
-    rows: PendingRows
+Decided = tuple[PassLoad, PendingRows]
+"""What a forward pass decided, for the pass that repeats it."""
 
 
 class BalancedMoELayer(MoELayer):
-    """Drop-in for megatron-core's MoELayer, named in the layer spec.
+    """Drop-in for megatron-core's MoELayer, whose constructor and forward pass are not used.
 
-    It is a subclass because megatron-core's transformer layer recognizes MoE layers by their class. It uses neither the
-    constructor nor the forward pass of MoELayer.
+    megatron-core's transformer layer recognizes MoE layers by this class.
     """
 
     def __init__(
@@ -91,10 +85,7 @@ class BalancedMoELayer(MoELayer):
         is_mtp_layer: bool = False,
         **_: object,
     ) -> None:
-        """`parallel`, `balance`, `exchange`, `reader` and `chunks` come from the spec.
-
-        megatron-core 0.19 also passes `is_mtp_layer`, and `pg_collection` and other arguments that are not used here.
-        """
+        """The spec gives `parallel`, `balance`, `exchange`, `reader` and `chunks`; megatron-core passes the others."""
         groups = parallel.groups
         BaseMoELayer.__init__(self, config, layer_number, groups)
         self.is_mtp_layer = is_mtp_layer
@@ -110,7 +101,7 @@ class BalancedMoELayer(MoELayer):
         self.placement = owners
         """The placement of the latest forward pass."""
         self.decided: Callable[[], list[Decided]] = list
-        """Returns the decisions of the current pass in this layer: see `PassMemory.of`. `list`: none are kept."""
+        """Returns the decisions of the current pass in this layer: see `PassMemory.of`."""
         self.begin: Begin = lambda work: None
         """Called when the experts begin and end their computation."""
         self.split: Split = "local_first"
@@ -140,12 +131,9 @@ class BalancedMoELayer(MoELayer):
             return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
-
-        def chunking(plan: DispatchPlan) -> Chunking:
-            assert chunks is not None
-            return chunks(number_of(self), plan)
-
-        return AllToAllDispatcher(self.config, self.parallel, exchange, None if chunks is None else chunking)
+        # megatron-core numbers a layer after it has built it
+        chunking = None if chunks is None else lambda plan: chunks(number_of(self), plan)
+        return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
 
     def forward(
         self,
@@ -183,10 +171,9 @@ class BalancedMoELayer(MoELayer):
         plan = self._plan(load)
         sent = pending.dispatch(plan, tokens_TH, choices)
         if not torch.is_grad_enabled():
-            decided.append(Decided(load, pending))
-        computed = sent.compute(self.experts, self.begin)
-        output_TH = computed.combine()
-        output = self.parallel.leave(output_TH, entered.shape)
+            decided.append((load, pending))
+        combine = sent.compute(self.experts, self.begin)
+        output = self.parallel.leave(combine(), entered.shape)
         return output if shared is None else output + shared
 
     def _route(self, entered: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, Choices]:

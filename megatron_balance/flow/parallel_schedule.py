@@ -1,7 +1,7 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-An order is data (`SCHEDULES`). `ParallelDispatch` executes its steps on a layer's tokens. flow/chunks/pipeline.py
-executes the steps from `dump` or the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
+`ParallelDispatch` executes an order's steps on a layer's tokens. flow/chunks/pipeline.py executes those from `dump` or
+the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
 
     megatron   the order of megatron-core's dispatcher
     baseline   the order of DeepSpeed-MoE (Parm, Fig. 3a)
@@ -71,16 +71,12 @@ class Shape(NamedTuple):
 
     tokens: int
     """B * L: tokens of a rank's input."""
-
     hidden: int
     """M: hidden size."""
-
     rows: int
     """E * T: rows that experts compute, from `tokens` tokens."""
-
     mp: int
     """N_MP: tensor-parallel ranks with the same tokens; 1 with sequence parallelism."""
-
     esp: int
     """N_ESP: shards of an expert."""
 
@@ -88,9 +84,8 @@ class Shape(NamedTuple):
 def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
     """Return the elements per rank of each collective of a forward pass: of its input or output, whichever is larger.
 
-    The part that stays on the rank counts too; a collective of one rank is left out. With times of collectives as
-    functions of these sizes, the sums are Parm's Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor
-    parallelism, Eq. 2.
+    The part that stays on the rank counts too; a collective of one rank is left out. These are the sizes in Parm's
+    Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
     """
     tokens = shape.tokens * shape.hidden
     rows = shape.rows * shape.hidden
@@ -129,29 +124,18 @@ class ParallelDispatch:
         self.groups = groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
         """Ranks that hold the same tokens."""
+        self.splits_tokens = self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
+        """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
+        self.splits_rows = self.copies > 1 and self._before(TokenStep.GATE, TokenStep.MP_SPLIT)
+        """Whether each tensor-parallel rank sends a part of the rows of all tokens."""
+        self.repeats = 1 if self.splits_tokens or self.splits_rows else self.copies
+        """Number of times that experts compute the same row."""
+        gathers = self._before(TokenStep.ESP_ALL_GATHER, TokenStep.EP_ALL_TO_ALL)
+        self.gathers_tokens = groups.expt_tp.size() > 1 and gathers
+        """Whether all shards of a host send the rows of all their tokens."""
         self.simultaneous: Simultaneous | None = None
         if gather_group is not None and self.splits_rows:
             self.simultaneous = Simultaneous(groups.expt_tp.size(), gather_group, self.members)
-
-    @functools.cached_property
-    def splits_tokens(self) -> bool:
-        """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
-        return self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
-
-    @functools.cached_property
-    def splits_rows(self) -> bool:
-        """Whether each tensor-parallel rank sends a part of the rows of all tokens."""
-        return self.copies > 1 and self._before(TokenStep.GATE, TokenStep.MP_SPLIT)
-
-    @functools.cached_property
-    def repeats(self) -> int:
-        """Number of times that experts compute the same row."""
-        return 1 if self.splits_tokens or self.splits_rows else self.copies
-
-    @functools.cached_property
-    def gathers_tokens(self) -> bool:
-        """Whether all shards of a host send the rows of all their tokens."""
-        return self.groups.expt_tp.size() > 1 and self._before(TokenStep.ESP_ALL_GATHER, TokenStep.EP_ALL_TO_ALL)
 
     @functools.cached_property
     def sources(self) -> dist.ProcessGroup:
@@ -165,8 +149,7 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The sources of the rows of this rank's tokens, in the order in which they share them: itself, or all ranks
-        with the same tokens."""
+        """The sources that share the rows of this rank's tokens: itself, or all with the same tokens, in order."""
         if not self.splits_rows:
             return [self.source]
         sources = dist.get_process_group_ranks(self.sources)
@@ -204,10 +187,7 @@ class ParallelDispatch:
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
     def share(self, own_TH: torch.Tensor, choices: Choices) -> tuple[torch.Tensor, Choices]:
-        """Return the tokens [T, H] that this rank dispatches, and their choices, given those that this rank has routed.
-
-        If tokens are gathered, these are the tokens of all shards of the host.
-        """
+        """Return the tokens [T, H] that this rank dispatches, and their choices, given those that it has routed."""
         tokens_TH, probs_TE = (_scale_gradient(tensor, self.repeats) for tensor in (own_TH, choices.probs_TE))
         return self._gather(tokens_TH), Choices(self._gather(probs_TE), self._gather(choices.map_TE))
 
@@ -221,8 +201,7 @@ class ParallelDispatch:
     def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the layer's output for all of its input, from the output for the tokens of `share`.
 
-        Args:
-            shape: shape of the tensor that this rank routed.
+        `shape` is that of the tensor that this rank routed.
         """
         if self.gathers_tokens:
             output_TH = scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
@@ -243,11 +222,10 @@ class ParallelDispatch:
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all shards of the host, if tokens are gathered: [T, ...] -> [N * T, ...]."""
-        if self.gathers_tokens:
-            return gather_from_sequence_parallel_region(
-                tensor, tensor_parallel_output_grad=False, group=self.groups.expt_tp
-            )
-        return tensor
+        if not self.gathers_tokens:
+            return tensor
+        shards = self.groups.expt_tp
+        return gather_from_sequence_parallel_region(tensor, tensor_parallel_output_grad=False, group=shards)
 
     def _before(self, one: TokenStep, other: TokenStep) -> bool:
         return {one, other} <= {*self.steps} and self.steps.index(one) < self.steps.index(other)

@@ -24,17 +24,13 @@ class Choices(NamedTuple):
 
     probs_TE: torch.Tensor
     """Combine weights."""
-
     map_TE: torch.Tensor
     """bool: the chosen experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Tokens from every source to every physical expert, for one layer and one forward pass.
-
-    The arguments are those of `make_dispatch_plan`.
-    """
+    """Tokens from every source to every physical expert, by the arguments of `make_dispatch_plan`."""
 
     placement: Placement
     counts_DE: torch.Tensor
@@ -50,7 +46,7 @@ class DispatchPlan:
         counts_DE = np.ascontiguousarray(self.counts_DE.numpy())
         counts_WE = np.ascontiguousarray(by_host(self.counts_DE, self.placement.num_ranks).numpy())
         return torch.from_numpy(
-            _planned(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
+            plan_loop(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
         )
 
     @property
@@ -99,16 +95,11 @@ def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
     return functools.reduce(np.add, others, first)
 
 
-def prepare_plans() -> None:
-    """Compile the loop for replicated experts now, so that the first forward pass does not wait for numba."""
-    _planned.prepare()
-
-
 @compiled(
     "int64[:, ::1](int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, "
     "int64[::1], int64)"
 )
-def _planned(
+def plan_loop(
     counts_DE: np.ndarray,
     counts_WE: np.ndarray,
     first_E: np.ndarray,
@@ -120,8 +111,7 @@ def _planned(
     physical_N: np.ndarray,
     slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`; the arguments are the load of sources and of hosts, the fields of `HostRules`,
-    the physical expert of each host, and a rank's slots."""
+    """Return `DispatchPlan.tokens_DP`, given the load of sources and of hosts, and the fields of `HostRules`."""
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     sources, experts = counts_DE.shape
     hosts = len(counts_WE)

@@ -1,7 +1,6 @@
 """The router's choice of logical experts -> the choice of physical experts, for megatron-core's dispatchers.
 
-After it, dispatch, experts and combine are an ordinary mixture of P experts. Our dispatcher does the same with the
-order of rows (rows.py). In shapes, K is the largest number of hosts of an expert.
+After it, the layer is an ordinary mixture of P experts. In shapes, K is the largest number of hosts of an expert.
 """
 
 import numpy as np
@@ -13,19 +12,10 @@ from megatron_balance.placement.placement import Placement
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
-    """Replace each chosen expert by one of its hosts; `plan` gives the number of tokens for each host.
+    """Replace each chosen expert [T, E] by one of its hosts [T, P], with its weight, through which gradients flow.
 
-    Of the tokens that chose an expert, the first go to the host of lowest rank, the next to the second, and so on.
-
-    Args:
-        probs_TE: [T, E] combine weights; gradients flow through.
-        map_TE: [T, E] bool, the experts that each token chose.
-        plan: this layer's dispatch plan.
-        source: the number of the source that sends these tokens.
-
-    Returns:
-        Choices of physical experts, [T, P], with each token's weights unchanged; the arguments themselves if physical
-        and logical experts coincide.
+    Of the tokens of `source` that chose an expert, the first go to the host of lowest rank, the next to the second, and
+    so on, as many as `plan` says. If physical and logical experts coincide, the arguments are returned.
     """
     if plan.placement.tables.in_place:
         return Choices(probs_TE, map_TE)

@@ -1,16 +1,14 @@
 """megatron-core's routers: auxiliary losses as they are defined, the precision of counts, and scores of groups.
 
-Each rank adds its part of a loss to its backward pass. A loss of a microbatch is the sum of the parts of the ranks that
-share its tokens (the router's `tp_cp_group`); that of the run is the mean over microbatches and data-parallel ranks:
+A loss of a microbatch is the sum of the parts of the ranks that share its tokens (the router's `tp_cp_group`); the
+run's is the mean over microbatches and data-parallel ranks. megatron-core computes them, but its versions weight some
+by the number of ranks, and log some for one rank only:
 
     aux_loss          of a microbatch (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2)
     seq_aux_loss      of each sequence, whose mean is taken (DeepSeek-V3, https://arxiv.org/abs/2412.19437, Eq. 17)
     global_aux_loss   of a microbatch, with the experts' shares of all tokens that the iteration has routed so far
                       (https://arxiv.org/abs/2501.11873)
     z-loss            of each token, whose mean is taken (ST-MoE, https://arxiv.org/abs/2202.08906, Eq. 5)
-
-megatron-core computes the losses, but its versions weight some of them by the number of ranks, and log some of them for
-one rank only.
 """
 
 import functools
@@ -53,9 +51,7 @@ def keep_precision(model: Iterable[torch.nn.Module]) -> None:
 def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> None:
     """Make routers add and log their auxiliary losses as the docstring of this module defines them.
 
-    Args:
-        weight: for `--calculate-per-token-loss`, by which gradients are summed and then divided by the number of
-            unmasked tokens; None without it.
+    `weight` is for `--calculate-per-token-loss`, by which gradients are summed and divided by the unmasked tokens.
     """
     for router in routers_of(model):
         for name in LOAD_BALANCING:
@@ -66,11 +62,7 @@ def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> No
 
 
 def take_losses(names: Sequence[str], layers: int) -> torch.Tensor:
-    """Return this rank's parts of the losses [names, layers], summed over microbatches since the last call.
-
-    Args:
-        layers: number of transformer layers of the whole model.
-    """
+    """Return this rank's parts of the losses [names, layers of the model], summed since the last call."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
         entries: Any = moe_utils.get_moe_metrics_tracker().metrics  # pyright: ignore[reportAttributeAccessIssue]
         values = {name: entry.values for name, entry in entries.items()}
@@ -133,22 +125,14 @@ def _add(
     loss: torch.Tensor,
     tokens: torch.Tensor | int | None,
 ) -> torch.Tensor:
-    """Return `activation`, whose backward pass also starts that of `loss`; log `value`.
-
-    Args:
-        value: this rank's part of the loss without its coefficient.
-        loss: the same with it.
-        tokens: number of this rank's tokens.
-    """
+    """Return `activation`, whose backward pass also starts that of `loss`; log `value`, the loss without its
+    coefficient. Both are this rank's parts, for `tokens` tokens."""
     config = router.config
     size = router.tp_cp_group.size()
-    repeats = 1
     if getattr(router, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False):
         assert config.mtp_num_layers is not None
-        repeats = config.mtp_num_layers
-    if repeats > 1:
-        value = value / repeats
-        loss = loss / repeats
+        value = value / config.mtp_num_layers
+        loss = loss / config.mtp_num_layers
     if router.layer_number is not None:
         record: Any = moe_utils.save_to_aux_losses_tracker
         if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
@@ -168,10 +152,9 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 class GroupScores(RouterReplay):
     """Chooses the experts of the groups whose `experts` highest scores have the largest sums.
 
-    With `--moe-router-num-groups`, a token's experts come from the groups with the highest scores. DeepSeek-V2 scores a
-    group by its best expert (its section 2.2.2) and DeepSeek-V3 by the sum of its two best (its section 2.1.2), however
-    many experts a token chooses. megatron-core always adds up the best `topk // group_topk`. As forced workloads do, we
-    use its hook for given choices, the router replay, so probabilities and losses remain megatron-core's.
+    DeepSeek-V2 scores a group by its best expert (section 2.2.2) and DeepSeek-V3 by the sum of its two best (section
+    2.1.2). megatron-core always adds up the best `topk // group_topk`. Its hook for given choices, the router replay,
+    leaves probabilities and losses to megatron-core.
     """
 
     def __init__(self, experts: int) -> None:
@@ -187,13 +170,9 @@ class GroupScores(RouterReplay):
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [T, K] of the chosen experts, and the experts [T, K], for `scores` [T, E].
+        """Return the scores [T, K] of the chosen experts, and the experts [T, K].
 
-        Args:
-            scores: scores that experts are chosen by, with the expert bias if there is one.
-            topk: K, number of experts of a token.
-            num_groups: number of groups of consecutive experts.
-            group_topk: number of groups of a token.
+        `scores` [T, E] include the expert bias. A token chooses among `num_groups` groups of consecutive experts.
         """
         assert num_groups is not None and group_topk is not None
         groups_TGE = scores.unflatten(1, (num_groups, -1))

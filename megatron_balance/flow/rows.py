@@ -1,12 +1,9 @@
 """A row for every expert that a token chose, and the sums of each token's rows.
 
-The order of rows is found once, by expert, before the host knows how many there are for each expert. When it knows, the
-rows of every expert are cut into blocks, one for each member, host and chunk, and the blocks move to where they are
-sent from. Nothing here waits for the device.
-
-Both directions and their gradients read by index: the gradient of copies is a sum, and that of a sum is copies. No two
-threads add to the same memory, so that the same rows give the same bits in every run, on CUDA too. A sum adds a token's
-rows in the order of their experts, whatever their hosts and chunks, in float32 or better, and is rounded once.
+The order of rows is found once, by expert, before the host knows how many there are for each expert. Then the rows of
+every expert are cut into blocks, one for each member, host and chunk, and the blocks move to where they are sent from.
+Nothing here waits for the device, and the same rows give the same bits in every run: no two threads add to the same
+memory, and a sum adds a token's rows in the order of their experts, in float32 or better, and is rounded once.
 
 In shapes, D counts the members: sources that send rows of the same tokens. N counts the pairs of an expert and a host
 of it.
@@ -40,11 +37,7 @@ class RowOrder:
     """The token of each row, and the rows of each token, on the routing's device."""
 
     def __init__(self, token_R: torch.Tensor, find: Callable[[], RowPlaces]):
-        """
-        Args:
-            token_R: int32, or int64, so that nothing is converted before the rows leave.
-            find: queues the rest, once it is needed: rows leave as soon as they are copied.
-        """
+        """`token_R` is int32 or int64; `find` queues the rest, once it is needed: rows leave before that."""
         self.token_R = token_R
         self._find: Callable[[], RowPlaces] | None = find
 
@@ -138,8 +131,7 @@ def gather_weights(probs_TE: torch.Tensor, order: RowOrder) -> torch.Tensor:
 def scatter_weights(weights_R: torch.Tensor, order: RowOrder, shape: Sequence[int]) -> torch.Tensor:
     """Return weights of rows in their places among all weights, of this shape, and zeros: [R] -> [T, E].
 
-    This is the gradient of `gather_weights`. No two rows have the same place. Autograd cannot rely on that: it would
-    sort the places and add.
+    This is the gradient of `gather_weights`. Autograd would sort the places and add: it cannot know that they differ.
     """
     weights_TE = weights_R.new_zeros(shape)
     weights_TE.view(-1).index_put_((order.rest.place_R,), weights_R)

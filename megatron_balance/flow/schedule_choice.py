@@ -3,12 +3,8 @@
 For s1 and s2, this is Parm's Algorithm 1. Two slips of the paper are corrected. The rows of all experts are
 E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in Eq. 14, and
 its all-gather is part of the overlapped time, as in line 5. If the profile has it, a time that the paper omits is
-added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1.
-
-megatron sends a row once to its host, whose shards then gather it; s1 and s2 send it to every shard. Where
-tensor-parallel ranks have the same tokens, megatron computes each token once for each of them.
-
-`baseline` is never chosen: its hosts send the same rows as megatron's, from all of their shards.
+added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1. `baseline` is never chosen:
+its hosts send the same rows as megatron's, from all of their shards.
 """
 
 import functools
@@ -23,11 +19,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 
 def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
-    """Return the schedules to choose from: those that differ for this shape and are possible.
-
-    Args:
-        ranks: number of all shards of all hosts.
-    """
+    """Return the schedules that differ for this shape and are possible for this number of shards of all hosts."""
     found = ["s1"]
     if shape.mp > 1 and ranks % shape.mp == 0:
         found.append("s2")
@@ -54,10 +46,8 @@ class ScheduleModel:
 
     profile: ClusterProfile
     """Profile of the ranks of all shards of all hosts."""
-
     mp: int
     """Number of ranks with the same tokens."""
-
     esp: int
 
     def seconds(self, schedule: str, shape: Shape, element_bytes: int, simultaneous: bool) -> float:

@@ -1,11 +1,7 @@
 """One linear layer in all slots, as autograd sees it: a function of its rows alone.
 
-Its backward pass computes the gradients of the rows, and hands over the rows and output gradients from which the
-gradients of weights are computed.
-
 On a CPU, SwiGLU and the projection after it are one function, which keeps nothing but its input for the backward pass.
-Autograd would keep three tensors of half the input's size: the gate's SiLU, its product with the linear part, and that
-product times the combine weights. They are computed again, in few passes over memory.
+Autograd would keep three tensors of half the input's size; they are computed again, in few passes over memory.
 """
 
 from collections.abc import Sequence
@@ -16,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow.grouped_gemm import RowSplit, Split
-from megatron_balance.flow.slot_weights import Projection, slots_of
-from megatron_balance.flow.weight_gradients import LinearGradients
+from megatron_balance.flow.grouped_gemm import RowSplit, Split, slots_of
+from megatron_balance.flow.slot_weights import LinearGradients, Projection
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +40,6 @@ class SlotLinear:
     def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
         return _SlotLinear.apply(rows_RI, scale_R if self.biases else None, self, split)
-
-    # The parts of the function and of its backward pass, for other functions that contain it
 
     def outputs(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None) -> torch.Tensor:
         """Do the same as a call, but not differentiably."""
@@ -118,11 +111,7 @@ def is_swiglu(config: TransformerConfig) -> bool:
 def swiglu_linear(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
     """Compute SwiGLU units, weight them, and multiply them by their slot's weight: [R, 2 I] -> [R, O]; differentiable.
 
-    Args:
-        inner: gates, then linear parts.
-        probs_R: weights of the rows, also of their biases.
-        linear: the projection of the units.
-        split: number of rows of each slot.
+    `inner` has gates, then linear parts; `probs_R` also scales biases.
     """
     return _SwigluLinear.apply(inner, probs_R, linear, split)
 

@@ -1,23 +1,25 @@
-"""The weights of one linear layer in a rank's slots: parameters in home slots, copies in guest slots."""
+"""The weights of one linear layer in a rank's slots, and their gradients, apart from those of its inputs.
+
+A backward pass computes the input gradients of all chunks first, because other ranks wait for them. The rows and output
+gradients are kept until then. Each weight gradient is one product over all chunks, so that it does not depend on their
+number, and it overlaps with the exchange of the last input gradients.
+"""
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, WeightTerm, slots_of, weight_gradients
 
-@dataclass(frozen=True, eq=False)
-class Projection:
+
+class Projection(NamedTuple):
     """Weights of one linear layer for some slots: `weight` [S, O, I] and `bias` [S, O] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-
-    def first(self, slots: int) -> "Projection":
-        """Return the first `slots` slots."""
-        return Projection(self.weight[:slots], None if self.bias is None else self.bias[:slots])
 
     def by_slot(self) -> list["Projection"]:
         """Return one projection per slot."""
@@ -58,33 +60,25 @@ class GroupedWeights(torch.nn.Module):
 
         This is a forward pass because DDP's `--overlap-param-gather` waits for a module's parameters before it.
         """
+        home = Projection(self.weight, self.bias)
         if not guests:
-            return [self.home()]
+            return [home]
         assert self.guests is not None, "guests need room: allocate_guests"
-        return [self.home(), self.guests.first(guests)]
+        weight, bias = self.guests
+        return [home, Projection(weight[:guests], None if bias is None else bias[:guests])]
 
-    def home(self) -> Projection:
-        """Return the parameters of the home slots."""
-        return Projection(self.weight, self.bias)
-
-    def find(self, slot: int) -> tuple[Projection, int]:
-        """Return the slots, home or guest, to which a slot belongs, and its index in them."""
+    def tensors_of(self, slot: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the weight and the bias that contain a slot, home or guest, and its index in them."""
         home = len(self.weight)
-        if slot < home:
-            return self.home(), slot
-        assert self.guests is not None, "guests need room: allocate_guests"
-        return self.guests, slot - home
+        projection = Projection(self.weight, self.bias) if slot < home else self.guests
+        assert projection is not None, "guests need room: allocate_guests"
+        for tensor in projection.tensors():
+            yield tensor, slot if slot < home else slot - home
 
 
 def main_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a weight's gradients over microbatches: DDP's for a parameter, or a guest slot's own."""
     return tensor.main_grad  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def slots_of(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensor of each slot, given tensors [S_i, ...] of consecutive slots."""
-    for part in parts:
-        yield from part.unbind()
 
 
 def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
@@ -93,3 +87,128 @@ def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
     guest = parameter.detach().new_zeros(shape)
     guest.main_grad = main_grad(parameter).new_zeros(shape)  # pyright: ignore[reportAttributeAccessIssue]
     return guest
+
+
+class SlotRows(NamedTuple):
+    """Some rows of one slot, the gradient of their products, and what scales the bias of each row."""
+
+    rows_RI: torch.Tensor
+    gradient_RO: torch.Tensor
+    scale_R: torch.Tensor | None
+
+
+class LinearGradients:
+    """The gradients of one linear layer's weights in all slots, over one backward pass.
+
+    They are added to the `main_grad` of guest slots, and of parameters that megatron-core's DDP has marked with
+    `grad_added_to_main_grad`. Gradients of other parameters are summed in float32 or better and rounded once.
+    """
+
+    def __init__(self, linear: GroupedWeights, slots: int, gemm: GroupedGemm) -> None:
+        """`slots` is the number of slots in use: home slots, then guest slots."""
+        self.linear = linear
+        self.gemm = gemm
+        self.parts: list[list[SlotRows]] = [[] for _ in range(slots)]
+        self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
+        """Rows of all slots and the gradient of their products, where only the device knows the numbers of rows."""
+
+    def add(
+        self,
+        first: int,
+        rows_RI: torch.Tensor,
+        gradient_RO: torch.Tensor,
+        scale_R: torch.Tensor | None,
+        split: Split,
+    ) -> None:
+        """Keep rows of the slots from `first` on, and the gradient of their products, until `sum`."""
+        if isinstance(split, DeviceSplit):
+            self._uncounted.append((gradient_RO, rows_RI, split))
+            return
+        rows = rows_RI.split(split.sizes)
+        gradients = gradient_RO.split(split.sizes)
+        scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
+        for slot, part in enumerate(map(SlotRows, rows, gradients, scales), first):
+            if len(part.rows_RI):
+                self.parts[slot].append(part)
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Add everything that was kept to the gradients."""
+        weights, *biases = self._totals
+        self.gemm.add_weight_gradients(self._terms(weights))
+        for rows in self._uncounted:
+            self._add(weight_gradients(*rows))
+        self._uncounted.clear()
+        for totals in biases:
+            for total_O, parts in zip(totals, self.parts, strict=False):
+                for _, gradient_RO, scale_R in parts:
+                    scaled_RO = gradient_RO if scale_R is None else gradient_RO * scale_R.unsqueeze(-1)
+                    total_O.add_(scaled_RO.sum(0, dtype=total_O.dtype))
+        for parts in self.parts:
+            parts.clear()
+
+    @torch.no_grad()
+    def finish(self) -> list[torch.Tensor | None]:
+        """Compute the gradients; return those of the parameters, for autograd.
+
+        The gradient of a parameter that DDP has marked is a placeholder, which DDP's hook drops: it exists so that the
+        hook runs. See `_make_backward_post_hook` in megatron/core/distributed/distributed_data_parallel.py.
+        """
+        self.sum()
+        return list(map(_for_autograd, self.linear.parameters(), self._sums))
+
+    def _add(self, gradient_SOI: torch.Tensor) -> None:
+        """Add a weight gradient of every slot in use."""
+        home = len(self.linear.weight)
+        if self.linear.weight.requires_grad:
+            self._sums[0].add_(gradient_SOI[:home])
+        if len(gradient_SOI) > home:
+            assert self.linear.guests is not None
+            main_grad(self.linear.guests.weight)[: len(gradient_SOI) - home].add_(gradient_SOI[home:])
+
+    @functools.cached_property
+    def _sums(self) -> list[torch.Tensor]:
+        """Where the gradients of each parameter are added; an empty tensor if it needs none."""
+        return [
+            parameter.new_empty(0)
+            if not parameter.requires_grad
+            else main_grad(parameter)
+            if _is_marked(parameter)
+            else torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in self.linear.parameters()
+        ]
+
+    @functools.cached_property
+    def _totals(self) -> list[list[torch.Tensor]]:
+        """Where each slot's gradient is added: of the weight and, if there is one, of the bias."""
+        guests = self.linear.guests
+        copies = [] if guests is None else [main_grad(tensor) for tensor in guests.tensors()]
+        return [
+            [*slots_of([sums, *copies[number : number + 1]])] if len(sums) else []
+            for number, sums in enumerate(self._sums)
+        ]
+
+    def _terms(self, totals: Sequence[torch.Tensor]) -> Iterator[WeightTerm]:
+        """Yield the rows of each slot in all chunks; slot by slot, so that few copies exist at the same time."""
+        for total_OI, parts in zip(totals, self.parts, strict=False):
+            if parts:
+                rows, gradients, _ = zip(*parts, strict=True)
+                yield WeightTerm(total_OI, _joined(gradients), _joined(rows))
+
+
+def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
+    if not parameter.requires_grad:
+        return None
+    if not _is_marked(parameter):
+        return sums.to(parameter.dtype)
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    # A new tensor of the right shape that costs no memory; nothing reads its values
+    return parameter.detach()
+
+
+def _is_marked(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "grad_added_to_main_grad")
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])

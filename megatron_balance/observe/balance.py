@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.model import balance_gain, balance_ratio
-from megatron_balance.device import copies
+from megatron_balance.device import host_memory
 
 PERCENTILES = (50, 75, 90, 95)
 """Percentiles over layers that TensorBoard shows."""
@@ -121,9 +121,9 @@ def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Ten
         own: this rank's reports by layer number, 1 to `num_layers`; may be empty.
     """
     rows = [[*own[layer], 1.0] if layer in own else [0.0] * COLUMNS for layer in range(num_layers + 1)]
-    total = copies.to_device(rows, torch.float64)
+    total = host_memory.to_current_device(rows, torch.float64)
     dist.all_reduce(total)
-    return copies.to_host(total)
+    return host_memory.to_host(total)
 
 
 def means(table: torch.Tensor) -> dict[int, LayerReport]:

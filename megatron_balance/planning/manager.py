@@ -26,9 +26,6 @@ GIVEN_UP = bytes(15) + b"\1"
 MOST_COSTS = 8
 """Number of cost models that a manager keeps."""
 
-LONGEST_PAUSE = 1024
-"""Largest number of iterations between two attempts to change owners."""
-
 REMEMBERED = 8
 """Number of plans that decide whether the next one is used: two periods of W7, one of the workload burst."""
 
@@ -210,10 +207,6 @@ class Manager:
         """Number of iterations that each guest has been on its rank."""
         self.wanted: dict[int, int] = {}
         """Experts that plans want elsewhere, and the iteration since which they do."""
-        self.pause = 0
-        """Iterations from the last failed Transfer to the next attempt."""
-        self.resumes = 0
-        """The iteration of that attempt."""
         self.history = History()
         self.factors = UNCALIBRATED
         """Calibration of the cost model that plans are made with."""
@@ -262,7 +255,7 @@ class Manager:
             transport=self.cost.transport,
             held=dict(self.held),
             ages={expert: self.iterations - since for expert, since in self.wanted.items()},
-            transfers=self.transfers and self.iterations >= self.resumes,
+            transfers=self.transfers,
             latest_BDE=self.latest_BDE,
             last_plan=self.last_plan,
             beside=None if self.cost.overlap is None else self.cost.overlap[:2],
@@ -275,22 +268,11 @@ class Manager:
     def adopt(self, decision: Decision) -> None:
         """Use the placement of a decision that all ranks agree on."""
         assert decision.placement is not None
-        if decision.placement.home != self.placement.home:
-            self.pause = 0
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
         self.last_plan = decision.last_plan
         if decision.placement != self.placement:
             # The same object as long as nothing changes: what has been prepared for it is kept
             self.placement = decision.placement
-
-    def postpone_transfer(self) -> int:
-        """Back off after a failed Transfer: return the number of iterations until plans may change owners again.
-
-        The number doubles with each failure. Until then, experts that would have moved stay guests.
-        """
-        self.pause = min(max(1, 2 * self.pause), LONGEST_PAUSE)
-        self.resumes = self.iterations + self.pause
-        return self.pause
 
     def state(self) -> dict[str, Any]:
         """Return lists, numbers and strings for a checkpoint between iterations, from which `restore` is exact.
@@ -303,8 +285,6 @@ class Manager:
             "iterations": self.iterations,
             "held": [[*guest, iterations] for guest, iterations in self.held.items()],
             "wanted": [*self.wanted.items()],
-            "pause": self.pause,
-            "resumes": self.resumes,
             "tried": None if self.last_plan.placement is None else str(self.last_plan.placement),
             "gains": [*self.last_plan.gains],
         }
@@ -318,6 +298,4 @@ class Manager:
         self.iterations = state["iterations"]
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
-        self.pause = state["pause"]
-        self.resumes = state["resumes"]
         self.last_plan = LastPlan(state["tried"] and Placement.parse(state["tried"]), tuple(state["gains"]))

@@ -1,4 +1,4 @@
-"""Schedules as data: what happens in one iteration on one rank, as text that can be read back.
+"""Schedules as data: what happens in one iteration on one rank, as a table.
 
     step | computation     | communication  | planning    | waits for
        4 | j:L2 FEC m0     | j:L3 TRANS.1/2 |             | j:L2 TRANS.1/2, j:L2 TRANS.2/2
@@ -8,50 +8,39 @@ has the number of its MoE layer (Pro-Prophet section V). The part of a model chu
 of its own, `C0` in the first chunk of a pipeline stage. It is the whole chunk where that has no MoE layer.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 
 class Operation(StrEnum):
-    """What an action does, in the words of Pro-Prophet (section V, Fig. 7)."""
+    """What an action does, in the words of Pro-Prophet (section V, Fig. 7).
+
+    A2A             a block's four exchanges for each microbatch: dispatch, combine, and the gradients of combine and
+                    dispatch
+    FEC, FNEC       forward computation of the experts, and of everything else
+    BNEC, BEC       backward computation of everything but the experts, and of the experts
+    REDUCE          gradients are complete; data-parallel ranks reduce them
+    STEP            the optimizer's step comes next
+    PLAN            the policy decides the next placement of a layer
+    TRANS, AGG      owners send weights to guests; guests send gradients to owners
+    TRANSFER        experts and their optimizer state move to new owners after the step; no schedule contains this
+    """
 
     # An enumeration's own hash is a Python function, and every hook looks up an action
     __hash__ = str.__hash__
 
     A2A = "A2A"
-    """A block's four exchanges for each microbatch: dispatch, combine, and the gradients of combine and dispatch."""
-
     FEC = "FEC"
-    """Forward computation of the experts."""
-
     FNEC = "FNEC"
-    """Forward computation of everything but the experts."""
-
     BNEC = "BNEC"
-    """Backward computation of everything but the experts."""
-
     BEC = "BEC"
-    """Backward computation of the experts."""
-
     REDUCE = "REDUCE"
-    """Gradients are complete; data-parallel ranks reduce them."""
-
     STEP = "STEP"
-    """The optimizer's step comes next."""
-
     PLAN = "PLAN"
-    """The policy decides the next placement of a layer."""
-
     TRANS = "TRANS"
-    """Owners send weights to guests."""
-
     AGG = "AGG"
-    """Guests send gradients to owners."""
-
     TRANSFER = "TRANSFER"
-    """Experts and their optimizer state move to new owners after the optimizer's step; no schedule contains this."""
 
 
 EXPERTS = (Operation.A2A, Operation.FEC, Operation.BEC)
@@ -101,32 +90,6 @@ class Action(NamedTuple):
         exchange = self.operation is Operation.A2A and self.part <= self.parts // 2
         return exchange or self.operation in (Operation.FEC, Operation.FNEC)
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Return the action of a text: the inverse of `str`.
-
-        Raises:
-            ValueError: the text is not an action.
-        """
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"action {text!r}: give one like 'j:L3 TRANS.1/2' or 'j:L3 FEC m0'")
-        found = match.groupdict()
-        part = int(found["part"] or 1)
-        parts = int(found["parts"] or 1)
-        if not 1 <= part <= parts or found["operation"] not in list(Operation):
-            raise ValueError(f"action {text!r}: no such operation or part")
-        microbatch = None if found["microbatch"] is None else int(found["microbatch"])
-        number = int(found["number"])
-        block = chunk_start(number) if found["kind"] == "C" else number
-        return cls(block, Operation(found["operation"]), part, parts, microbatch, int(found["iteration"] or 0))
-
-
-_ACTION = re.compile(
-    r"j(?:\+(?P<iteration>\d+))?:(?P<kind>[LC])(?P<number>\d+) (?P<operation>[A-Z0-9]+)"
-    r"(?:\.(?P<part>\d+)/(?P<parts>\d+))?(?: m(?P<microbatch>\d+))?"
-)
-
 
 class Step(NamedTuple):
     """A computation, and what the rank does just before it.
@@ -159,30 +122,11 @@ def places(schedule: Sequence[Step]) -> tuple[Places, Places]:
     return first, last
 
 
-def grid(schedule: Schedule, errors: Iterable[tuple[int, str]] = ()) -> str:
-    """Return the schedule as a table with a line for every step; `errors` are (step, problem there)."""
+def grid(schedule: Schedule) -> str:
+    """Return the schedule as a table with a line for every step."""
     cells: list[tuple[str, ...]] = [("step", "computation", "communication", "planning", "waits for")]
     for number, (computation, *actions) in enumerate(schedule):
         cells.append((str(number), str(computation), *(", ".join(map(str, column)) for column in actions)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    for number, problem in errors:
-        lines[number + 1] += f"  <-- ERROR HERE: {problem}"
     return "\n".join(lines) + "\n"
-
-
-def parse(text: str) -> Schedule:
-    """Return the schedule of a table: the inverse of `grid`.
-
-    Raises:
-        ValueError: a line does not belong to a grid.
-    """
-    steps = []
-    for line in text.splitlines()[1:]:
-        cells = [cell.strip() for cell in line.split("|")]
-        cells += [""] * (5 - len(cells))
-        if len(cells) != 5 or cells[0] != str(len(steps)):
-            raise ValueError(f"step {len(steps)} of a schedule: {line!r}")
-        actions = [tuple(Action.parse(text) for text in cell.split(",") if text) for cell in cells[2:]]
-        steps.append(Step(Action.parse(cells[1]), *actions))
-    return tuple(steps)

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.device import copies
+from megatron_balance.device import host_memory
 from megatron_balance.planning.manager import GIVEN_UP, INVALID, Question
 from megatron_balance.timeline.planner import Plan
 
 LEAST_BYTES = 2**12
 """Initial room for the plans that one rank sends."""
+
+_HEADER = 8
+"""Bytes of a content's size."""
 
 
 class Outcome(NamedTuple):
@@ -49,13 +52,8 @@ class Compared:
         return True
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        """Return what the ranks agree on; all ranks call this for the same layers.
-
-        Args:
-            plans: this rank's plans, by layer number.
-            questions: the questions of all layers that are planned now.
-        """
-        own = copies.to_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
+        """Return what the ranks agree on, given this rank's plans, and the questions of all layers planned now."""
+        own = host_memory.to_current_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
         gathered = own.new_empty(self.group.size() * own.numel())
         dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
         table = gathered.view(self.group.size(), *own.shape).transpose(0, 1).tolist()
@@ -76,16 +74,10 @@ class Compared:
 
 
 class Shared:
-    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans.
-
-    The bytes of the collective do not grow with the ranks that plan nothing.
-    """
+    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans."""
 
     def __init__(self, group: dist.ProcessGroup, numbers: Iterable[int]) -> None:
-        """
-        Args:
-            numbers: all layers that the group plans for, in the same order on all ranks.
-        """
+        """`numbers` are all layers that the group plans for, in the same order on all ranks."""
         self.group = group
         self._room = LEAST_BYTES
         self._planner_of = {number: position % group.size() for position, number in enumerate(numbers)}
@@ -116,17 +108,13 @@ class Shared:
                 sent = len(content).to_bytes(_HEADER) + content[: self._room]
                 rows[ranks.index(self.group.rank()), : len(sent)] = np.frombuffer(sent, dtype=np.uint8)
             # Each row is zero on all ranks but one
-            total = copies.to_device(torch.from_numpy(rows), torch.uint8)
+            total = host_memory.to_current_device(torch.from_numpy(rows), torch.uint8)
             dist.all_reduce(total, group=self.group)
             rows = total.cpu().numpy()
             sizes = rows[:, :_HEADER].copy().view(">u8")[:, 0].tolist()
             if max(sizes) <= self._room:
                 return [row[_HEADER : _HEADER + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
             self._room = room(max(sizes))
-
-
-_HEADER = 8
-"""Bytes of a content's size."""
 
 
 def packed(plans: Mapping[int, Plan]) -> bytes:

@@ -56,10 +56,9 @@ def install(
     """Call the balancer in every iteration of megatron-core's schedules.
 
     Args:
-        balancer: the balancer of this rank's layers.
         layers: the MoE layers themselves, by layer number, ascending in each chunk.
         model: chunks in DDP.
-        config: has the `finalize_model_grads_func` that the schedules call; it must be set already.
+        config: has the `finalize_model_grads_func` that the schedules call.
     """
     for index, chunk in enumerate(model):
         modules = set(chunk.modules())

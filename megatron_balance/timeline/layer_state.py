@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -25,10 +25,7 @@ def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> Trans
     """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
 
     Of two parts, one overlaps with the non-MoE computation and has the rounds that fit there, because that time is
-    known before training. The other one overlaps with the experts and has the rest (Pro-Prophet section V-B).
-
-    Args:
-        beside: number of rounds of Trans and of Agg that fit the non-MoE computation.
+    known before training: `beside` of Trans and of Agg. The other one overlaps with the experts (Pro-Prophet V-B).
     """
     if action.parts == 1:
         return plan
@@ -55,7 +52,8 @@ class PlacementRounds:
     others: tuple[float, float]
     """Forward and backward seconds of the non-MoE computation that overlaps with a part of Trans, and of Agg."""
     counted: tuple[int, int] | None = None
-    """`beside` of `rounds_of`, if the rank that planned the placement has counted it."""
+    """Rounds of Trans and of Agg that fit the non-MoE computation, if the rank that planned the placement has counted
+    them."""
 
     @cached_property
     def plan(self) -> TransPlan:
@@ -100,20 +98,18 @@ class LayerState:
     prediction_error: float = 0.0
     spans: list[tuple[str, Interval]] = field(default_factory=list)
     waits: list[tuple[str, Interval]] = field(default_factory=list)
-    """As in FinishedIteration."""
     plan_seconds: float = 0.0
     last: FinishedIteration | None = None
     reported: bool = False
     """Whether `last` has a report."""
-
-    initial: Placement = field(init=False)
-    """Experts that only their first owners host: what reports compare with."""
     _rounds: PlacementRounds | None = None
     _counts_BDE: np.ndarray | None = None
     """The result of `counts_BDE` for the loads that there were."""
 
-    def __post_init__(self) -> None:
-        self.initial = Placement.identity(self.placement.num_experts, self.placement.num_ranks)
+    @cached_property
+    def initial(self) -> Placement:
+        """Experts that only their first owners host: reports compare with this placement."""
+        return Placement.identity(self.placement.num_experts, self.placement.num_ranks)
 
     @property
     def placement(self) -> Placement:
@@ -132,11 +128,7 @@ class LayerState:
         return self._rounds
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
-        """Send the experts of the current placement, which is new, as the rank that planned it has decided.
-
-        Args:
-            beside: rounds of Trans and of Agg that overlap with the non-MoE computation, if that rank has counted them.
-        """
+        """Send the experts of the current placement, which is new, as the rank that planned it has decided."""
         transport = self.manager.cost.transport
         transport.follow(self.placement, sending)
         self._rounds = PlacementRounds(self.placement, transport, self.overlap[:2], beside)
@@ -158,7 +150,7 @@ class LayerState:
         return self._counts_BDE
 
     def observe(self, counts_BDE: np.ndarray) -> None:
-        """Report the loads [B, D, E] of the whole iteration to the manager."""
+        """Report the loads [B, D, E] of the iteration to the manager."""
         self.prediction_error = self.manager.observe(counts_BDE) or 0.0
         self.observed = True
 
@@ -188,19 +180,9 @@ class LayerState:
         self.plan_seconds = 0.0
 
     def finished(self, rank: int, factors: Factors) -> Callable[[], LayerReport]:
-        """Return a function that returns the report of the finished iteration, once the device has finished it.
-
-        Args:
-            rank: this rank in the expert-parallel group.
-            factors: calibration of the predictions.
-        """
+        """Return a function that returns the report of the finished iteration, once the device has finished it."""
         assert self.last is not None
         self.reported = True
-        last = self.last
-        manager = self.manager
-
-        def report() -> LayerReport:
-            calibrated = manager.cost_of(len(last.loads), factors)
-            return layer_report(last, manager.cost, calibrated, self.initial, rank=rank, factors=factors)
-
-        return report
+        cost = self.manager.cost
+        calibrated = self.manager.cost_of(len(self.last.loads), factors)
+        return partial(layer_report, self.last, cost, calibrated, self.initial, rank=rank, factors=factors)

@@ -1,15 +1,13 @@
 """From the order in which a pipeline stage computes to the schedule of an iteration.
 
-`compute_order` makes a schedule that only computes. One pass per concern then adds Plan, Trans and Agg to its steps:
-`blockwise` ones are Pro-Prophet's Algorithm 2; `blocking` ones start each action where its result is needed, and wait
-for it there.
+`compute_order` makes a schedule that only computes. Plan, Trans and Agg are then added to its steps: blockwise by
+Pro-Prophet's Algorithm 2, or blocking, where each action starts where its result is needed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
-from megatron_balance.timeline.validate import validate
 
 Overlapping = Literal["none", "blockwise"]
 
@@ -25,14 +23,9 @@ class Pass(NamedTuple):
 
 
 def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
-    """Return `ahead` forward passes, then one forward and one backward pass in turn: 1F1B.
+    """Return `ahead` forward passes, or all if there are fewer, then a forward and a backward pass in turn: 1F1B.
 
-    With `ahead` 0, on a single stage, each microbatch goes forward and backward before the next one.
-
-    Args:
-        table: (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
-        chunks: model chunks of the stage.
-        ahead: forward passes before the first backward pass; all of them if there are fewer.
+    `table` has (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
     """
     ahead = min(ahead, len(table))
     forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
@@ -42,42 +35,34 @@ def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahea
 
 
 def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
-    """Return what a stage computes, without planning and communication.
+    """Return what a stage computes, given the numbers of the MoE layers in each of its model chunks, ascending.
 
     A forward pass that recomputation repeats is part of the backward computation that needs it.
-
-    Args:
-        blocks: numbers of the MoE layers in each of the stage's model chunks, ascending.
     """
     forward = [_forward(chunk_start(chunk), layers) for chunk, layers in enumerate(blocks)]
-    backward = [[_backward(*computation) for computation in reversed(chunk)] for chunk in forward]
+    backward = [[_backward(computation) for computation in reversed(chunk)] for chunk in forward]
     order = [
-        Action(block, operation, part, parts, microbatch)
+        computation._replace(microbatch=microbatch)
         for chunk, microbatch, is_forward in passes
-        for block, operation, part, parts in (forward if is_forward else backward)[chunk]
+        for computation in (forward if is_forward else backward)[chunk]
     ]
     return tuple(map(Step, (*order, Action(0, Operation.REDUCE), Action(0, Operation.STEP))))
 
 
-Computation = tuple[int, Operation, int, int]
-"""The first fields of an Action."""
-
-
-def _forward(start: int, layers: Sequence[int]) -> list[Computation]:
+def _forward(start: int, layers: Sequence[int]) -> list[Action]:
     """Return the forward pass through a chunk with these MoE layers; `start` is the chunk's part before them."""
-    if not layers:
-        return []
-    order = [(start, Operation.FNEC, 1, 1)]
+    order = [Action(start, Operation.FNEC)] if layers else []
     for number in layers:
-        order.append((number, Operation.A2A, 1, 4))
-        order.append((number, Operation.FEC, 1, 1))
-        order.append((number, Operation.A2A, 2, 4))
-        order.append((number, Operation.FNEC, 1, 1))
+        order.append(Action(number, Operation.A2A, 1, 4))
+        order.append(Action(number, Operation.FEC))
+        order.append(Action(number, Operation.A2A, 2, 4))
+        order.append(Action(number, Operation.FNEC))
     return order
 
 
-def _backward(block: int, operation: Operation, part: int, parts: int) -> Computation:
-    return block, BACKWARD.get(operation, operation), parts + 1 - part, parts
+def _backward(one: Action) -> Action:
+    operation = BACKWARD.get(one.operation, one.operation)
+    return one._replace(operation=operation, part=one.parts + 1 - one.part)
 
 
 def lower(
@@ -89,7 +74,7 @@ def lower(
     late: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
-    """Return the whole schedule, validated.
+    """Return the whole schedule.
 
     Args:
         passes, blocks: see `compute_order`.
@@ -100,19 +85,17 @@ def lower(
     """
     schedule = compute_order(passes, blocks)
     layers = sorted(number for chunk in blocks for number in chunk)
-    # The passes add no steps, so that one search for the places of computations serves all
     first, last = places(schedule)
     if overlap == "blockwise":
         assert not exact, "weights can only travel ahead if the placement is known ahead"
-        schedule = _with(schedule, plan_ahead(schedule, layers, last, late))
-        schedule = _with(schedule, trans_blockwise(schedule, layers, first))
-        schedule = _with(schedule, agg_blockwise(schedule, layers, last, reduce_early))
+        added = [
+            *plan_ahead(schedule, layers, last, late),
+            *trans_blockwise(schedule, layers, first),
+            *agg_blockwise(schedule, layers, last, reduce_early),
+        ]
     else:
-        schedule = _with(schedule, plan_blocking(schedule, layers, first, exact))
-        schedule = _with(schedule, trans_blocking(layers, first))
-        schedule = _with(schedule, agg_blocking(schedule, layers))
-    validate([schedule])
-    return schedule
+        added = blocking(schedule, layers, first, exact)
+    return _with(schedule, added)
 
 
 class Placed(NamedTuple):
@@ -136,11 +119,18 @@ def _with(schedule: Schedule, added: Iterable[Placed]) -> Schedule:
     return tuple(steps)
 
 
-def plan_blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Iterator[Placed]:
-    """Plan between iterations or, if `exact`, on the load just routed, before its tokens are sent."""
+def blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Iterator[Placed]:
+    """Run TRANS(i) right before the first FEC(i), AGG(i) after the backward pass, and PLAN(i) between iterations.
+
+    If `exact`, plan on the load just routed, before its tokens are sent.
+    """
     for number in layers:
-        place = first[number, Operation.A2A, 1] if exact else len(schedule) - 1
-        yield Placed(Action(number, Operation.PLAN, iteration=0 if exact else 1), place, place)
+        plan = first[number, Operation.A2A, 1] if exact else len(schedule) - 1
+        trans = first[number, Operation.FEC, 1]
+        agg = len(schedule) - 2
+        yield Placed(Action(number, Operation.PLAN, iteration=0 if exact else 1), plan, plan)
+        yield Placed(Action(number, Operation.TRANS), trans, trans)
+        yield Placed(Action(number, Operation.AGG), agg, agg)
 
 
 def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Iterator[Placed]:
@@ -157,13 +147,6 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bo
         yield Placed(Action(number, Operation.PLAN, iteration=1), start, len(schedule) - 1)
 
 
-def trans_blocking(layers: Iterable[int], first: Places) -> Iterator[Placed]:
-    """Run TRANS(i) right before the first FEC(i)."""
-    for number in layers:
-        place = first[number, Operation.FEC, 1]
-        yield Placed(Action(number, Operation.TRANS), place, place)
-
-
 def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) -> Iterator[Placed]:
     """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1).
 
@@ -174,12 +157,6 @@ def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) ->
         before = range(first[number, Operation.A2A, 1] - 1, -1, -1)
         starts = _nearest(schedule, before, (Operation.FEC, Operation.FNEC))
         yield from _parts(number, Operation.TRANS, starts, first[number, Operation.FEC, 1])
-
-
-def agg_blocking(schedule: Schedule, layers: Iterable[int]) -> Iterator[Placed]:
-    """Run AGG(i) after the backward pass."""
-    for number in layers:
-        yield Placed(Action(number, Operation.AGG), len(schedule) - 2, len(schedule) - 2)
 
 
 def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduce_early: bool) -> Iterator[Placed]:
@@ -205,20 +182,17 @@ def wait_at_once(schedule: Schedule) -> Schedule:
 
 
 def _parts(block: int, operation: Operation, starts: Sequence[int], wait: int) -> Iterator[Placed]:
-    """Yield the parts of a block's operation, one for each step with which it overlaps."""
     for part, start in enumerate(starts, 1):
         yield Placed(Action(block, operation, part, len(starts)), start, wait)
 
 
-def _nearest(schedule: Schedule, numbers: Iterable[int], operations: Iterable[Operation]) -> list[int]:
+def _nearest(schedule: Schedule, numbers: Iterable[int], operations: Sequence[Operation]) -> list[int]:
     """Return the first of these steps with each operation that they have, in the schedule's order."""
-    found = {}
-    wanted = set(operations)
+    found: dict[Operation, int] = {}
     for number in numbers:
         operation = schedule[number].computation.operation
-        if operation in wanted:
-            wanted.remove(operation)
-            found[operation] = number
-            if not wanted:
-                break
+        if operation in operations:
+            found.setdefault(operation, number)
+        if len(found) == len(operations):
+            break
     return sorted(found.values())

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_balance.cost.sending import Sending, SendingModel
@@ -17,15 +16,11 @@ from megatron_balance.planning.manager import Decision, Question
 
 
 class Plan(NamedTuple):
-    """The result of planning, and when it was made.
-
-    It is small, because ranks send it to each other: the messages of Trans and Agg follow from it.
-    """
+    """The result of planning, small enough that ranks send it to each other, and when it was made."""
 
     decision: Decision
     sending: Sending | None
-    """How the experts of the decision's placement reach their guests; None if that is the current placement, or if
-    there is none."""
+    """How the experts of a new placement reach their guests; None if the placement stays."""
 
     start: float
     end: float
@@ -39,27 +34,22 @@ def plan_for(question: Question) -> Plan:
 
     An error becomes the decision's problem, which the agreement tells all ranks: the others would wait for this plan.
     """
+    sending = beside = None
     with record_function("Plan"):
         start = time.perf_counter()
         try:
             decision = question.answer()
-            sending, beside = _sent(decision.placement, question)
+            placement = decision.placement
+            if placement is not None and placement != question.placement:
+                transport = question.transport
+                sending = transport.best(placement)
+                prepare(placement, transport)
+                if question.beside is not None:
+                    beside = transport.rounds_beside(transport.plan(placement), question.beside)
         except Exception as error:
             decision = Decision(question.expected_BDE, None, problem=f"made a plan that failed: {described(error)}")
             sending = beside = None
         return Plan(decision, sending, start, time.perf_counter(), beside)
-
-
-def _sent(placement: Placement | None, question: Question) -> tuple[Sending | None, tuple[int, int] | None]:
-    """Return `sending` and `beside` of the plan with this placement, which it prepares."""
-    if placement is None or placement == question.placement:
-        return None, None
-    transport = question.transport
-    sending = transport.best(placement)
-    prepare(placement, transport)
-    if question.beside is None:
-        return sending, None
-    return sending, transport.rounds_beside(transport.plan(placement), question.beside)
 
 
 def prepare(placement: Placement, transport: SendingModel) -> None:
@@ -71,8 +61,7 @@ def prepare(placement: Placement, transport: SendingModel) -> None:
     transport.plan(placement)
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
+class Asked(NamedTuple):
     """A question to the policy, and the future of its plan; None if another rank plans."""
 
     question: Question
@@ -90,12 +79,7 @@ class Planner:
     def __init__(
         self, patience: float = math.inf, stop: Callable[[], object] = lambda: None, name: str = "own"
     ) -> None:
-        """
-        Args:
-            patience: seconds that a rank waits for the plans that it needs at one time.
-            stop: ends the policy after `give_up`, if that is possible.
-            name: the policy's, for messages.
-        """
+        """A rank waits `patience` seconds for the plans that it needs at one time; `stop` ends the policy."""
         self.patience = patience
         self.name = name
         self.given_up = False
@@ -110,16 +94,13 @@ class Planner:
         return asked
 
     def begin(self) -> None:
-        """Begin to answer the questions that were asked; `deadline` does so, too."""
+        """Begin to answer the questions that were asked."""
         for asked in self._kept:
             self._thread.submit(functools.partial(plan_for, asked.question), asked.plan)
         self._kept.clear()
 
     def prepare(self, placement: Placement, transport: SendingModel) -> None:
-        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this.
-
-        A preparation that fails does so again where its result is needed.
-        """
+        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this."""
         self._thread.submit(functools.partial(prepare, placement, transport))
 
     def deadline(self) -> float:

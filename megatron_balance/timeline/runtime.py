@@ -1,13 +1,8 @@
 """Moves the experts' weights and gradients when the schedule says so.
 
-    Trans      weights from the owner to the guests, before the layer's experts compute for the first time
-    Agg        gradients from the guests to the owner, after the layer's last backward pass and before any reduction
-    Transfer   weights and optimizer state to a new owner, after the optimizer's step
-
 A placement determines which experts move; Plan decides each next placement from observed load. The schedule
-(timeline/lower.py) determines when Plan, Trans and Agg start, and which computations wait for them: blocking, where
-their result is needed; blockwise, overlapped with the computation of the neighboring block. The Balancer executes the
-schedule:
+(timeline/lower.py) determines when Plan, Trans and Agg start, and which computations wait for them. The Balancer
+executes the schedule:
 
     begin_iteration     take the schedule for this number of microbatches
     enter, host         before each computation: wait for what it needs, start what overlaps with it
@@ -24,7 +19,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,14 +52,6 @@ MOST_KINDS = 10
 
 MOST_CHARACTERS = 300
 """Length of a problem in the log."""
-
-
-class Started(NamedTuple):
-    """A Trans, an Agg or a part of one that has started."""
-
-    rounds: TransPlan
-    work: AsyncWork | None
-    """None where there is nothing to send."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,8 +108,8 @@ class Balancer:
         """The rest of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
         """The current computation, and when it began."""
-        self._started: dict[Action, Started] = {}
-        """Trans and Agg that have started and are not waited for yet."""
+        self._started: dict[Action, tuple[TransPlan, AsyncWork | None]] = {}
+        """Trans and Agg that have started and are not waited for yet; no work where there is nothing to send."""
         self._plans: dict[Action, Asked | None] = {}
         """Plans that have started and are not waited for yet; None where no plan is due."""
         self._new_owners: dict[int, Plan] = {}
@@ -187,12 +174,7 @@ class Balancer:
             state.close(executed[number])
 
     def transfer_owners(self) -> None:
-        """Transfer experts to their owners in the next placement, after the optimizer's step, and put it in force.
-
-        If a Transfer fails on one rank, all ranks keep their placement, and the layer's plans change no owners for some
-        iterations.
-        """
-        logs = self.deciders.rank() == 0
+        """Transfer experts to their owners in the next placement, after the optimizer's step, and put it in force."""
         for number, plan in self._new_owners.items():
             state = self.layers[number]
             placement = plan.decision.placement
@@ -200,23 +182,14 @@ class Balancer:
             start = clock.mark()
             changes = owner_changes(state.placement.home, placement.home)
             with record_function("Transfer"):
-                moved = self.mover.transfer(changes, state.fields)
-            if isinstance(moved, str):
-                pause = state.manager.postpone_transfer()
-                if logs:
-                    # Each failure, since the pauses grow
-                    message = (
-                        "layer %d: experts could not change owners: %s; its last placement stays, next attempt in %s"
-                    )
-                    logger.warning(message, number, moved, "1 iteration" if pause == 1 else f"{pause} iterations")
-                continue
+                moved = self.mover.transfer(changes, state.fields())
             action = Action(number, Operation.TRANSFER)
             self._record("communication", action, start, clock.mark(), issued=start, num_bytes=moved.sent_bytes)
             state.slots.own(placement.experts_of(self.group.rank()))
             self._adopt(number, state, plan)
             sent = moved.total_bytes * self.group.size() / self.deciders.size()
             state.last = replace(state.last, experts_moved=len(changes), transfer_bytes=sent)
-            if logs:
+            if self.deciders.rank() == 0:
                 print(f"layer {number}: {plan.decision.settlement}", flush=True)
         self._new_owners.clear()
 
@@ -224,9 +197,8 @@ class Balancer:
         """Return the computation with its microbatch; None if no schedule has it, or if it is a repetition."""
         if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
-        microbatch = self._entered[place]
-        self._entered[place] = microbatch + 1
-        return Action(place.block, place.operation, place.part, place.parts, microbatch)
+        self._entered[place] += 1
+        return place._replace(microbatch=self._entered[place] - 1)
 
     def _repeats(self, place: Action) -> bool:
         """Return whether recomputation repeats a forward pass here; the first one had no gradients."""
@@ -245,7 +217,10 @@ class Balancer:
         now = clock.mark()
         assert step.computation == computation, f"the model computes {computation} where its schedule has {step}"
         if self._now is not None:
-            self._record_computation(*self._now, now)
+            ended, start = self._now
+            if ended.operation in EXPERTS:
+                self.layers[ended.block].spans.append((ended.operation, (start, now)))
+            self._record("computation", ended, start, now)
         started = step.planning + step.communication
         if step.waits:
             now = self._wait([action for action in step.waits if action not in started], now)
@@ -266,7 +241,7 @@ class Balancer:
             return
         rounds = state.rounds.of(action)
         start = self._start_trans if action.operation is Operation.TRANS else self._start_agg
-        self._started[action] = Started(rounds, start(state, rounds))
+        self._started[action] = rounds, start(state, rounds)
 
     def _start_trans(self, state: LayerState, rounds: TransPlan) -> AsyncWork:
         # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
@@ -382,13 +357,16 @@ class Balancer:
                 message = "layer %d: %s; all placements stay, and the policy is not asked again in this run"
                 logger.warning(message, number, problem)
         elif not outcome.final and outcome.problem is not None:
-            # Once for each kind: a policy that fails is likely to fail in every iteration
-            kind = outcome.problem.partition(":")[0]
-            logged = self._logged[number]
-            if kind not in logged and len(logged) < MOST_KINDS:
-                logged.add(kind)
-                problem = cleaned(f"the policy {outcome.problem}", MOST_CHARACTERS)
-                logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
+            self._log_once(number, outcome.problem)
+
+    def _log_once(self, number: int, problem: str) -> None:
+        """Log a problem of the policy, once for each kind: a policy that fails is likely to fail every time."""
+        kind = problem.partition(":")[0]
+        logged = self._logged[number]
+        if kind not in logged and len(logged) < MOST_KINDS:
+            logged.add(kind)
+            problem = cleaned(f"the policy {problem}", MOST_CHARACTERS)
+            logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
         """Put a plan's placement in force."""
@@ -402,11 +380,6 @@ class Balancer:
             cost = state.manager.cost_of(self.microbatches())
             print(explanation(number, cost, plan.decision.expected_BDE, before, state.placement), flush=True)
 
-    def _record_computation(self, computation: Action, start: clock.Mark, end: clock.Mark) -> None:
-        if computation.operation in EXPERTS:
-            self.layers[computation.block].spans.append((computation.operation, (start, end)))
-        self._record("computation", computation, start, end)
-
     def _record_wait(self, action: Action, start: clock.Mark, end: clock.Mark) -> None:
         self.layers[action.block].waits.append((action.operation, (start, end)))
         self._record("waits", action, start, end)
@@ -416,10 +389,7 @@ class Balancer:
             self.timeline.add(TraceSpan(self._iteration, stream, action.name, start, end, **more))
 
     def finished(self) -> Callable[[], dict[int, LayerReport]]:
-        """Return a function that returns the finished iteration as this rank saw it, by layer.
-
-        It must be called when the device has finished the iteration, maybe during the next one.
-        """
+        """Return a function of the finished iteration as this rank saw it, once the device has finished it."""
         rank = self.group.rank()
         factors = self.factors
         reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}

@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.config.run_config import RunConfig, TrainConfig
 from megatron_balance.cost.calibration import UNCALIBRATED
-from megatron_balance.device import clock, copies
+from megatron_balance.device import clock, host_memory
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.training import optimizer_step
 from megatron_balance.training.data import Batch
@@ -71,9 +71,9 @@ class Stopping:
         late = limit is not None and time.monotonic() - self.start > limit * 60
         before = self._states
         # One rank's signal or clock decides for all
-        states = copies.to_device([self.signalled, late], torch.int32)
+        states = host_memory.to_current_device([self.signalled, late], torch.int32)
         dist.all_reduce(states, op=dist.ReduceOp.MAX)
-        self._states = copies.to_host(states)
+        self._states = host_memory.to_host(states)
         signalled, late = (False, False) if before is None else before.tolist()
         if signalled:
             return f"{config.exit_signal.name} was received"
@@ -182,7 +182,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
         if fault is None:
             stepped, grad_norm, num_zeros = optimizer_step.step(run.optimizer, known.squared_norms, known.zeros)
     log_norm = read and run.config.log.log_params_norm
-    squares = copies.to_host(optimizer_step.squared_parameter_norms(run.optimizer)) if log_norm else None
+    squares = host_memory.to_host(optimizer_step.squared_parameter_norms(run.optimizer)) if log_norm else None
     if run.balancer is not None:
         run.balancer.transfer_owners()
     if stepped:

@@ -225,7 +225,6 @@ POINTS = {
     "prune": "shutil:rmtree",
     "messages": f"{TRANSFER}:plan_messages",
     "rounds": f"{TRANSFER}:plan_rounds",
-    "staging": f"{TRANSFER}:_staging",
     "pack": f"{TRANSFER}:_pack",
     "exchange": f"{TRANSFER}:ExpertMover._exchange",
     "unpack": f"{TRANSFER}:_unpack",

@@ -1,6 +1,5 @@
 """Experts that change owners: training does not change, and their optimizer state really moves."""
 
-import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests.distributed import checkpoints, runs
-from tests.distributed.runs import Captured, Curve, deviation
+from tests.distributed.runs import Curve, deviation
 from tests.distributed.wandering import wandering
 
 TOLERANCE = 1e-5
@@ -184,53 +182,6 @@ def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
     )
     assert outcomes[0].bytes == sum(outcomes[0].moved) * per_expert == sum(outcome.sent for outcome in outcomes)
     assert not any(outcome.written for outcome in outcomes)
-
-
-FAILURES = 2
-
-
-def train_with_failures(flags: str, iterations: int) -> tuple[Curve, list[float], list[str]]:
-    """Train while rank 1 has no memory for its first Transfers."""
-    captured = Captured()
-    logger = logging.getLogger("megatron_balance.timeline.runtime")
-    logger.addHandler(captured)
-    run = runs.build(flags)
-    failures = [MemoryError("no room for it")] * FAILURES
-    for state in run.balancer.layers.values():
-        fields = state.fields
-
-        def failing(fields: Any = fields) -> Any:
-            if failures and dist.get_rank() == 1:
-                raise failures.pop()
-            return fields()
-
-        state.fields = failing
-    reports = [train_step(run) for _ in range(iterations)]
-    logger.removeHandler(captured)
-    moved = [sum(layer.experts_moved for layer in report.balance.values()) for report in reports]
-    for number, state in run.balancer.layers.items():
-        assert state.slots.home_experts == state.placement.experts_of(run.groups.ep.rank()), number
-    return runs.curve_of(reports), moved, captured.lines
-
-
-def test_what_fails_on_one_rank_leaves_all_where_they_are(ranks, curve_of, profiles) -> None:
-    # Enough iterations to train after the pauses that follow the failures
-    iterations = ITERATIONS + sum(1 << number for number in range(FAILURES))
-    outcomes = ranks(4).run(train_with_failures, wandering(4, profiles), iterations)
-    curve, moved, said = outcomes[0]
-    assert any(moved), moved
-    assert len(said) == FAILURES
-    for layer in (1, 2):
-        # No later attempt succeeds before all attempts that are meant to fail have failed
-        lines = [line for line in said if line.startswith(f"layer {layer}: experts could not change owners: ")]
-        assert lines and lines == [
-            f"layer {layer}: experts could not change owners: on rank 1: MemoryError: no room for it; its last "
-            f"placement stays, next attempt in {pause}"
-            for pause in ("1 iteration", "2 iterations")[: len(lines)]
-        ]
-    assert all(other == (curve, moved, []) for other in outcomes[1:])
-    fixed = curve_of(wandering(4, profiles, "fixed"), iterations)
-    assert deviation(curve, fixed) <= TOLERANCE
 
 
 def test_a_lost_moment_is_noticed(ranks, curve_of, profiles) -> None:

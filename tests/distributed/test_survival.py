@@ -34,7 +34,7 @@ CALLS = {"serialize": 1, "plan": 1, "start writer": 2, "write": 1, "write tensor
 TRANSFERS = 4
 """Transfers in the first iterations of a job whose experts change owners."""
 
-TRANSFER_POINTS = ("messages", "rounds", "staging", "pack", "exchange", "unpack", "own")
+TRANSFER_POINTS = ("messages", "rounds", "pack", "exchange", "unpack", "own")
 ROUNDS, STAGING_BYTES = 3, 10_000
 """Each Transfer of these jobs has at least `ROUNDS` rounds with this staging memory."""
 
@@ -207,7 +207,7 @@ def transfer_deaths(count: int) -> list[Death]:
 @pytest.mark.parametrize(
     "death",
     [
-        pytest.param(death, marks=[] if index == 5 else [pytest.mark.slow], id=f"{index}-{death.point}")
+        pytest.param(death, marks=[] if index == 4 else [pytest.mark.slow], id=f"{index}-{death.point}")
         for index, death in enumerate(transfer_deaths(21))
     ],
 )

@@ -1,6 +1,5 @@
 """Orders of a layer's tasks: the scheduler compared with every feasible order, conversion to text, timelines."""
 
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -12,7 +11,6 @@ from megatron_balance.flow.chunks.order import (
     COMPUTING,
     ORDERS,
     ChunkStep,
-    ChunkTask,
     ChunkTimes,
     Order,
     check,
@@ -21,7 +19,6 @@ from megatron_balance.flow.chunks.order import (
     makespan,
     parse,
     sequential,
-    spans,
     text,
     theorem_1,
 )
@@ -48,64 +45,15 @@ def every_order(chunks: int) -> Iterator[Order]:
     return grow()
 
 
-def least_makespan(times: tuple[ChunkTimes, ...]) -> float:
-    """Return the least makespan of orders no slower than Eq. 12; states differ in the times when resources are free."""
-    chunks = range(len(times))
-    limit = makespan(theorem_1(times), times)
-    states = {((0,) * len(times), 0.0, 0.0, (0.0,) * len(times))}
-    for _ in range(len(times) * len(COMPUTING)):
-        following = set()
-        for done, computing, network, arrived in states:
-            for chunk in chunks:
-                if done[chunk] == len(COMPUTING):
-                    continue
-                task = COMPUTING[done[chunk]]
-                after = list(arrived)
-                end = max(computing, arrived[chunk]) + getattr(times[chunk], task.lower())
-                busy = network
-                if task in (ChunkTask.C1, ChunkTask.C2):
-                    sent = times[chunk].a1 if task is ChunkTask.C1 else times[chunk].a2
-                    after[chunk] = busy = max(network, end) + sent
-                if max(end, busy) > limit * (1 + 1e-9):
-                    continue
-                count = (*done[:chunk], done[chunk] + 1, *done[chunk + 1 :])
-                following.add((count, end, busy, tuple(after)))
-        states = following
-    return min(computing for _, computing, _, _ in states)
-
-
-def random_times(generator: random.Random, chunks: int, equal: bool, symmetric: bool) -> tuple[ChunkTimes, ...]:
-    def one() -> ChunkTimes:
-        values = [generator.choice(SCALES) * generator.random() for _ in range(7)]
-        if symmetric:
-            values[4:] = [values[0], values[1], values[2]]
-        return ChunkTimes(*values)
-
-    first = one()
-    return tuple(first if equal else one() for _ in range(chunks))
-
-
-def test_every_order_of_two_chunks() -> None:
-    orders = list(every_order(2))
-    assert len(orders) == len(set(orders)) == 252
-    assert not any(check(order, 2) for order in orders)
-
-
 def test_no_order_of_two_chunks_beats_theorem_1_where_it_holds() -> None:
     generator = random.Random(0)
     orders = list(every_order(2))
+    assert len(set(orders)) == 252 and not any(check(order, 2) for order in orders)
     for _ in range(300):
-        times = random_times(generator, 2, equal=True, symmetric=True)
+        c, a, d, e = (generator.choice(SCALES) * generator.random() for _ in range(4))
+        times = (ChunkTimes(c, a, d, e, c, a, d),) * 2
         best = min(makespan(order, times) for order in orders)
         assert makespan(theorem_1(times), times) == pytest.approx(best, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_no_order_of_three_chunks_beats_theorem_1_where_it_holds() -> None:
-    generator = random.Random(1)
-    for _ in range(20):
-        times = random_times(generator, 3, equal=True, symmetric=True)
-        assert makespan(theorem_1(times), times) == pytest.approx(least_makespan(times), rel=1e-12)
 
 
 @given(
@@ -114,20 +62,11 @@ def test_no_order_of_three_chunks_beats_theorem_1_where_it_holds() -> None:
     ).map(tuple)
 )
 @settings(max_examples=60)
-def test_all_orders_can_be_executed_and_keep_to_what_they_depend_on(times: tuple[ChunkTimes, ...]) -> None:
+def test_all_orders_can_be_executed(times: tuple[ChunkTimes, ...]) -> None:
     for scheduler in ORDERS.values():
         order = scheduler(times)
         assert not check(order, len(times))
         assert parse(text(order)) == order
-        found = list(spans(order, times))
-        ends = {(span.task, span.chunk): span.end for span in found}
-        assert len(ends) == 7 * len(times)
-        for chunk in range(len(times)):
-            stages = [span for task in ChunkTask for span in found if (span.task, span.chunk) == (task, chunk)]
-            assert all(one.end <= other.start for one, other in itertools.pairwise(stages))
-        for resource in (COMPUTING, (ChunkTask.A1, ChunkTask.A2)):
-            busy = sorted((span.start, span.end) for span in found if span.task in resource)
-            assert all(one[1] <= other[0] for one, other in itertools.pairwise(busy))
     # Sums of the same times in another order may differ by rounding
     assert makespan(theorem_1(times), times) <= makespan(sequential(times), times) * (1 + 1e-12)
 

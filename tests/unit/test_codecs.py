@@ -363,11 +363,6 @@ class Wanting(NoCodec):
         self.something = something
 
 
-@every_codec
-def test_codecs_are_found_by_name(name: str) -> None:
-    assert type(load_codec(name)) is CODECS[name]
-
-
 def test_a_codec_is_found_by_module() -> None:
     assert type(load_codec(f"{__name__}:Own")).__name__ == "Own"
 

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -15,8 +13,7 @@ from megatron_balance.flow import grouped_gemm
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import DeviceSplit, RowSplit, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear
-from megatron_balance.flow.slot_weights import GroupedWeights
-from megatron_balance.flow.weight_gradients import LinearGradients
+from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Maximum error as a fraction of the largest value."""
@@ -115,20 +112,6 @@ def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int],
     found = computed(rows)
     assert found.dtype == dtype
     computed.check(found, lambda: loop_linear(rows, linear.weight, sizes), [rows])
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=6),
-    st.sampled_from([4, 8, 9]),
-    st.sampled_from([4, 8, 9]),
-    st.sampled_from(list(TOLERANCE)),
-)
-def test_products_of_random_shapes(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    linear = new_linear(len(sizes), inputs, outputs, dtype, bias=False)
-    rows = random(sum(sizes), inputs, dtype=dtype)
-    computed = Computed(linear, sizes)
-    computed.check(computed(rows), lambda: loop_linear(rows, linear.weight, sizes), [rows])
 
 
 @pytest.mark.parametrize("guests", [0, 1, 2])
@@ -270,16 +253,6 @@ def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
     assert not fast(Matrices(dtype=torch.bfloat16, is_cuda=False))
 
 
-@dtype_cases
-def test_empty_slots_have_zero_gradients(dtype: torch.dtype) -> None:
-    linear = new_linear(3, 16, 16, dtype, bias=False)
-    computed = Computed(linear, [0, 3, 0])
-    computed(random(3, 16, dtype=dtype)).sum().backward()
-    (gradient,) = computed.gradients.finish()
-    assert torch.equal(gradient[[0, 2]], torch.zeros_like(gradient[[0, 2]]))
-    assert gradient[1].abs().max() > 0
-
-
 def new_linear(
     slots: int,
     inputs: int,
@@ -344,14 +317,6 @@ def test_only_the_bias_needs_a_gradient() -> None:
     weight, bias = computed.gradients.finish()
     assert weight is None
     torch.testing.assert_close(bias, torch.tensor([[2.0], [3.0]], device=DEVICE).expand(2, 16))
-
-
-def test_without_bias() -> None:
-    linear = new_linear(2, 16, 8, torch.float32, bias=False)
-    rows = random(5, 16, dtype=torch.float32)
-    assert [name for name, _ in linear.named_parameters()] == ["weight"]
-    expected = torch.cat([F.linear(rows[:2], linear.weight[0]), F.linear(rows[2:], linear.weight[1])])
-    assert_close(Computed(linear, [2, 3])(rows), expected, torch.float32)
 
 
 @pytest.mark.parametrize("bias", [True, False])

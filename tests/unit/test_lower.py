@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_balance.timeline import lower
-from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, grid, parse
+from megatron_balance.timeline.actions import Operation, Schedule, grid
 from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward, wait_at_once
-from megatron_balance.timeline.validate import InvalidSchedule, validate
+from tests.unit.schedule_rules import validate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -65,7 +65,6 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
 def test_golden(name: str) -> None:
     expected = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert grid(EXPECTED[name]) == expected
-    assert parse(expected) == EXPECTED[name]
 
 
 def instructions(stage: Stage, overlap: Overlapping) -> int:
@@ -114,8 +113,7 @@ def stages(draw: st.DrawFn) -> Stage:
 def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise: bool) -> None:
     """Each computation overlaps with at most one Trans or one Agg."""
     schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none", exact=flag)
-    validate([schedule, schedule])
-    assert parse(grid(schedule)) == schedule
+    validate(schedule)
     assert len({step.computation for step in schedule}) == len(schedule)
     layers = {number for chunk in stage.blocks for number in chunk}
     sent = [action for step in schedule for action in step.communication]
@@ -131,7 +129,7 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise
 
 
 @given(stages(), st.data())
-def test_what_is_wrong_is_found_and_shown(stage: Stage, data: st.DataObject) -> None:
+def test_what_is_wrong_is_found(stage: Stage, data: st.DataObject) -> None:
     schedule = stage.lowered()
     busy = [number for number, step in enumerate(schedule) if step.waits or step.communication or step.planning]
     number = data.draw(st.sampled_from(busy))
@@ -140,70 +138,17 @@ def test_what_is_wrong_is_found_and_shown(stage: Stage, data: st.DataObject) -> 
         st.sampled_from([name for name in ("communication", "planning", "waits") if getattr(step, name)])
     )
     dropped = step._replace(**{column: getattr(step, column)[1:]})
-    with pytest.raises(InvalidSchedule, match=r"rank 0(.|\n)*<-- ERROR HERE"):
-        validate([(*schedule[:number], dropped, *schedule[number + 1 :])])
+    with pytest.raises(AssertionError):
+        validate((*schedule[:number], dropped, *schedule[number + 1 :]))
     doubled = step._replace(**{column: getattr(step, column) * 2})
-    with pytest.raises(InvalidSchedule, match=r"again"):
-        validate([(*schedule[:number], doubled, *schedule[number + 1 :])])
-
-
-def moved(schedule: Schedule, action: str, column: str, source: int, target: int) -> Schedule:
-    steps = list(schedule)
-    what = Action.parse(action)
-    assert what in getattr(steps[source], column)
-    left = tuple(other for other in getattr(steps[source], column) if other != what)
-    steps[source] = steps[source]._replace(**{column: left})
-    steps[target] = steps[target]._replace(**{column: (*getattr(steps[target], column), what)})
-    return tuple(steps)
-
-
-@pytest.mark.parametrize(
-    ("action", "column", "source", "target", "problem"),
-    [
-        ("j:L2 TRANS.2/2", "waits", 6, 7, (6, "L2 computes before its TRANS has arrived")),
-        ("j:L1 TRANS", "waits", 2, 4, (2, "L1 computes before its TRANS has arrived")),
-        (
-            "j:L2 AGG.1/2",
-            "communication",
-            13,
-            11,
-            (11, "j:L2 AGG.1/2 starts before its gradients are complete, at step 11"),
-        ),
-        ("j:L1 AGG", "waits", 18, 19, (18, "gradients of L1 are reduced before its AGG has arrived")),
-        ("j+1:L2 PLAN", "planning", 6, 4, (4, "j+1:L2 PLAN starts before the load is known, at step 5")),
-        ("j:L2 TRANS.1/2", "communication", 2, 7, (6, "j:L2 TRANS.1/2 is waited for before it is started")),
-    ],
-)
-def test_the_cell_that_is_wrong(action: str, column: str, source: int, target: int, problem: tuple[int, str]) -> None:
-    with pytest.raises(InvalidSchedule) as caught:
-        validate([moved(EXPECTED["2_blocks"], action, column, source, target)])
-    (line,) = [line for line in str(caught.value).splitlines() if "ERROR" in line]
-    assert line.startswith(f"{problem[0]} ") and line.endswith(f"<-- ERROR HERE: {problem[1]}")
-
-
-def test_weights_travel_after_the_plan_that_places_them() -> None:
-    late = moved(EXPECTED["2_blocks_blocking_exact"], "j:L1 PLAN", "waits", 1, 2)
-    with pytest.raises(InvalidSchedule, match="weights travel before j:L1 PLAN is made"):
-        validate([moved(late, "j:L1 TRANS", "communication", 2, 0)])
-
-
-def test_ranks_have_one_order() -> None:
-    schedule = EXPECTED["2_blocks"]
-    validate([schedule, schedule])
-    swapped = moved(schedule, "j:L2 TRANS.1/2", "communication", 2, 1)
-    with pytest.raises(InvalidSchedule, match=r"rank 1(.|\n)*\n1 .*ERROR HERE: rank 0 comes to j:L1 A2A.1/4 m0 first"):
-        validate([schedule, swapped])
-    exchanges = [step.computation for step in schedule if step.computation.operation is Operation.A2A]
-    longer = (*schedule, Step(exchanges[-1]))
-    validate([longer])
-    with pytest.raises(InvalidSchedule, match=r"rank 1(.|\n)*ERROR HERE: \d+ exchanges, Trans and Agg; rank 0 has"):
-        validate([schedule, longer])
+    with pytest.raises(AssertionError, match=r"again"):
+        validate((*schedule[:number], doubled, *schedule[number + 1 :]))
 
 
 def test_waits_at_once_hide_nothing() -> None:
     schedule = wait_at_once(EXPECTED["4_blocks"])
     assert all(set(step.waits) == set(step.planning + step.communication) for step in schedule)
-    validate([schedule])
+    validate(schedule)
 
 
 def test_one_forward_one_backward() -> None:
@@ -211,33 +156,3 @@ def test_one_forward_one_backward() -> None:
     found = ["".join(f"{'BF'[one.forward]}{one.microbatch}" for one in one_forward_one_backward(table, 1, ahead))
              for ahead in (0, 1, 5)]  # fmt: skip
     assert found == ["F0B0F1B1F2B2", "F0F1B0F2B1B2", "F0F1F2B0B1B2"]
-
-
-ACTIONS = st.builds(
-    lambda part, *rest: Action(rest[0], rest[1], part, part + rest[2], rest[3], rest[4]),
-    st.integers(1, 4), st.integers(-99, 200), st.sampled_from(Operation), st.integers(0, 3),
-    st.none() | st.integers(0, 99), st.integers(0, 1),
-)  # fmt: skip
-
-
-@given(ACTIONS)
-def test_actions_as_text(action: Action) -> None:
-    assert Action.parse(str(action)) == action
-
-
-@given(st.lists(st.builds(Step, ACTIONS, *[st.lists(ACTIONS, max_size=3).map(tuple)] * 3)))
-def test_schedules_as_text(steps: list[Step]) -> None:
-    assert parse(grid(steps)) == tuple(steps)
-
-
-def test_what_is_no_action() -> None:
-    texts = ["", "L3 TRANS", "j:L3", "j:L3 TRAN", "j:L3 AGG.3/2", "j:L3 AGG.0/2", "j:Lx FEC", "j:L1 FEC m"]
-    for text in [*texts, "j:C FNEC m0", "j:L-1 FNEC m0"]:
-        with pytest.raises(ValueError, match="action"):
-            Action.parse(text)
-
-
-@pytest.mark.parametrize("line", ["1 | j:L0 STEP", "0 | j:L0 STEP | | | | |"])
-def test_what_is_no_schedule(line: str) -> None:
-    with pytest.raises(ValueError, match="step 0 of a schedule"):
-        parse(f"step\n{line}\n")

@@ -287,54 +287,6 @@ def test_an_unused_manager_survives_a_checkpoint(method: str) -> None:
     assert fresh.observe(load(2)) is None
 
 
-def lends(counts_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-    """Lend expert 0 to the rank after its owner."""
-    hosts = [(current.owner(expert),) for expert in range(EXPERTS)]
-    return current.rehost([((current.owner(0) + 1) % RANKS,), *hosts[1:]])
-
-
-def attempts(one: Manager, iterations: int, succeeds: Callable[[int], bool] = lambda iteration: False) -> list[int]:
-    """Return the iterations after which a Transfer is tried; expert 0 is lent until one succeeds."""
-    tried = []
-    for _ in range(iterations):
-        one.observe(np.full((1, RANKS, EXPERTS), 100))
-        assert one.expected_BDE is not None
-        decision = one.decide(one.expected_BDE, 1)
-        assert decision.placement is not None
-        moves = decision.placement.home != one.placement.home
-        tried += [one.iterations] if moves else []
-        if moves and not succeeds(one.iterations):
-            one.postpone_transfer()
-        else:
-            one.adopt(decision)
-        assert moves or one.placement.owner(0) not in one.placement.hosts[0]
-    return tried
-
-
-def transferring() -> Manager:
-    return Manager(Own(lends), COST, Predictor("last"), OWNERS, transfers=True)
-
-
-def test_failed_transfers_are_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_balance.planning.manager.LONGEST_PAUSE", 8)
-    # The first plan lends the expert, and the second one would move it
-    assert attempts(transferring(), 40) == [2, 3, 5, 9, 17, 25, 33]
-    # Once the expert has moved, the next one is tried as if nothing had failed
-    one = transferring()
-    assert attempts(one, 5, lambda iteration: iteration == 5) == [2, 3, 5]
-    first, *others = attempts(one, 12)
-    assert [iteration - first for iteration in others] == [1, 3, 7]
-
-
-def test_a_pause_goes_on_after_a_checkpoint() -> None:
-    for before in range(1, 20):
-        one = transferring()
-        fresh = transferring()
-        attempts(one, before)
-        fresh.restore(json.loads(json.dumps(one.state())))
-        assert attempts(fresh, 20) == attempts(one, 20)
-
-
 def test_only_placements_that_are_there_have_a_digest() -> None:
     assert Decision(load(1), None, problem="why").digest == INVALID
     assert Decision(load(1), OWNERS).digest != Decision(load(1), OWNERS.with_hosts([(0, 1)])).digest

@@ -6,15 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.comm.ownership_transfer import (
-    ALIGNMENT,
-    Extent,
-    FieldMessage,
-    Place,
-    _Round,
-    plan_messages,
-    plan_rounds,
-)
+from megatron_balance.comm.ownership_transfer import Extent, FieldMessage, Place, plan_messages, plan_rounds
 from megatron_balance.planning.ownership import OwnerChange
 from tests.unit.ownership_cases import Case, draw_case, equal
 
@@ -59,9 +51,6 @@ def test_rounds_are_full_and_no_more(case: Case) -> None:
         rows = {(each.field, each.offset) for each in part}
         smallest = len(rows) == 1 and all(each.size == 1 for each in part)
         assert smallest or max(staged(part).values()) <= case.staging_bytes
-        parts = [_Round.of(part, rank) for rank in range(len(case.places))]
-        starts = [parcel.start for one in parts for parcel in (*one.leaving, *one.arriving)]
-        assert all(start % ALIGNMENT == 0 for start in starts)
     for part, following in pairwise(rounds):
         field = following[0].field
         offset = following[0].offset

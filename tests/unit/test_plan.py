@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import accumulate
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from megatron_balance.flow.device_plan import DeviceTables, tokens_until
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, placements
-from tests.unit.slow_splits import largest_remainder
 
 SPLITS = ["local_first", "proportional"]
 
@@ -160,33 +158,6 @@ def test_equals_the_reference_at_length(case: tuple[torch.Tensor, Placement, str
     check_against_reference(case)
 
 
-@given(placements(), st.data(), st.integers(1, 3))
-def test_hosts_compute_their_quotas_and_local_tokens_stay(placement: Placement, data: st.DataObject, size: int) -> None:
-    counts_DE = data.draw(loads(placement))
-    plan = make_dispatch_plan(counts_DE, placement, "proportional", size)
-    nodes = torch.arange(placement.num_ranks) // size
-    for expert, ranks in enumerate(placement.hosts):
-        own = counts_DE[:, expert]
-        quotas = torch.tensor(quotas_of(own.tolist(), placement, expert, "proportional"))
-        sent = torch.zeros(placement.num_ranks, placement.num_ranks, dtype=torch.int64)
-        for rank in {*ranks}:
-            sent[:, rank] = plan.tokens_DP[:, placement.physical(rank, expert)]
-        assert torch.equal(sent.sum(0), quotas)
-        assert torch.equal(sent.diagonal(), torch.minimum(own, quotas))
-        for node in nodes.unique():
-            inside = nodes == node
-            assert sent[inside][:, inside].sum() == torch.minimum(own[inside].sum(), quotas[inside].sum())
-
-
-def test_proportional_spreads_few_tokens_of_many_sources() -> None:
-    """If each source rounded its only token independently, all would send it to the same host."""
-    placement = Placement.identity(8, 8, guest_slots=1).with_hosts([(0, 1), (0, 2), (0, 3)])
-    counts_DE = torch.zeros(8, 8, dtype=torch.int64)
-    counts_DE[4:, 0] = 1
-    plan = make_dispatch_plan(counts_DE, placement, "proportional")
-    assert plan.splits_DW.sum(0).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-
-
 def test_proportional_by_hand() -> None:
     # Expert 0 has three vExperts: two on its owner, rank 0, and one on rank 2
     placement = Placement.identity(3, 3, guest_slots=1).with_hosts([(0, 0), (0, 2)])
@@ -224,13 +195,6 @@ def test_identity_sends_what_is_counted(split: str) -> None:
     assert torch.equal(make_dispatch_plan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
 
 
-@given(st.lists(st.integers(0, 2**15), min_size=1, max_size=9), st.data())
-def test_largest_remainder(weights: list[int], data: st.DataObject) -> None:
-    amount = data.draw(st.integers(0, 2**31)) if any(weights) else 0
-    shares = largest_remainder(np.array([amount]), np.array([weights]))
-    assert shares.tolist() == [apportion(amount, weights)]
-
-
 @given(plans)
 def test_a_host_gets_what_its_slots_compute(plan: DispatchPlan) -> None:
     slots = plan.placement.slots_per_rank
@@ -238,20 +202,10 @@ def test_a_host_gets_what_its_slots_compute(plan: DispatchPlan) -> None:
         assert torch.equal(plan.splits_DW[:, rank], plan.tokens_DP[:, rank * slots : (rank + 1) * slots].sum(1))
 
 
-def test_identity_by_hand() -> None:
-    plan = make_dispatch_plan(torch.tensor([[1, 0, 2, 3], [0, 0, 4, 0]]), Placement.identity(4, 2))
-    assert plan.splits_DW.tolist() == [[1, 5], [0, 4]]
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (4,)])
 def test_counts_of_another_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         make_dispatch_plan(torch.zeros(shape, dtype=torch.int64), Placement.identity(4, 2))
-
-
-def test_an_unknown_split() -> None:
-    with pytest.raises(AssertionError):
-        make_dispatch_plan(torch.zeros(2, 4, dtype=torch.int64), Placement.identity(4, 2), "local-first")
 
 
 @given(cases())

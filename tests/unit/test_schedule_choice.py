@@ -166,25 +166,6 @@ def test_simultaneous_exchanges_last_as_long_as_the_slower_level() -> None:
     assert model.seconds("s2", shape, 2, True) == pytest.approx(2 * (latency + inside) + gather, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shared", "expected"),
-    [
-        # One copy of each row crosses nodes, and the gather inside the node takes little time
-        pytest.param(1e3, "megatron", id="slow-network"),
-        pytest.param(1e-6, "s1", id="fast-network"),
-    ],
-)
-def test_with_sequence_parallelism_a_slow_network_favors_megatron(shared: float, expected: str) -> None:
-    lines = {"shared": Fit(0.0, shared, 0, 0), "forward": FREE, "backward": FREE}
-    profile = from_links(8, 4, Fit(0.0, 1.0, 0, 0), Fit(0.0, shared, 0, 0), **lines)
-    shape = SHAPE._replace(mp=1)
-    seconds = {name: ScheduleModel(profile, 1, 4).seconds(name, shape, 2, True) for name in choices(shape, 8)}
-    assert min(seconds, key=seconds.__getitem__) == expected
-    # Rows leave once, or to four shards on the other of two nodes
-    if expected == "megatron":
-        assert seconds["s1"] / seconds["megatron"] == pytest.approx(4, rel=0.02)
-
-
 @pytest.mark.parametrize("mp", [2, 8])
 def test_few_rows_favor_s2_and_many_s1(mp: int) -> None:
     """This is Parm, section IV-B, with tensor-parallel ranks inside a node and across both nodes."""

@@ -10,8 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow.grouped_gemm import RowSplit, TorchGemm
 from megatron_balance.flow.slot_linear import SlotLinear, is_swiglu, swiglu_linear
-from megatron_balance.flow.slot_weights import GroupedWeights
-from megatron_balance.flow.weight_gradients import LinearGradients
+from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients
 
 INNER = 6
 OUTPUTS = 5

@@ -29,8 +29,8 @@ import torch
 
 from megatron_balance.cost.model import Overlap
 from megatron_balance.device.host_memory import Reading
-from megatron_balance.flow.cut import cut, prepare_cuts
-from megatron_balance.flow.plan import make_dispatch_plan, prepare_plans
+from megatron_balance.flow.cut import cut, cut_loop
+from megatron_balance.flow.plan import make_dispatch_plan, plan_loop
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import load_policy, split_of
@@ -175,8 +175,8 @@ def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
 
 
 def split(sizes: list[int], repeats: int) -> Iterator[str]:
-    prepare_plans()
-    prepare_cuts()
+    plan_loop.prepare()
+    cut_loop.prepare()
     yield f"{'ranks':>6s} {'experts':>8s} {'cut':>8s} {'whole':>8s} {'shards':>8s}, ms"
     for ranks in sizes:
         experts = max(ranks, LEAST_EXPERTS)

@@ -1,13 +1,7 @@
 """Chooses the number of chunks of each layer's tokens, and the order of the chunks' tasks.
 
-`TaskModel` predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks:
-
-    exchange                            cost/exchange.py's prediction for its all-to-all
-    gather or sum over expert shards    the profile's line of the collective
-    experts                             the profile's line of the experts; its overhead is the cost of small chunks
-    codec                               the profile's measurement
-
-In shapes, C counts chunks, D sources, W hosts (ranks of an all-to-all), E logical and P physical experts.
+`TaskModel` predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks.
+In shapes, D counts sources, and W hosts (ranks of an all-to-all).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +36,7 @@ DEGREES = (1, 2, 4, 8, 16)
 """Numbers of chunks among which `--moe-comm-chunks auto` chooses."""
 
 MOST_CHUNKS = 1024
-"""Maximum number of chunks. Each chunk is a round of exchanges; more rounds would only cost time."""
+"""Maximum number of chunks, each of which is a round of exchanges."""
 
 Decide = Callable[[DispatchPlan], tuple[Chunking, str]]
 """A plan -> how to split its tokens, and why; pure, so that all ranks decide alike."""
@@ -62,20 +56,13 @@ def find_degrees(chunks: str) -> tuple[int, ...]:
 
 
 class ChunkChoice:
-    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan.
-
-    All ranks of an expert-parallel group decide alike, because all know the plan and the profile. Repeated and
-    recomputed passes get the first pass's decision.
-    """
+    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan; all ranks of an
+    expert-parallel group decide alike."""
 
     def __init__(
         self, decide: Decide, iteration: Callable[[], int], interval: int, log: Callable[[str], None] | None = None
     ) -> None:
-        """
-        Args:
-            iteration: returns the number of the current iteration.
-            log: called with a line for each choice that differs from the last one.
-        """
+        """`iteration` returns the current number; `log` is called with each choice that differs from the last one."""
         self.decide = decide
         self.iteration = iteration
         self.interval = interval
@@ -96,7 +83,9 @@ class ChunkChoice:
             chunking, reason = self.decide(plan)
             self._chosen[layer] = period, chunking
             if self.log is not None and (before is None or before[1] != chunking):
-                self.log(f"layer {layer}: {_described(chunking)}; {reason}")
+                number = f"{chunking.chunks} chunk{'s' if chunking.chunks > 1 else ''}"
+                orders = f"forward {text(chunking.forward)}; backward {text(chunking.backward)}"
+                self.log(f"layer {layer}: {number} ({orders}); {reason}")
         return self._chosen[layer][1]
 
     def state(self) -> dict[str, Any]:
@@ -112,11 +101,6 @@ class ChunkChoice:
             int(layer): (period, Chunking(parse(forward), parse(backward), shares))
             for layer, (period, forward, backward, shares) in state.items()
         }
-
-
-def _described(chunking: Chunking) -> str:
-    chunks = f"{chunking.chunks} chunk{'s' if chunking.chunks > 1 else ''}"
-    return f"{chunks} (forward {text(chunking.forward)}; backward {text(chunking.backward)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +120,7 @@ class TaskModel:
     dtype: torch.dtype
 
     def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
-        """Return the times of a chunk with tokens_DP[d, p] tokens from source d for physical expert p.
-
-        Numbers of tokens may be fractions.
-        """
+        """Return the times of a chunk of tokens_DP, maybe fractions, from each source for each physical expert."""
         splits_DW = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
         exchange = self.exchange
         profile = self.profile
@@ -167,7 +148,7 @@ class TaskModel:
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
 
     def _exchange(self, all_to_all: AllToAll, messages: Sequence[np.ndarray]) -> tuple[float, float, float]:
-        """Return the seconds of compression on the busiest sender, exchange, decompression on the busiest receiver."""
+        """Return the seconds of compression on the busiest sender, exchange, and decompression on a receiver."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
         row_bytes = self.hidden * self.dtype.itemsize
         if compressed:
@@ -217,20 +198,14 @@ class ByPrediction:
 
 @dataclass(frozen=True)
 class ByMiniTasks:
-    """Makes a chunk for each time slot in which DEMI's schedule of mini-tasks computes, with the tokens of that slot.
-
-    As in the schedule, a slot also dispatches the next chunk and returns the last one.
-    """
+    """Makes a chunk for each time slot in which DEMI's schedule of mini-tasks computes, with that slot's tokens."""
 
     policy: Policy
     """A policy that implements `Policy.schedule`."""
-
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan (see `Decide`). A slot has the same part of a source's tokens for all hosts of an expert,
-        because the chunks outlast the placement.
-        """
+        """Decide for a plan. A slot has the same part of a source's tokens for all hosts of an expert."""
         placement = plan.placement
         ranks = placement.num_ranks
         # A host with several sources is one worker

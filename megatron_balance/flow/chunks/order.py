@@ -6,16 +6,11 @@ Each chunk passes through the seven tasks of one direction:
 
 A1 and A2 occupy the network, the others the device. Network and device each do one task at a time, and overlap. An
 exchange starts as soon as its rows are compressed and earlier exchanges are over (Eq. 13 and 14). So the order of the
-computing tasks determines everything:
-
-    C1.0 C1.1 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D2.0 D2.1
-
-A backward pass takes the same seven tasks, with gradients, in its own order. In the shapes, C counts chunks, D the
-sources of tokens, E logical experts, and P physical experts.
+computing tasks determines everything. A backward pass takes the same tasks, with gradients, in its own order.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -107,33 +102,16 @@ def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
     return [f"chunk {chunk} ends after {count} tasks" for chunk, count in enumerate(done) if count < len(COMPUTING)]
 
 
-class ChunkSpan(NamedTuple):
-    """Start and end of one task of a chunk, in seconds from the beginning."""
-
-    task: ChunkTask
-    chunk: int
-    start: float
-    end: float
-
-
-def spans(order: Order, times: TaskTimes) -> Iterator[ChunkSpan]:
-    """Yield when each task runs: computing tasks in their order, each exchange after the task that starts it."""
+def makespan(order: Order, times: TaskTimes) -> float:
+    """Return the seconds until the last task ends (t_r of Eq. 11); exchanges run after the tasks that start them."""
     seconds = [dict(zip(ChunkTask, one, strict=True)) for one in times]
     computing = network = 0.0
     arrived = [0.0] * len(times)
     for task, chunk in order:
-        start = max(computing, arrived[chunk])
-        computing = start + seconds[chunk][task]
-        yield ChunkSpan(task, chunk, start, computing)
+        computing = max(computing, arrived[chunk]) + seconds[chunk][task]
         if task in SENDS:
-            start = max(computing, network)
-            arrived[chunk] = network = start + seconds[chunk][SENDS[task]]
-            yield ChunkSpan(SENDS[task], chunk, start, network)
-
-
-def makespan(order: Order, times: TaskTimes) -> float:
-    """Return the seconds until the last task ends: t_r of Eq. 11."""
-    return max(span.end for span in spans(order, times))
+            arrived[chunk] = network = max(computing, network) + seconds[chunk][SENDS[task]]
+    return computing
 
 
 def sequential(times: TaskTimes) -> Order:
@@ -186,13 +164,11 @@ Shares = tuple[tuple[tuple[float, ...], ...], ...]
 class Chunking:
     """How a layer's tokens are split, and the orders of the chunks' tasks in the forward and in the backward pass.
 
-    Every source splits the tokens that it sends to each physical expert, and keeps their order. All ranks know all
-    sizes.
+    Every source splits the tokens that it sends to each physical expert, and keeps their order.
     """
 
     forward: Order
     backward: Order
-
     shares: Shares | None = None
     """None: chunks of even size."""
 
@@ -204,9 +180,7 @@ class Chunking:
         """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
         if self.chunks == 1:
             return plan.tokens_DP.unsqueeze(0)
-        if self.shares is None:
-            return split_evenly(plan.tokens_DP, self.chunks)
-        return split_by(self.shares, plan)
+        return split_evenly(plan.tokens_DP, self.chunks) if self.shares is None else split_by(self.shares, plan)
 
 
 _AT_ONCE = parse("C1.0 D1.0 E.0 C2.0 D2.0")
@@ -218,7 +192,7 @@ UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
 def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
     """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
 
-    Pairs with fewer tokens than chunks do not all use the same chunks: source and expert determine which get more.
+    Source and expert determine which chunks get more.
     """
     sources, physicals = tokens_DP.shape
     numbers = functools.partial(torch.arange, device=tokens_DP.device)

@@ -1,12 +1,10 @@
 """Chunks of rows to their experts and back, forward and backward, in a given order.
 
-`ChunkedRoute.dispatch` sends the first chunk, `SentChunks.compute` names the experts, and `ComputedChunks.combine`
-executes the tasks of all chunks. Exchanges overlap with the computation: each starts when its rows are ready, and the
-order determines where it is waited for. A backward pass executes the same seven tasks with gradients, so that `execute`
-serves both.
+`ChunkedRoute.dispatch` sends the first chunk, and `SentChunks.compute` returns the function that executes the tasks of
+all chunks. Each exchange starts when its rows are ready, and the order determines where it is waited for. A backward
+pass executes the same seven tasks with gradients.
 
-In the shapes, C counts chunks, D sources of rows, W hosts, and S the slots of this rank. Members
-are sources that send rows of the same tokens.
+In the shapes, D counts the sources of rows, W the hosts, and S the slots of this rank.
 """
 
 import functools
@@ -15,17 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import Exchange
-from megatron_balance.comm.blocks import STAYS, BlockMove, Gather, gathers, transposed
+from megatron_balance.comm.alltoall import AllToAll, Exchange
+from megatron_balance.comm.blocks import BlockMove, Gather, gathers, transposed
 from megatron_balance.comm.compressed import TokenExchange
-from megatron_balance.comm.pipelined import Simultaneous
 from megatron_balance.comm.sharded import Sharding, all_gather_rows
 from megatron_balance.flow.chunks.order import Chunking, ChunkTask, Order
+from megatron_balance.flow.cut import RankCut
 from megatron_balance.flow.experts import ExpertGradients, ExpertGraph, GroupedExperts
+from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, scatter_weights
 from megatron_balance.observe.profiler import record_function
@@ -33,29 +30,8 @@ from megatron_balance.observe.profiler import record_function
 Begin = Callable[[Literal["experts", "combine", "experts_backward", "dispatch_backward"]], None]
 """Called when the named work begins: the computation of the first chunk, or the steps after the last chunk's."""
 
-
-@dataclass(frozen=True, eq=False)
-class RowShare:
-    """Rows that all ranks of a group have; each rank sends its own share of them through the experts (MP-Split)."""
-
-    group: dist.ProcessGroup
-    sizes_CD: torch.Tensor
-    """int64 in host memory: rows that each member sends with each chunk."""
-    simultaneous: Simultaneous | None = None
-    """Collects results and passes them on to all members at the same time (SAA); None: one after the other."""
-
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        """Number of rows of each member."""
-        return self.sizes_CD.sum(0).tolist()
-
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of all rows."""
-        return rows.split(self.sizes)[self.group.rank()]
-
-    def all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all members (MP-AllGather), given this rank's share."""
-        return all_gather_rows(self.group, rows, self.sizes)
+Combine = Callable[[], torch.Tensor]
+"""Brings the experts' results back; returns each token's sum weighted by its combine probabilities: [T, H]."""
 
 
 class Sorting(NamedTuple):
@@ -70,41 +46,19 @@ class Sorting(NamedTuple):
     weights_to_sources: Gather
     """The opposite."""
 
-    @classmethod
-    def of(cls, tokens_CDS: np.ndarray, device: torch.device) -> "Sorting":
-        """Return the gathers on `device` for rows of each chunk from each source for each of this rank's slots."""
-        chunks = len(tokens_CDS)
-        moves = [BlockMove.transposed(tokens_DS, (1, 0)) for tokens_DS in tokens_CDS]
-        if chunks > 1:
-            moves.append(BlockMove.transposed(tokens_CDS.transpose(1, 0, 2), (1, 2, 0)))
-        # One copy to the device for all of them
-        both = gathers([*moves, *(move.back for move in moves)], device)
-        # The weights of a single chunk move as its rows
-        return cls(both[:chunks], both[len(moves) :][:chunks], both[len(moves) - 1], both[-1])
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class ChunkedRoute:
     """Where the rows of one forward pass go, chunk by chunk. A pass that repeats it takes the same route."""
 
     order: RowOrder
     """Rows as they are sent: by member of the share, then by chunk, then by physical expert."""
-    source: int
-    """This rank's row in the plans."""
+    cut: RankCut
+    chunking: Chunking
+    parallel: ParallelDispatch
     exchange: TokenExchange
     sharding: Sharding
-    received_CDS: np.ndarray
-    """Rows of each chunk that this rank receives from each source for each of its slots."""
-    splits: list[torch.Tensor]
-    """[C] int64 matrices [D, W] in host memory: rows of each chunk from each source to each host."""
-    chunking: Chunking
     device: torch.device
-    weights_to_hosts: Gather = STAYS
-    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
-    weights_to_chunks: Gather = STAYS
-    """The opposite."""
-    share: RowShare | None = None
-    """How ranks share the rows; None: no other rank has them."""
     copied: list[torch.Tensor]
     """The rows, if they are copied from their tokens already; the first pass takes them out."""
 
@@ -116,49 +70,67 @@ class ChunkedRoute:
         return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
 
     @functools.cached_property
+    def splits(self) -> list[torch.Tensor]:
+        """[C] int64 matrices [D, W] in host memory: rows of each chunk from each source to each host."""
+        return [torch.from_numpy(splits_DW) for splits_DW in self.cut.splits_CDW]
+
+    @functools.cached_property
     def sorting(self) -> Sorting:
         """Reorders received rows by slot. Built while the rows are in flight."""
-        return Sorting.of(self.received_CDS, self.device)
+        received_CDS = self.cut.received_CDS
+        chunks = len(received_CDS)
+        moves = [BlockMove.transposed(received_DS, (1, 0)) for received_DS in received_CDS]
+        if chunks > 1:
+            moves.append(BlockMove.transposed(received_CDS.transpose(1, 0, 2), (1, 2, 0)))
+        # One copy to the device for all of them
+        both = gathers([*moves, *(move.back for move in moves)], self.device)
+        # The weights of a single chunk move as its rows
+        return Sorting(both[:chunks], both[len(moves) :][:chunks], both[len(moves) - 1], both[-1])
 
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
         """In host memory: rows of each chunk for each of this rank's slots."""
-        return torch.from_numpy(self.received_CDS.sum(1))
+        return torch.from_numpy(self.cut.received_CDS.sum(1))
 
     @functools.cached_property
     def all_splits_DW(self) -> torch.Tensor:
         """Rows of all chunks from each source to each host."""
         return self.splits[0] if len(self.splits) == 1 else torch.stack(self.splits).sum(0)
 
+    @functools.cached_property
+    def member_sizes(self) -> list[int]:
+        """Number of rows of each rank that shares the rows."""
+        assert self.cut.sizes_CD is not None
+        return self.cut.sizes_CD.sum(0).tolist()
+
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of all rows."""
-        return rows if self.share is None else self.share.own(rows)
+        """Return this rank's share of all rows (MP-Split)."""
+        return rows if self.cut.sizes_CD is None else rows.split(self.member_sizes)[self.parallel.groups.tp.rank()]
+
+    def of_all_members(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all members (MP-AllGather), given this rank's share."""
+        if self.cut.sizes_CD is None:
+            return rows
+        return all_gather_rows(self.parallel.groups.tp, rows, self.member_sizes)
 
     def parts(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the rows that this rank sends with each chunk, of those of all members."""
         rows = self.own(rows)
         if len(self.splits) == 1:
             return {0: rows}
-        sizes = [int(splits_DW[self.source].sum()) for splits_DW in self.splits]
+        sizes = [int(splits_DW[self.parallel.source].sum()) for splits_DW in self.splits]
         return dict(enumerate(rows.split(sizes)))
 
-    @property
-    def collecting(self) -> Sharding:
-        """Brings rows back: this rank's rows, or all members' rows."""
-        return self.sharding if self.share is None else self.share.simultaneous or self.sharding
-
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the rows of all chunks, as `collecting` returned them, in the order in which they were sent."""
+        """Put the rows of all chunks, as `send_back` returned them, in the order in which they were sent."""
         rows = chunks[0] if len(chunks) == 1 else torch.cat([*chunks])
-        if self.share is None:
-            return rows
-        if self.share.simultaneous is None:
-            return self.share.all(rows)
-        return transposed(rows, self.share.sizes_CD, (1, 0))
+        if self.parallel.simultaneous is None:
+            return self.of_all_members(rows)
+        assert self.cut.sizes_CD is not None
+        return transposed(rows, self.cut.sizes_CD, (1, 0))
 
 
-@dataclass(frozen=True, eq=False)
-class SentChunks:
+class SentChunks(NamedTuple):
     """A pass whose first chunk is on its way to the experts; `tokens_TH` and `probs_TE` get gradients."""
 
     route: ChunkedRoute
@@ -169,22 +141,11 @@ class SentChunks:
     exchanges: dict[int, Exchange]
     """Exchanges in progress, by chunk; `execute` takes them out, too."""
 
-    def compute(self, experts: GroupedExperts, begin: Begin) -> "ComputedChunks":
-        """Return the rows that `experts` compute, chunk by chunk, while `combine` executes the order."""
-        return ComputedChunks(self, experts, begin)
-
-
-class ComputedChunks(NamedTuple):
-    """A pass whose chunks the experts compute as they arrive."""
-
-    sent: SentChunks
-    experts: GroupedExperts
-    begin: Begin
-
-    def combine(self) -> torch.Tensor:
-        """Execute the tasks of all chunks; return the weighted sums of each token's rows: [T, H]; differentiable."""
-        sent = self.sent
-        return _Mixture.apply(sent.tokens_TH, sent.probs_TE, self, torch.is_grad_enabled(), *self.experts.weights)
+    def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
+        """Let `experts` compute the rows, chunk by chunk, while the result executes the order; differentiable."""
+        with_graph = torch.is_grad_enabled()
+        tokens = self.tokens_TH, self.probs_TE
+        return functools.partial(_Mixture.apply, *tokens, self, experts, begin, with_graph, *experts.weights)
 
 
 class ChunkTasks(ABC):
@@ -193,23 +154,25 @@ class ChunkTasks(ABC):
     spans: tuple[str, str]
     """Profiler spans of the exchanges to the experts and back."""
 
-    def __init__(self, route: ChunkedRoute) -> None:
+    def __init__(self, route: ChunkedRoute, to_experts: AllToAll, back: AllToAll) -> None:
         self.route = route
+        self.to_experts = to_experts
+        self.back = back
 
-    @abstractmethod
     def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
+        return self.route.sharding.spread(self.to_experts, rows, self.route.splits[chunk])
 
     @abstractmethod
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for the rows that arrived."""
 
-    @abstractmethod
     def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        """Start sending results to the sources of their rows."""
+        """Start sending results to the sources of their rows, or (SAA) to all members that share the rows."""
+        sharding = self.route.parallel.simultaneous or self.route.sharding
+        return sharding.collect(self.back, rows, self.route.splits[chunk])
 
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Do what no rank waits for; called when the results of all chunks are on their way."""
 
 
@@ -257,7 +220,7 @@ class _Forward(ChunkTasks):
     def __init__(
         self, route: ChunkedRoute, weights: Exchange, experts: GroupedExperts, begin: Begin, with_graph: bool
     ) -> None:
-        super().__init__(route)
+        super().__init__(route, route.exchange.dispatch, route.exchange.combine)
         self.weights = weights
         self.experts = experts
         self.begin = begin
@@ -267,10 +230,6 @@ class _Forward(ChunkTasks):
         """By chunk that has been computed; None without gradients."""
         self._probs: Sequence[torch.Tensor] = ()
         """Combine weights of each chunk's rows, once they have arrived."""
-
-    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        route = self.route
-        return route.sharding.spread(route.exchange.dispatch, rows, route.splits[chunk])
 
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         route = self.route
@@ -289,13 +248,6 @@ class _Forward(ChunkTasks):
                 self.begin("combine")
         return sorting.to_sources[chunk](output)
 
-    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        route = self.route
-        return route.collecting.collect(route.exchange.combine, rows, route.splits[chunk])
-
-    def finish(self) -> None:
-        """Nothing is left to do: the weights have no gradients here."""
-
 
 class _Backward(ChunkTasks):
     spans = ("combine backward", "dispatch backward")
@@ -306,16 +258,12 @@ class _Backward(ChunkTasks):
     def __init__(
         self, route: ChunkedRoute, graphs: dict[int, ExpertGraph], gradients: ExpertGradients, begin: Begin
     ) -> None:
-        super().__init__(route)
+        super().__init__(route, route.exchange.combine.reverse, route.exchange.dispatch.reverse)
         self.graphs = graphs
         self.gradients = gradients
         self.begin = begin
         self.of_probs: dict[int, torch.Tensor] = {}
         self.of_weights: list[torch.Tensor | None] = []
-
-    def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        route = self.route
-        return route.sharding.spread(route.exchange.combine.reverse, rows, route.splits[chunk])
 
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         route = self.route
@@ -333,10 +281,6 @@ class _Backward(ChunkTasks):
                 self.weights = route.sharding.collect(route.exchange.probs.reverse, probs, route.all_splits_DW)
         return sorting.to_sources[chunk](rows)
 
-    def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        route = self.route
-        return route.collecting.collect(route.exchange.dispatch.reverse, rows, route.splits[chunk])
-
     def finish(self) -> None:
         with record_function("weight gradients"):
             self.of_weights = self.gradients.finish()
@@ -353,15 +297,16 @@ class _Mixture(torch.autograd.Function):
         ctx: Any,
         tokens_TH: torch.Tensor,
         probs_TE: torch.Tensor,
-        computed: ComputedChunks,
+        sent: SentChunks,
+        experts: GroupedExperts,
+        begin: Begin,
         with_graph: bool,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        sent, experts, begin = computed
         route = sent.route
         # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
         with record_function("dispatch"):
-            probs_R = route.weights_to_hosts(route.own(gather_weights(probs_TE, route.order)))
+            probs_R = route.cut.weights_to_hosts(route.own(gather_weights(probs_TE, route.order)))
             probs = route.sharding.spread(route.exchange.probs, probs_R, route.all_splits_DW)
             # Queue the rest of the order while the rows travel
             _ = route.order.rest
@@ -384,7 +329,6 @@ class _Mixture(torch.autograd.Function):
         results = execute(route.chunking.backward, parts, tasks)
         with record_function("dispatch backward"):
             of_tokens = combine(route.joined(results), route.order)
-            of_probs = route.weights_to_chunks(tasks.weights.wait())
-            if route.share is not None:
-                of_probs = route.share.all(of_probs)
-        return of_tokens, scatter_weights(of_probs, route.order, ctx.probs_shape), None, None, *tasks.of_weights
+            of_probs = route.of_all_members(route.cut.weights_to_chunks(tasks.weights.wait()))
+            to_probs = scatter_weights(of_probs, route.order, ctx.probs_shape)
+        return of_tokens, to_probs, None, None, None, None, *tasks.of_weights

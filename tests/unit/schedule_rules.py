@@ -1,40 +1,29 @@
-"""Refuses schedules that would train on wrong weights, lose gradients or hang, before they run."""
+"""What holds for every schedule, so that no iteration trains on wrong weights, loses gradients or hangs."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_balance.timeline.actions import Action, Operation, Schedule, grid, places
-
-
-class InvalidSchedule(ValueError):
-    """The message is the schedule's grid, with the wrong step marked."""
-
 
 Problem = tuple[int, str]
 """A step, and what is wrong there."""
 
 
-def validate(schedules: Sequence[Schedule]) -> None:
-    """Check the schedules of an expert-parallel group's ranks.
+def validate(schedule: Schedule) -> None:
+    """Check the schedule of a rank.
 
-    In each schedule, every action that is started is waited for once, later; weights arrive before their experts
-    compute; gradients leave after the last backward pass and arrive before they are reduced; plans use the whole load.
-    Across schedules, exchanges, Trans and Agg have one order on all ranks.
-
-    Raises:
-        InvalidSchedule: a schedule is wrong; the message names the first rank and step.
+    Every action that is started is waited for once, later; weights arrive before their experts compute; gradients leave
+    after the last backward pass and arrive before they are reduced; plans use the whole load.
     """
-    for rank, schedule in enumerate(schedules):
-        problems = [*_problems(schedule), *_order(schedules[0], schedule)]
-        if problems:
-            raise InvalidSchedule(f"schedule of rank {rank}:\n{grid(schedule, sorted(problems)[:1])}")
+    problems = sorted(_problems(schedule))
+    assert not problems, (problems[0], grid(schedule))
 
 
 def _problems(schedule: Schedule) -> Iterator[Problem]:
+    # The step at which each action starts, and the step that waits for it
     starts: dict[Action, int] = {}
     ends: dict[Action, int] = {}
-    """The step at which each action starts, and the step that waits for it."""
     for number, (_, communication, planning, waits) in enumerate(schedule):
         for action in communication + planning:
             if action in starts:
@@ -66,10 +55,7 @@ def _problems(schedule: Schedule) -> Iterator[Problem]:
         if operation is Operation.BEC:
             for action in actions[block, Operation.AGG]:
                 if starts[action] <= complete:
-                    yield (
-                        starts[action],
-                        f"{action} starts before its gradients are complete, at step {complete}",
-                    )
+                    yield starts[action], f"{action} starts before its gradients are complete, at step {complete}"
             if not arrive(block, Operation.AGG, reduce):
                 yield reduce, f"gradients of L{block} are reduced before its AGG has arrived"
     for action, number in starts.items():
@@ -80,26 +66,3 @@ def _problems(schedule: Schedule) -> Iterator[Problem]:
             trans = min((starts[other] for other in actions[action.block, Operation.TRANS]), default=math.inf)
             if not action.iteration and ends.get(action, number) > trans:
                 yield int(trans), f"weights travel before {action} is made"
-
-
-def _order(reference: Schedule, schedule: Schedule) -> Iterator[Problem]:
-    """Check that all ranks exchange rows, weights and gradients in one order."""
-    if schedule is reference:
-        return
-    expected = _collectives(reference)
-    found = _collectives(schedule)
-    for (_, before), (number, action) in zip(expected, found, strict=False):
-        if before != action:
-            yield number, f"rank 0 comes to {before} first"
-            return
-    if len(expected) != len(found):
-        yield len(schedule) - 1, f"{len(found)} exchanges, Trans and Agg; rank 0 has {len(expected)}"
-
-
-def _collectives(schedule: Schedule) -> list[tuple[int, Action]]:
-    return [
-        (number, action)
-        for number, step in enumerate(schedule)
-        for action in (*step.communication, step.computation)
-        if action in step.communication or action.operation is Operation.A2A
-    ]
