@@ -206,13 +206,6 @@ def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Spli
             placements = [[Placement.parse(text) for text in texts_N] for texts_N in texts]
         except ValueError as error:
             raise ValueError(f"{directory}: layer {layer} has an invalid placement ({cleaned(error)})") from error
-        sources, experts = counts[0].shape[1:]
-        sizes = {(placement.num_experts, placement.num_ranks) for group in placements for placement in group}
-        ranks = max(ranks for _, ranks in sizes)
-        if sizes != {(experts, ranks)} or not sources or sources % ranks:
-            raise ValueError(
-                f"{directory}: layer {layer} has loads {sources} x {experts} and placements of other sizes"
-            )
         layers[layer] = LayerLoads(common, np.stack(counts), placements, split)
     return layers
 

@@ -1,4 +1,4 @@
-"""Rates of memory-bound work: copies, a layer's rows, activations, norms, casts, optimizers; for gpu_rates.py.
+"""Rates of memory-bound work: copies, a layer's rows, activations, optimizers, codecs; for gpu_rates.py.
 
 Bytes are the fewest that must be read and written: each input once, each result once.
 """
@@ -70,30 +70,6 @@ def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None
     }
     for name, call in calls.items():
         results.rate("rows", {"operation": name, **key}, call, num_bytes=num_bytes)
-
-
-def elementwise(results: device_timer.Results, tokens: int, hidden: int) -> None:
-    """Measure casts, sums of gradients and RMSNorm on [tokens, hidden]."""
-    device = results.timer.device
-    size = tokens * hidden
-    narrow = random(tokens, hidden, device=device)
-    wide = random(tokens, hidden, device=device, dtype=WIDE)
-    some = [random(size // 8, device=device, dtype=WIDE) for _ in range(8)]
-    others = [torch.randn_like(one) for one in some]
-    inputs = narrow.detach().requires_grad_()
-    weight = torch.ones(hidden, dtype=NARROW, device=device)
-    weight.requires_grad_()
-    output = F.rms_norm(inputs, (hidden,), weight, 1e-5)
-    gradient = torch.randn_like(output)
-    calls = {
-        "cast bfloat16 to float32": (6, lambda _: narrow.float()),
-        "cast float32 to bfloat16": (6, lambda _: wide.to(NARROW)),
-        "add bfloat16 to float32": (10, lambda _: wide.add_(narrow)),
-        "foreach add float32": (12, lambda _: torch._foreach_add_(some, others)),
-        "RMSNorm forward": (4, lambda _: F.rms_norm(inputs, (hidden,), weight, 1e-5)),
-        "RMSNorm backward": (6, lambda _: torch.autograd.grad(output, [inputs, weight], gradient, retain_graph=True)),
-    }
-    _rates(results, calls, size, {"rows": tokens, "width": hidden})
 
 
 def _rates(results: device_timer.Results, calls: dict[str, tuple[int, Any]], size: int, key: dict[str, int]) -> None:
@@ -173,18 +149,6 @@ def adam(results: device_timer.Results, size: int) -> None:
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
         calls[name] = 28, lambda _, optimizer=optimizer: optimizer.step()
     _rates(results, calls, size // 8 * 8, {"rows": 8, "width": size // 8})
-
-
-def logits(results: device_timer.Results, tokens: int, vocabulary: int) -> None:
-    """Measure the cross entropy of logits in bfloat16, forward and backward together."""
-    device = results.timer.device
-    logits_TV = random(tokens, vocabulary, device=device).requires_grad_()
-    targets_T = torch.randint(vocabulary, (tokens,), device=device)
-
-    def both(_: int) -> None:
-        torch.autograd.grad(F.cross_entropy(logits_TV.float(), targets_T), logits_TV)
-
-    _rates(results, {"cross entropy, both passes": (6, both)}, logits_TV.numel(), {"rows": tokens, "width": vocabulary})
 
 
 def codecs(results: device_timer.Results, tokens: int, hidden: int) -> None:

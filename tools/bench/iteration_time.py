@@ -301,7 +301,6 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, help="iterations before")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of a case")
     parser.add_argument("--timeline", type=Path, help="directory for the last job's timelines, by variant")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
     parser.add_argument("--list", action="store_true", help="print the variants and cases, and stop")
     args, extra = parser.parse_known_args()
     try:
@@ -311,11 +310,9 @@ def main() -> int:
     if args.list:
         print("\n".join(["variants:", *comparison.variants, "", "cases:", *comparison.cases]))
         return 0
-    table = []
     try:
         for cluster in clusters:
-            table += ["", f"{cluster} {' '.join(extra)}", "", line(HEADS), "|---" * len(HEADS) + "|"]
-            print("\n".join(table[-5:]), flush=True)
+            print("", f"{cluster} {' '.join(extra)}", "", line(HEADS), "|---" * len(HEADS) + "|", sep="\n", flush=True)
             with jobs(cluster) as job:
                 for case, flags in comparison.cases.items():
                     common = f"{comparison.common} {cluster.flags} {flags} {' '.join(extra)}"
@@ -323,13 +320,10 @@ def main() -> int:
                     turns = (now.iterations + now.warmup + 1) * len(now.variants)
                     task = (measure, now.variants, common, cluster, now, args.timeline)
                     found = [combined(job(*task, turns=turns)) for _ in range(args.repeats)]
-                    table += [line(cells) for cells in rows(case, found)]
-                    print("\n".join(table[-len(now.variants) :]), flush=True)
+                    print("\n".join(line(cells) for cells in rows(case, found)), flush=True)
     except TestbedUnavailable as error:
         print(f"iteration_time.py: {error}", file=sys.stderr)
         return 2
-    if args.markdown is not None:
-        args.markdown.write_text("\n".join([*table, ""]))
     return 0
 
 

@@ -21,6 +21,7 @@ computes one expert after the other. Without CUDA, times are the CPU's, and noth
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -33,9 +34,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import device_trace
 import ranks
@@ -121,11 +122,11 @@ def _measure(task: ranks.Task, machine: "Machine") -> Result:
     runs = {}
     kept = {}
     for name, flags in task["flags"].items():
-        before = _allocated(machine)
+        before = torch.cuda.memory_allocated() if machine.cuda else 0
         runs |= ranks.build({name: flags}, machine)
         # Adam's state exists after the first step
         _timed_step(runs[name])
-        kept[name] = _allocated(machine) - before
+        kept[name] = (torch.cuda.memory_allocated() if machine.cuda else 0) - before
     shape = result["shape"] = _shape(runs[OURS])
     print("{layers} MoE layers, {microbatches} microbatches of {tokens} tokens".format(**shape), flush=True)
     parts: dict[str, Callable[[], tuple[Any, Iterable[str]]]] = {
@@ -156,9 +157,17 @@ def _time(runs: "Mapping[str, Run]", iterations: int) -> tuple[Result, list[str]
 
 
 def _memory(runs: "Mapping[str, Run]", kept: Mapping[str, int], machine: "Machine") -> tuple[Result | None, list[str]]:
+    import torch
+
     if not machine.cuda:
         return None, []
-    found = {name: _peak(run, kept[name]) for name, run in runs.items()}
+    found = {}
+    for name, run in runs.items():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _timed_step(run)
+        above = torch.cuda.max_memory_allocated() - before
+        found[name] = {"kept_gib": kept[name] / 2**30, "peak_gib": (kept[name] + above) / 2**30}
     line = "{}: {kept_gib:.2f} GiB kept, {peak_gib:.2f} GiB at most"
     return found, [line.format(name, **one) for name, one in found.items()]
 
@@ -207,12 +216,6 @@ def _layers(run: "Run") -> "list[torch.nn.Module]":
     return [module for chunk in run.model for module in chunk.modules() if isinstance(module, BaseMoELayer)]
 
 
-def _allocated(machine: "Machine") -> int:
-    import torch
-
-    return torch.cuda.memory_allocated() if machine.cuda else 0
-
-
 def _timed_step(run: "Run") -> dict[str, float]:
     """Train one iteration; return its seconds, and the CPU seconds of all threads of the process."""
     from megatron_balance.training.loop import train_step
@@ -224,14 +227,13 @@ def _timed_step(run: "Run") -> dict[str, float]:
 
 def _statistics(seconds: Mapping[str, Sequence[float]]) -> Result:
     """Return medians and quartiles in milliseconds, and of the ratios of pairs, which were measured one by one."""
-    pairs = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True) if theirs > 0]
-    milliseconds = {name: _quartiles([1e3 * one for one in all_]) for name, all_ in seconds.items()}
+    pairs = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True)]
+    milliseconds = {name: _quartiles([1e3 * one for one in found]) for name, found in seconds.items()}
     return {"ms": milliseconds, "ratio": _quartiles(pairs)}
 
 
 def _quartiles(values: Sequence[float]) -> dict[str, float]:
-    values = sorted(values) or [0.0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high, "n": len(values)}
 
 
@@ -243,17 +245,6 @@ def _times(label: str, found: Result) -> str:
 
 def _spread(one: Mapping[str, float], digits: int) -> str:
     return "{median:.{d}f} ({low:.{d}f}-{high:.{d}f})".format(**one, d=digits)
-
-
-def _peak(run: "Run", kept: int) -> dict[str, float]:
-    """Return GiB that a run keeps between iterations, and that plus the most that an iteration allocates."""
-    import torch
-
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _timed_step(run)
-    above = torch.cuda.max_memory_allocated() - before
-    return {"kept_gib": kept / 2**30, "peak_gib": (kept + above) / 2**30}
 
 
 def _profile(run: "Run", machine: "Machine", shape: Result) -> Result:
@@ -274,7 +265,9 @@ def _traced(run: "Run", machine: "Machine", iterations: int) -> Trace:
     from megatron_balance.training.loop import queue_step
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.cuda else [])]
-    with tempfile.TemporaryDirectory() as directory, _marked(run):
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as marks:
+        for layer in _layers(run):
+            marks.enter_context(mock.patch.object(layer, "forward", record_function(LAYER)(layer.forward)))
         with profile(activities=activities) as profiled:
             torch.ones(1, device=torch.cuda.current_device() if machine.cuda else "cpu").add_(1)
             for _ in range(iterations):
@@ -286,30 +279,6 @@ def _traced(run: "Run", machine: "Machine", iterations: int) -> Trace:
         file = Path(directory) / "trace.json"
         profiled.export_chrome_trace(str(file))
         return Trace(json.loads(file.read_text(errors="replace")))
-
-
-@contextmanager
-def _marked(run: "Run") -> Iterator[None]:
-    """Mark the forward passes of MoE layers in traces."""
-    from torch.profiler import record_function
-
-    marks = []
-
-    def begin(*_: Any) -> None:
-        marks.append(record_function(LAYER))
-        marks[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        marks.pop().__exit__(None, None, None)
-
-    hooks = [
-        hook for one in _layers(run) for hook in (one.register_forward_pre_hook(begin), one.register_forward_hook(end))
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _profile_lines(name: str, found: Result, machine: "Machine") -> Iterator[str]:
