@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner
 from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.placement.placement import EMPTY, Placement
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.hosting import Hosting, LayerLoad
@@ -281,6 +284,24 @@ def test_between_nodes_pro_prophet_is_close_to_the_best_placement(workloads: lis
         planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
         ratios.append(cost.layer_seconds(counts_DE, planned) / least_of_copies(counts_DE, current, cost))
     assert np.median(ratios) <= 1.05 and max(ratios) <= 1.2
+
+
+def test_traces_are_read_by_layout(tmp_path: Path) -> None:
+    wide = np.arange(40 * 8).reshape(40, 2, 4)
+    narrow = np.ones((3, 1, 2), dtype=np.int64)
+    for rank, layer, loads in ((0, 2, wide), (1, 1, narrow)):
+        log = LoadLog(tmp_path, rank)
+        for iteration, counts_DE in enumerate(loads, start=1):
+            log.add(iteration, {layer: (counts_DE, Placement.identity(counts_DE.shape[1], counts_DE.shape[0]))})
+        log.flush()
+    traces = planner.read_traces(tmp_path)
+    assert {layout: list(loads) for layout, loads in traces.items()} == {
+        (2, 4): ["rank 0 layer 2"],
+        (1, 2): ["rank 1 layer 1"],
+    }
+    matrices = traces[2, 4]["rank 0 layer 2"]
+    assert (matrices[0] == wide[0]).all() and (matrices[-1] == wide[-1]).all() and len(matrices) < len(wide)
+    assert len(traces[1, 2]["rank 1 layer 1"]) == 3
 
 
 def test_policies_name_their_split() -> None:

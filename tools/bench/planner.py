@@ -1,13 +1,13 @@
 """Compares the policies' plans for each synthetic workload: quality and planning time.
 
-    OMP_NUM_THREADS=1 python tools/bench/planner.py [--tokens 4096] [--seeds 4]
+    OMP_NUM_THREADS=1 python tools/bench/planner.py [--tokens 4096] [--seeds 4] [--trace DIR]
 
 Every policy is evaluated with its own split of tokens. Planning time is CPU time of this process; layer times are those
 of the cost model, for the built-in cluster with nodes of eight. Measures of the ranks' loads: max/mean is FlexMoE's
 balance ratio (Eq. 6), RB is Pro-Prophet's spread before balancing over that after it, and D is DEMI's degree of
 imbalance, the root of the sum of squares over the sum: 1 if one rank has all tokens, 1 / sqrt(ranks) if loads are even.
 `guests` counts guests, `moved` experts with hosts other than the owner, and `lent` experts that their owners do not
-compute. Every number is a median over loads of a workload.
+compute. Every number is a median over loads: over seeds of a workload, or iterations of a trace.
 """
 
 import argparse
@@ -15,10 +15,12 @@ import itertools
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
 from megatron_balance.cost.model import CostModel, balance_gain, balance_ratio
+from megatron_balance.observe.load_log import read_loads
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, registered
 from megatron_balance.profile.cluster_profile import builtin
@@ -34,6 +36,8 @@ TOPK = 2
 NODE = 8
 BURST_STEP = 9
 REPEATS = 7
+TRACED = 16
+"""Number of iterations of each layer that are taken from a trace."""
 
 COLUMNS = (
     *(("plan ms", 9, 2), ("layer ms", 10, 3), ("speedup", 9, 2)),
@@ -51,11 +55,27 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--guest-slots", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=4, help="loads per synthetic workload")
+    parser.add_argument("--trace", type=Path, help="directory written by --balance-log-dir: also plan for its loads")
     args = parser.parse_args()
-    for num_ranks, num_experts in LAYOUTS:
+    traces = read_traces(args.trace) if args.trace else {}
+    for num_ranks, num_experts in dict.fromkeys((*LAYOUTS, *traces)):
         print(f"\nD={num_ranks} E={num_experts} guest slots={args.guest_slots}")
-        _table(num_ranks, num_experts, _synthetic(num_ranks, num_experts, args.tokens, args.seeds), args.guest_slots)
+        loads = (
+            _synthetic(num_ranks, num_experts, args.tokens, args.seeds) if (num_ranks, num_experts) in LAYOUTS else {}
+        )
+        _table(num_ranks, num_experts, loads | traces.get((num_ranks, num_experts), {}), args)
     return 0
+
+
+def read_traces(directory: Path) -> dict[tuple[int, int], Loads]:
+    """Return load matrices of `--balance-log-dir`, by (D, E): a few evenly spaced iterations of every layer."""
+    traces: dict[tuple[int, int], Loads] = {}
+    for rank, recorded in read_loads(directory).items():
+        for layer, counts_NDE in recorded.counts.items():
+            chosen = np.unique(np.linspace(0, len(counts_NDE) - 1, TRACED).astype(int))
+            loads = traces.setdefault(counts_NDE.shape[1:], {})
+            loads[f"rank {rank} layer {layer}"] = list(counts_NDE[chosen])
+    return traces
 
 
 def _synthetic(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Loads:
@@ -89,8 +109,8 @@ def imbalance_degree(tokens_D: np.ndarray) -> float:
     return float(np.linalg.norm(tokens_D)) / tokens if tokens else 0.0
 
 
-def _table(num_ranks: int, num_experts: int, loads: Loads, guest_slots: int) -> None:
-    current = Placement.identity(num_experts, num_ranks, guest_slots)
+def _table(num_ranks: int, num_experts: int, loads: Loads, args: argparse.Namespace) -> None:
+    current = Placement.identity(num_experts, num_ranks, args.guest_slots)
     columns = "".join(f"{name:>{width}s}" for name, width, _ in COLUMNS)
     print(f"{'workload':19s} {'policy':11s}{columns}")
     gains: dict[str, list[float]] = {}
