@@ -108,20 +108,6 @@ def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
         )
 
 
-def compiled_swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
-    """Measure megatron-core's SwiGLU with combine weights, which torch.compile compiles in some seconds."""
-    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-
-    device = results.timer.device
-    inner = random(tokens, 2 * ffn, device=device).requires_grad_()
-    probs_R = torch.rand(tokens, device=device).requires_grad_()
-
-    def forward() -> torch.Tensor:
-        return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), False)
-
-    _swiglu(results, "compiled", forward, (inner, probs_R), random(tokens, ffn, device=device))
-
-
 def _swiglu(
     results: device_timer.Results, name: str, forward: Any, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
 ) -> None:

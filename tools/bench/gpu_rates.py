@@ -48,11 +48,6 @@ def sections(results: device_timer.Results) -> Mapping[str, Callable[[], object]
         for layer in layers:
             gpu_memory.layer_rows(results, layer, tokens)
 
-    def compiled() -> None:
-        # A CPU would need a compiler
-        if real:
-            gpu_memory.compiled_swiglu(results, 16384, 4096)
-
     return {
         "copy": partial(gpu_memory.copies, results, 4 * 10**9 if real else 10**4),
         "square": partial(gpu_products.square, results, 8192 if real else 32),
@@ -64,7 +59,6 @@ def sections(results: device_timer.Results) -> Mapping[str, Callable[[], object]
         "transfers": partial(gpu_latency.transfers, results, 256 * 2**20 if real else 8192),
         "codecs": partial(gpu_memory.codecs, results, *((16384, 4096) if real else (8, 16))),
         "adam": partial(gpu_memory.adam, results, 2**28 if real else 64),
-        "compiled": compiled,
     }
 
 

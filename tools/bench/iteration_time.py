@@ -179,21 +179,16 @@ def _over_ranks(samples: Sequence[Sample]) -> Sample:
     return Sample(slowest, samples[0].loss, samples[0].grad_norm, *means)
 
 
-def iteration_seconds(outcome: Outcome, periodic: bool) -> float:
-    """Return the time of an iteration of a variant in one job."""
-    mean = statistics.fmean if periodic else statistics.median
-    return mean(sample.seconds for sample in outcome.samples)
-
-
 def rows(case: str, found: Sequence[Job]) -> list[list[str]]:
     """Return the cells of the rows of one case; `found` has one or more jobs."""
     first, *_ = found[0]
-    periodic = PERIODS.get(case, 1) > 1
+    middle = statistics.fmean if PERIODS.get(case, 1) > 1 else statistics.median
+    firsts = [middle(sample.seconds for sample in job[first].samples) for job in found]
     table = []
     for name in found[0]:
         outcomes = [job[name] for job in found]
-        seconds = [iteration_seconds(outcome, periodic) for outcome in outcomes]
-        ratios = [own / iteration_seconds(job[first], periodic) for own, job in zip(seconds, found, strict=True)]
+        seconds = [middle(sample.seconds for sample in outcome.samples) for outcome in outcomes]
+        ratios = [own / other for own, other in zip(seconds, firsts, strict=True)]
         samples = [sample for outcome in outcomes for sample in outcome.samples]
         mean = Sample(0.0, None, 0.0, *map(statistics.fmean, list(zip(*samples, strict=True))[3:]))
         waits = [mean.plan_wait_seconds, mean.trans_wait_seconds, mean.agg_wait_seconds]
