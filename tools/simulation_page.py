@@ -39,12 +39,7 @@ def page(title: str, results: Sequence[Mapping[str, Any]]) -> str:
         # Ranks that are done before the last one wait for nothing that a part names
         parts.append(("done", one["seconds"] - sum(seconds for _, seconds in parts)))
         shown = [
-            {
-                "name": part,
-                "ms": 1e3 * seconds,
-                "width": 100 * seconds / longest,
-                "color": COLORS.get(part, "#fff"),
-            }
+            {"name": part, "ms": 1e3 * seconds, "width": 100 * seconds / longest, "color": COLORS.get(part, "#fff")}
             for part, seconds in parts
             if seconds > 0
         ]

@@ -320,7 +320,7 @@ def test_compressed_input(
     assert read(output) == documents * 2
     source.write_bytes(kind.compress(f"{GOOD}\n\n{{\n".encode()))
     assert run(source, output, *NULL) == 1
-    assert capsys.readouterr().err.startswith(f"{source}:3: not JSON")
+    assert f"{source}:3: not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,6 @@ def test_the_busiest_link_sets_the_limit() -> None:
     assert traffic.limit(bytes_DD / 100, 1, 1, None).seconds == 0
 
 
-def test_limits_of_even_splits_are_those_known() -> None:
-    """Each rank sends 8 MiB at 400 Mbit/s, which takes 2.6 ms less because of the burst."""
-    for layout, known in (((2, 4), 0.335), ((4, 2), 0.2505)):
-        rows_DD = traffic.split_rows("even", 8, layout[1], 8 << 20)
-        assert traffic.limit(rows_DD, layout[1], 400, 400).seconds == pytest.approx(known, abs=5e-4)
-
-
 @given(layouts, st.integers(0, 9), st.floats(1, 1e4), st.floats(1, 1e4))
 def test_largest_speedup_is_between_one_and_two(layout: tuple[int, int], seed: int, link: float, bus: float) -> None:
     nodes, node_size = layout

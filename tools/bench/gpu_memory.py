@@ -114,10 +114,7 @@ def _swiglu(
     output = forward()
     calls = {
         f"SwiGLU forward, {name}": (6, lambda _: forward()),
-        f"SwiGLU backward, {name}": (
-            10,
-            lambda _: torch.autograd.grad(output, inputs, gradient, retain_graph=True),
-        ),
+        f"SwiGLU backward, {name}": (10, lambda _: torch.autograd.grad(output, inputs, gradient, retain_graph=True)),
     }
     _rates(results, calls, gradient.numel(), {"rows": gradient.shape[0], "width": gradient.shape[1]})
 

@@ -54,10 +54,7 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
 
 
 def take_turns(
-    runs: "Mapping[str, Run]",
-    iterations: int,
-    warmup: int = WARMUP,
-    step: "Callable[[Run], Any] | None" = None,
+    runs: "Mapping[str, Run]", iterations: int, warmup: int = WARMUP, step: "Callable[[Run], Any] | None" = None
 ) -> dict[str, list[Any]]:
     """Train the runs in turn and alternating order, so that other load on the machine affects all of them equally.
 
