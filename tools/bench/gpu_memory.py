@@ -3,7 +3,6 @@
 Bytes are the fewest that must be read and written: each input once, each result once.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -103,20 +102,16 @@ def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
 
     passes = {"plain": plain, "recomputing": lambda: swiglu_linear(inner, probs_R, linear, split)}
     for name, forward in passes.items():
-        results.section(
-            f"SwiGLU {name}", functools.partial(_swiglu, results, name, forward, (inner, probs_R), gradient_RF)
-        )
+        output = forward()
 
+        def backward(_: int, output: torch.Tensor = output) -> None:
+            torch.autograd.grad(output, [inner, probs_R], gradient_RF, retain_graph=True)
 
-def _swiglu(
-    results: device_timer.Results, name: str, forward: Any, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
-) -> None:
-    output = forward()
-    calls = {
-        f"SwiGLU forward, {name}": (6, lambda _: forward()),
-        f"SwiGLU backward, {name}": (10, lambda _: torch.autograd.grad(output, inputs, gradient, retain_graph=True)),
-    }
-    _rates(results, calls, gradient.numel(), {"rows": gradient.shape[0], "width": gradient.shape[1]})
+        calls = {
+            f"SwiGLU forward, {name}": (6, lambda _, forward=forward: forward()),
+            f"SwiGLU backward, {name}": (10, backward),
+        }
+        _rates(results, calls, gradient_RF.numel(), {"rows": tokens, "width": ffn})
 
 
 def adam(results: device_timer.Results, size: int) -> None:
