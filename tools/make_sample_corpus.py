@@ -10,8 +10,6 @@ import argparse
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,15 +19,6 @@ from megatron_balance.files.writing import staged, writing
 EXCLUDED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data")
 )
-
-
-@dataclass
-class Written:
-    """Size of one domain's file."""
-
-    documents: int = 0
-    size: int = 0
-    """Size in bytes."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,16 +33,15 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         with staged(args.output_dir) as staging:
-            written = {
-                name: write_domain(staging / name, documents, args.max_mb) for name, documents in domains.items()
-            }
-            if empty := [name for name, domain in written.items() if not domain.documents]:
+            counts = {name: write_domain(staging / name, texts, args.max_mb) for name, texts in domains.items()}
+            if empty := [name for name, documents in counts.items() if not documents]:
                 raise ValueError(f"{empty[0]} would be empty; raise --max-mb ({args.max_mb})")
     except (OSError, ValueError) as error:
         print(f"--output-dir {args.output_dir}: {error}", file=sys.stderr)
         return 1
-    for name, domain in written.items():
-        print(f"{args.output_dir / name}: {domain.documents} documents, {domain.size / 1e6:.2f} MB")
+    for name, documents in counts.items():
+        path = args.output_dir / name
+        print(f"{path}: {documents} documents, {path.stat().st_size / 1e6:.2f} MB")
     if skipped := len(sources) - len(texts):
         print(f"skipped {skipped} source files that are not UTF-8")
     return 0
@@ -74,24 +62,23 @@ def read_utf8(path: Path) -> str | None:
         return None
 
 
-def json_lines(documents: list[tuple[str, str]]) -> Iterator[bytes]:
-    """Convert `(source, text)` pairs to JSONL, without empty documents."""
-    for source, text in documents:
-        if text.strip():
-            yield json.dumps({"text": text, "source": source}, ensure_ascii=False).encode() + b"\n"
+def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | None) -> int:
+    """Write `(source, text)` pairs as JSONL, without empty texts, and return their number.
 
-
-def write_domain(path: Path, documents: list[tuple[str, str]], max_mb: float | None) -> Written:
-    """Write documents until the next would exceed `max_mb` megabytes (10^6 bytes); None writes all."""
-    written = Written()
+    Args:
+        max_mb: stop before the file exceeds this many megabytes (10^6 bytes); None: write all documents.
+    """
+    number = 0
     with writing(path), path.open("wb") as file:
-        for line in json_lines(documents):
-            if max_mb is not None and written.size + len(line) > max_mb * 1e6:
+        for source, text in documents:
+            if not text.strip():
+                continue
+            line = json.dumps({"text": text, "source": source}, ensure_ascii=False).encode() + b"\n"
+            if max_mb is not None and file.tell() + len(line) > max_mb * 1e6:
                 break
             file.write(line)
-            written.documents += 1
-            written.size += len(line)
-    return written
+            number += 1
+    return number
 
 
 def _megabytes(text: str) -> float:

@@ -20,14 +20,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_balance.cli.parser import Parser
 from megatron_balance.cli.upstream_flags import ACCEPTED
@@ -35,7 +32,7 @@ from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.writing import staged, writing
 from megatron_balance.training.tokenizer import build_tokenizer
-from textfiles import BadLine, UnreadableFile, existing_file, parse_line, positive_int, read_lines
+from textfiles import BadLine, Chunk, ToolError, existing_file, parse_line, positive_int, progress, read_chunks
 
 BAD_LINES_SHOWN = 20
 
@@ -59,12 +56,7 @@ REFUSED = {
 """Flags of Megatron's tool that are refused, with the reasons."""
 
 
-class PreprocessingError(Exception):
-    """The settings or the whole input cannot produce a dataset; the message names the remedy."""
-
-
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Settings of tokenization. Hashable, so that each process builds the tokenizer once (`encoder`)."""
 
     tokenizer: TokenizerConfig
@@ -73,27 +65,14 @@ class Settings:
     append_eod: bool
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive lines of one input file."""
-
-    path: Path
-    first: int
-    """Number of the first line, from 1."""
-    lines: list[bytes]
-    size: int
-    """Bytes read from the file for these lines; fewer than their text if the file is compressed."""
-
-
-@dataclass
-class EncodedChunk:
+class EncodedChunk(NamedTuple):
     """A chunk's tokens."""
 
     size: int
     """The chunk's size."""
     documents: dict[str, list[np.ndarray]]
     """For each key, one array [tokens] of the dataset's dtype per document that has tokens."""
-    bad: list[BadLine] = dataclasses.field(default_factory=list)
+    bad: list[BadLine]
 
 
 class Encoder:
@@ -101,17 +80,21 @@ class Encoder:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.tokenizer = load_tokenizer(settings.tokenizer)
+        special = settings.tokenizer.tokenizer_special_tokens
+        config = dataclasses.replace(settings.tokenizer, tokenizer_special_tokens=special and list(special))
+        try:
+            self.tokenizer = build_tokenizer(config)
+        except ValueError as error:
+            raise ToolError(str(error)) from error
         self.vocab_size = self.tokenizer.vocab_size
         self.dtype = DType.optimal_dtype(self.vocab_size)
         self.ending = np.array([end_of_document(self.tokenizer)] if settings.append_eod else [], dtype=np.int64)
 
     def encode_line(self, line: bytes) -> list[np.ndarray]:
         """Return one array [tokens] per key; raise ValueError if the line is invalid."""
-        return [self.encode_text(text) for text in parse_line(line, self.settings.keys)]
+        return [self._tokens(text) for text in parse_line(line, self.settings.keys)]
 
-    def encode_text(self, text: str) -> np.ndarray:
-        """Return a text's tokens [tokens], with the end-of-document token if requested and the text is not empty."""
+    def _tokens(self, text: str) -> np.ndarray:
         try:
             tokens = np.array(self.tokenizer.tokenize(text) if text else [], dtype=np.int64)
         except (ValueError, OverflowError) as error:
@@ -122,23 +105,14 @@ class Encoder:
         return (np.concatenate((tokens, self.ending)) if tokens.size else tokens).astype(self.dtype)
 
 
-def load_tokenizer(config: TokenizerConfig) -> Any:
-    """Return megatron-core's tokenizer for these settings; raise PreprocessingError if they are invalid."""
-    special = config.tokenizer_special_tokens
-    try:
-        return build_tokenizer(dataclasses.replace(config, tokenizer_special_tokens=special and list(special)))
-    except ValueError as error:
-        raise PreprocessingError(str(error)) from error
-
-
 def end_of_document(tokenizer: Any) -> int:
-    """Return the tokenizer's end-of-document token; raise PreprocessingError if it has none."""
+    """Return the tokenizer's end-of-document token; raise ToolError if it has none."""
     try:
         token = tokenizer.eod
     except AttributeError:
         token = None
     if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece returns -1 for a model without </s>
-        raise PreprocessingError(
+        raise ToolError(
             "--append-eod: the tokenizer has no end-of-document token; drop the flag, or use a model that has one "
             "(tools/train_tokenizer.py makes such models)"
         )
@@ -153,7 +127,7 @@ def encoder(settings: Settings) -> Encoder:
 
 def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
     """Tokenize a chunk. Bad lines are listed in the result and not encoded under any key."""
-    encoded = EncodedChunk(chunk.size, {key: [] for key in settings.keys})
+    encoded = EncodedChunk(chunk.size, {key: [] for key in settings.keys}, [])
     for number, line in enumerate(chunk.lines, chunk.first):
         if not line.strip():
             continue
@@ -166,15 +140,6 @@ def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
             if tokens.size:
                 encoded.documents[key].append(tokens)
     return encoded
-
-
-def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
-    """Read the input files in order."""
-    for path in paths:
-        first = 1
-        for lines, size in read_lines(path):
-            yield Chunk(path, first, lines, size)
-            first += len(lines)
 
 
 def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> Iterator[EncodedChunk]:
@@ -193,7 +158,7 @@ def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> 
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise PreprocessingError(
+        raise ToolError(
             f"--workers {workers}: a worker process died, possibly from lack of memory; try fewer"
         ) from error
     finally:
@@ -219,10 +184,10 @@ class Output:
             self.documents[key] += len(documents)
 
     def finish(self) -> None:
-        """Write the indices; raise PreprocessingError for a dataset without documents, which cannot be loaded."""
+        """Write the indices; raise ToolError for a dataset without documents, which cannot be loaded."""
         for key, builder in self.builders.items():
             if not self.documents[key]:
-                raise PreprocessingError(f"--input: no line has text under --json-keys {key}; check both flags")
+                raise ToolError(f"--input: no line has text under --json-keys {key}; check both flags")
             with writing(f"{self.stems[key]}.idx"):
                 builder.finalize(f"{self.stems[key]}.idx")
 
@@ -233,40 +198,15 @@ class Output:
                 builder.data_file.close()
 
 
-class Display:
-    """Progress and bad lines on stderr; the bar is shown only if stderr is a terminal."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.console = Console(stderr=True)
-        columns = (TextColumn("{task.fields[rate]:.0f} docs/s"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        # Manual refresh avoids a second thread, which must not run when the worker processes are forked
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal, auto_refresh=False)
-        self.task = self.bar.add_task("", total=sum(path.stat().st_size for path in paths), rate=0.0)
-        self.started = time.monotonic()
-        self.bad = 0
-
-    def advance(self, size: int, documents: int) -> None:
-        """Add `size` bytes of processed input; `documents` is the count so far."""
-        self.bar.update(self.task, advance=size, rate=documents / self.seconds, refresh=True)
-
-    def report(self, line: BadLine) -> None:
-        """Print a bad line; after many, only count it."""
-        self.bad += 1
-        if self.bad <= BAD_LINES_SHOWN:
-            self.console.out(str(line), highlight=False)
-
-    @property
-    def seconds(self) -> float:
-        """Time since the start, above 0."""
-        return max(time.monotonic() - self.started, 1e-9)
-
-
 def preprocess(settings: Settings, paths: list[Path], prefix: str, *, workers: int, skip_bad: bool) -> list[str]:
     """Write the datasets and return the lines of a summary; raise BadLine at a bad line unless `skip_bad`."""
-    display = Display(paths)
+    started = time.monotonic()
     folder, name = os.path.split(prefix)
     dtype = encoder(settings).dtype
-    with staged(Path(folder)) as staging, display.bar:
+    bad = 0
+    # The bar has no thread of its own, which must not run when the worker processes are forked
+    with staged(Path(folder)) as staging, progress(auto_refresh=False) as bar:
+        reading = bar.add_task("reading", total=sum(path.stat().st_size for path in paths))
         output = Output(staging, name, settings.keys, dtype)
         with (
             contextlib.closing(output),
@@ -276,16 +216,18 @@ def preprocess(settings: Settings, paths: list[Path], prefix: str, *, workers: i
                 if encoded.bad and not skip_bad:
                     raise encoded.bad[0]
                 for line in encoded.bad:
-                    display.report(line)
+                    bad += 1
+                    if bad <= BAD_LINES_SHOWN:
+                        bar.console.out(str(line), highlight=False)
                 output.add(encoded)
-                display.advance(encoded.size, max(output.documents.values()))
+                bar.update(reading, advance=encoded.size, refresh=True)
             output.finish()
     summary = [
         f"{prefix}_{key}_document: {output.documents[key]} documents, {output.tokens[key]} tokens "
-        f"({dtype.__name__}), {display.seconds:.1f} s"
+        f"({dtype.__name__}), {time.monotonic() - started:.1f} s"
         for key in settings.keys
     ]
-    return summary + ([f"{display.bad} bad lines skipped"] if display.bad else [])
+    return summary + ([f"{bad} bad lines skipped"] if bad else [])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -302,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     except BadLine as error:
         message = f"{error}\nfix the line, or skip such lines with --on-bad-line skip"
         status = 1
-    except (PreprocessingError, UnreadableFile, OSError) as error:
+    except (ToolError, OSError) as error:
         message = str(error)
         status = 1
     except KeyboardInterrupt:
@@ -329,7 +271,7 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Sett
     settings = Settings(config, tuple(keys), args.append_eod)
     try:
         encoder(settings)
-    except PreprocessingError as error:
+    except ToolError as error:
         parser.error(str(error))
     try:
         Path(os.path.dirname(args.output_prefix)).mkdir(parents=True, exist_ok=True)

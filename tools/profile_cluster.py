@@ -95,10 +95,8 @@ def table(profile: "ClusterProfile") -> Iterator[str]:
     yield f"{'':12} {'group':5} {'alpha (us)':>12} {'GB/s':>9} {'residual %':>11} {'held-out %':>11}"
     for collective, lines in profile.links.items():
         for kind, line in lines.items():
-            if kind != "ep" and kinds[kind] == kinds["ep"]:
-                yield f"{collective:12} {kind:5} {'as ep':>12}"
-                continue
-            yield _row(collective, kind, line)
+            same = kind != "ep" and kinds[kind] == kinds["ep"]
+            yield f"{collective:12} {kind:5} {'as ep':>12}" if same else _row(collective, kind, line)
     for name, line in profile.all_to_alls.items():
         yield _row(name, "ep", line)
     yield f"{'':12} {'':5} {'launch (us)':>12} {'us each':>9} {'residual %':>11} {'held-out %':>11}"

@@ -12,9 +12,8 @@ import base64
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import matplotlib
 import numpy as np
@@ -26,7 +25,7 @@ from rich.table import Table
 import report_charts as charts
 from megatron_balance.files.writing import staged
 from megatron_balance.flow.plan import Split
-from report_runs import LoggedRun, aligned, read_run
+from report_runs import LoggedRun, Series, aligned, read_run
 from textfiles import positive_int
 from timeline_picture import picture
 
@@ -35,8 +34,7 @@ AGREEMENT = 1e-5
 """Relative difference up to which losses count as equal: rounding of float32 sums in another order."""
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """One picture, or the reason why it is missing."""
 
     address: str = ""
@@ -45,8 +43,7 @@ class Chart:
     missing: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of the summary; a value is empty if a run does not have it."""
 
     name: str
@@ -63,17 +60,20 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(
                 "give --tensorboard-dir, --balance-log-dir or --balance-timeline: there is nothing to show"
             )
+        if args.picture and not after.loads:
+            raise ValueError("--picture: needs --balance-log-dir")
         rows = summary(before, after, args.token_bytes)
         notes = notices(before, after)
         with matplotlib.rc_context(charts.STYLE):
-            html = page(args.title, before, after, rows=rows, notes=notes, token_bytes=args.token_bytes)
-            overview = _overview(after) if args.picture else None
+            files = {args.output: page(args.title, before, after, rows, notes, args.token_bytes).encode()}
+            if args.picture:
+                files[args.picture] = _image(charts.overview(after, worst(after)), "png", dpi=110)
     except ValueError as error:
         raise SystemExit(f"report.py: error: {error}") from error
     try:
-        _write(args.output, html.encode())
-        if overview is not None:
-            _write(args.picture, overview)
+        for path, content in files.items():
+            with staged(path.parent) as folder:
+                (folder / path.name).write_bytes(content)
     except OSError as error:
         raise SystemExit(f"report.py: error: {error.filename or args.output}: {error.strerror}") from error
     _print(rows, notes, bool(before.scalars))
@@ -109,12 +109,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> list[Row]:
     """Summarize the change in a few numbers: means over iterations of means or sums over layers."""
+    runs = (before, after)
+
+    def row(name: str, form: str, both: Sequence[Series | None]) -> Row:
+        return Row(name, *("" if series is None else f"{series.values_N.mean():{form}}" for series in both))
+
     own = before.over_layers("ratio_after", mean=True) or after.over_layers("ratio_before", mean=True)
     rows = [
-        _row("max/mean load of ranks, mean of layers", own, after.over_layers("ratio_after", mean=True), ".2f"),
-        _row("hosts added per iteration", *_both(before, after, "hosts_added"), ",.1f"),
-        _row("experts moved per iteration", *_both(before, after, "experts_moved"), ".2f"),
-        _row("Trans and Agg per iteration, MB", *_both(before, after, "trans_bytes", "agg_bytes", factor=1e-6), ",.1f"),
+        row("max/mean load of ranks, mean of layers", ".2f", (own, after.over_layers("ratio_after", mean=True))),
+        row("hosts added per iteration", ",.1f", [run.over_layers("hosts_added") for run in runs]),
+        row("experts moved per iteration", ".2f", [run.over_layers("experts_moved") for run in runs]),
+        row(
+            "Trans and Agg per iteration, MB",
+            ",.1f",
+            [run.over_layers("trans_bytes", "agg_bytes", factor=1e-6) for run in runs],
+        ),
     ]
     if after.loads:
         factor, unit = (1.0, "tokens") if token_bytes is None else (charts.exchanged(token_bytes), "MB")
@@ -123,16 +132,16 @@ def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> lis
             for name in ("crossing_before_N", "crossing_N")
         ]
         rows.append(Row(f"all-to-alls per iteration, {unit}", *(f"{amount:,.1f}" for amount in crossing)))
-    if after.layers("predicted_seconds"):
-        series = [after.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
-        _, (predicted_N, measured_N) = charts.aligned([one for one in series if one is not None])
+    series = [after.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
+    if series[0] is not None and series[1] is not None:
+        _, (predicted_N, measured_N) = aligned([series[0], series[1]])
         rows.append(Row("predicted over measured layer time, median", "", f"{np.median(predicted_N / measured_N):.2f}"))
-    times = [run.scalars.get("iteration-time") for run in (before, after)]
-    medians = [f"{np.median(series.values_N) * 1e3:,.0f}" if series else "" for series in times]
+    times = [run.scalars.get("iteration-time") for run in runs]
+    medians = [f"{np.median(one.values_N) * 1e3:,.0f}" if one else "" for one in times]
     rows.append(Row("iteration time, median, ms", *medians))
     for name, tag in (("lm loss, last iteration", "lm loss"), ("lm loss, last validation", "lm loss validation")):
-        losses = [run.scalars.get(tag) for run in (before, after)]
-        rows.append(Row(name, *(f"{series.values_N[-1]:.4f}" if series else "" for series in losses)))
+        losses = [run.scalars.get(tag) for run in runs]
+        rows.append(Row(name, *(f"{one.values_N[-1]:.4f}" if one else "" for one in losses)))
     return [row for row in rows if row.before or row.after]
 
 
@@ -144,8 +153,8 @@ def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
             "Without balancing nothing logs loads: 'before' is the load of the run with balancing if each expert had "
             "been computed by its owner."
         )
-    losses = [run.scalars.get("lm loss") for run in (before, after)]
-    if losses[0] is not None and losses[1] is not None:
+    losses = [run.scalars["lm loss"] for run in (before, after) if "lm loss" in run.scalars]
+    if len(losses) == 2:
         iterations_N, (first, second) = aligned(losses)
         apart = np.flatnonzero(np.abs(first - second) > AGREEMENT * np.abs(first))
         if not len(apart):
@@ -161,93 +170,61 @@ def notices(before: LoggedRun, after: LoggedRun) -> list[str]:
 
 
 def page(
-    title: str, before: LoggedRun, after: LoggedRun, *, rows: list[Row], notes: list[str], token_bytes: int | None
+    title: str, before: LoggedRun, after: LoggedRun, rows: list[Row], notes: list[str], token_bytes: int | None
 ) -> str:
     """Return the whole HTML file, which refers to no other file."""
     events = "--tensorboard-dir DIR"
     loads = "--balance-log-dir DIR"
     both = {name: run for name, run in (("before", before), ("after", after)) if run.scalars}
+    timeline = None
+    if after.timeline:
+        timeline = picture(after.timeline, after.timeline[0].iteration)
     shown = {
-        "training": drawn(charts.training(both) if both else None, "loss and iteration time", events),
+        "training": drawn(charts.training(both), "loss and iteration time", events),
         "balance": drawn(charts.balance(after), "heaviest rank over the mean", events),
         "ranks": drawn(charts.ranks(after.loads, worst(after)) if after.loads else None, "load of ranks", loads),
         "experts": drawn(charts.experts(after.loads) if after.loads else None, "load of experts", loads),
         "decisions": drawn(charts.decisions(after), "hosts added and experts moved", events),
         "traffic": drawn(charts.traffic(after, token_bytes), "bytes sent", events),
         "prediction": drawn(charts.prediction(after), "predicted against measured", events),
-        "timeline": _timeline(after),
+        "timeline": drawn(timeline, "timeline of an iteration", "--balance-timeline DIR", "png"),
     }
+    iterations = [series.iterations_N for series in after.scalars.values()]
+    iterations += [own.iterations_N for own in after.loads.values()]
+    iterations += [np.array([record.iteration for record in after.timeline])] if after.timeline else []
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    iterations = _iterations(after)
     return environment.get_template(TEMPLATE.name).render(
         title=title,
         rows=rows,
         notes=notes,
         compared=bool(before.scalars),
         charts=shown,
-        iterations=iterations,
+        iterations=f"{min(each.min() for each in iterations)} to {max(each.max() for each in iterations)}",
         layers=len(after.loads) or len(after.layers("ratio_after")),
     )
 
 
-def drawn(figure: Figure | None, alt: str, flags: str) -> Chart:
-    """Embed a figure in the page."""
+def drawn(figure: Figure | None, alt: str, flags: str, kind: str = "svg") -> Chart:
+    """Embed a figure in the page, as `svg` or `png`."""
     if figure is None:
         return Chart(missing=f"Not recorded: train with {flags} and a --balance-policy, and give it here.")
+    media = {"svg": "image/svg+xml", "png": "image/png"}[kind]
+    return Chart(f"data:{media};base64,{base64.b64encode(_image(figure, kind)).decode()}", alt)
+
+
+def _image(figure: Figure, kind: str, dpi: int = 100) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return Chart(_inside("image/svg+xml", file.getvalue()), alt)
+    # Without the date, the same run gives the same bytes
+    fields = ("Date", "Creator", "Format", "Type") if kind == "svg" else ()
+    figure.savefig(file, format=kind, dpi=dpi, metadata=dict.fromkeys(fields))
+    return file.getvalue()
 
 
 def worst(run: LoggedRun) -> int:
     """Return the layer whose ranks would have the most uneven load if owners computed all tokens."""
     return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
-
-
-def _timeline(run: LoggedRun) -> Chart:
-    if not run.timeline:
-        return Chart(
-            missing="Not recorded: train with --balance-timeline DIR and a --balance-policy, and give it here."
-        )
-    iteration = run.timeline[0].iteration
-    file = io.BytesIO()
-    picture(run.timeline, iteration).savefig(file, format="png", dpi=100)
-    return Chart(_inside("image/png", file.getvalue()), f"timeline of iteration {iteration}")
-
-
-def _overview(run: LoggedRun) -> bytes:
-    if not run.loads:
-        raise ValueError("--picture: needs --balance-log-dir")
-    file = io.BytesIO()
-    charts.overview(run, worst(run)).savefig(file, format="png", dpi=110)
-    return file.getvalue()
-
-
-def _inside(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def _iterations(run: LoggedRun) -> str:
-    """Return the first and the last recorded iteration."""
-    known = [series.iterations_N for series in run.scalars.values()]
-    known += [loads.iterations_N for loads in run.loads.values()]
-    known += [np.array([record.iteration for record in run.timeline])] if run.timeline else []
-    return f"{min(each.min() for each in known)} to {max(each.max() for each in known)}"
-
-
-def _both(before: LoggedRun, after: LoggedRun, *names: str, factor: float = 1.0):
-    return [run.over_layers(*names, factor=factor) for run in (before, after)]
-
-
-def _row(name: str, before: charts.Series | None, after: charts.Series | None, form: str) -> Row:
-    return Row(name, *("" if series is None else f"{series.values_N.mean():{form}}" for series in (before, after)))
-
-
-def _write(path: Path, content: bytes) -> None:
-    with staged(path.parent) as folder:
-        (folder / path.name).write_bytes(content)
 
 
 def _print(rows: Sequence[Row], notes: Sequence[str], compared: bool) -> None:
@@ -256,9 +233,7 @@ def _print(rows: Sequence[Row], notes: Sequence[str], compared: bool) -> None:
         column.justify = "right"
     for row in rows:
         table.add_row(row.name, row.before or "-", row.after or "-")
-    rich.print(table)
-    for note in notes:
-        rich.print(note)
+    rich.print(table, *notes, sep="\n")
 
 
 if __name__ == "__main__":

@@ -97,18 +97,22 @@ def balance(run: LoggedRun) -> Figure | None:
 
 def ranks(loads: Mapping[int, LayerLoads], layer: int) -> Figure:
     """Draw every rank's tokens by iteration in one layer: if owners had computed all tokens, and as computed."""
-    own = loads[layer]
-    drawn, ((left, right),) = figure(1, 2, 3.0, sharey=True)
+    drawn, (both,) = figure(1, 2, 3.0, sharey=True)
+    rank_maps(drawn, both, loads[layer], (f"layer {layer}, owners only", f"layer {layer}, as computed"))
+    for axes in both:
+        axes.set_xlabel("iteration")
+    return drawn
+
+
+def rank_maps(drawn: Figure, both: Sequence[Axes], own: LayerLoads, titles: Sequence[str]) -> None:
+    """Draw heat maps of ranks in the same colors: if owners had computed all tokens, and as computed."""
     tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
     highest = max(1.5, float(max(table.max() for table in tables)))
-    for axes, table, title in ((left, tables[0], "owners only"), (right, tables[1], "as computed")):
+    for axes, table, title in zip(both, tables, titles, strict=True):
         image = heat(axes, own.iterations_N, table, highest)
-        heaviest = table.max(1).mean()
-        axes.set_title(f"layer {layer}, {title}: heaviest rank {heaviest:.2f} x the mean")
-        axes.set_xlabel("iteration")
-    left.set_ylabel("rank")
-    drawn.colorbar(image, ax=[left, right], label="tokens over the mean", pad=0.01)
-    return drawn
+        axes.set_title(f"{title}: heaviest rank {table.max(1).mean():.2f} x the mean")
+    both[0].set_ylabel("rank")
+    drawn.colorbar(image, ax=[*both], label="tokens over the mean", pad=0.01)
 
 
 def experts(loads: Mapping[int, LayerLoads]) -> Figure:
@@ -137,10 +141,7 @@ def decisions(run: LoggedRun) -> Figure | None:
     if not hosts:
         return None
     drawn = Figure(figsize=(WIDTH, 4.7), layout="constrained")
-    grid = drawn.add_gridspec(2, 2)
-    top = drawn.add_subplot(grid[0, :])
-    planning = drawn.add_subplot(grid[1, 0])
-    owners = drawn.add_subplot(grid[1, 1])
+    (top, planning, owners) = drawn.subplot_mosaic([["top", "top"], ["planning", "owners"]]).values()
     iterations_N, values = aligned(list(hosts.values()))
     table_NL = np.stack(values, axis=1)
     image = heat(top, iterations_N, table_NL, max(1.0, table_NL.max()), colors="PuBu", labels=list(hosts))
@@ -198,16 +199,15 @@ def prediction(run: LoggedRun) -> Figure | None:
     pairs = [aligned([predicted[layer], measured[layer]])[1] for layer in predicted]
     for layer, (x_N, y_N), color in zip(predicted, pairs, layer_colors(len(pairs)), strict=True):
         left.scatter(x_N * 1e3, y_N * 1e3, s=9, color=color, alpha=0.6, linewidths=0, label=f"layer {layer}")
-    title, (x_M, y_M) = "time of a layer", np.concatenate(pairs, axis=1)
+    title = "time of a layer"
+    x_M, y_M = np.concatenate(pairs, axis=1)
     if (x_M > 0).all() and (y_M > 0).all():
         slope = float(np.median(y_M / x_M))
-        line_2 = np.array([x_M.min(), x_M.max()]) * 1e3
-        left.plot(line_2, line_2 * slope, "--", color=INK, linewidth=0.8)
-        title += f"; dashed: measured = {slope:,.{2 if slope < 100 else 0}f} x predicted"
-        # The dashed line is straight only if both axes have the same scale
-        if any(times_M.max() > 10 * times_M.min() for times_M in (x_M, y_M)):
-            left.set_xscale("log")
-            left.set_yscale("log")
+        ends_2 = np.array([x_M.min(), x_M.max()]) * 1e3
+        left.plot(ends_2, ends_2 * slope, "--", color=INK, linewidth=0.8)
+        title += f"; dashed: measured = {slope:,.2f} x predicted"
+        left.set_xscale("log")
+        left.set_yscale("log")
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter("{x:,.10g}")
     left.set_xlabel("predicted, ms")
@@ -230,19 +230,9 @@ def prediction(run: LoggedRun) -> Figure | None:
 
 def overview(run: LoggedRun, layer: int) -> Figure:
     """Draw an overview: the ranks of one layer before and after, and the mean ratio of all layers."""
-    own = run.loads[layer]
     drawn = Figure(figsize=(WIDTH, 5.2), layout="constrained")
-    grid = drawn.add_gridspec(2, 2)
-    tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
-    highest = max(1.5, float(max(table.max() for table in tables)))
-    shown = []
-    for column, (table, title) in enumerate(zip(tables, ("before balancing", "after"), strict=True)):
-        shown.append(drawn.add_subplot(grid[0, column]))
-        image = heat(shown[-1], own.iterations_N, table, highest)
-        shown[-1].set_title(f"load of each rank in layer {layer}, {title}")
-        shown[-1].set_ylabel("rank")
-    drawn.colorbar(image, ax=shown, pad=0.01, label="tokens over the mean")
-    below = drawn.add_subplot(grid[1, :])
+    (*above, below) = drawn.subplot_mosaic([["before", "after"], ["below", "below"]]).values()
+    rank_maps(drawn, above, run.loads[layer], (f"layer {layer}, before balancing", f"layer {layer}, after"))
     for name, label, color in (
         ("computed_by_owners_NR", "before balancing", BEFORE),
         ("computed_NR", "after", AFTER),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,7 @@ RANKS_SHOWN = 4
 """Ranks that a timeline shows; more would not be readable."""
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
+class Series(NamedTuple):
     """One number by iteration, in ascending order of iterations."""
 
     iterations_N: np.ndarray
@@ -60,20 +60,15 @@ class LayerLoads:
         hosts = [[[len(set(ranks)) for ranks in p.hosts] for p in group] for group in self.placements_RN]
         return np.mean(hosts, axis=0)
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of expert-parallel ranks in all groups."""
-        return self.computed_NR.shape[1]
-
     @cached_property
     def computed_by_owners_NR(self) -> np.ndarray:
         """Tokens that each rank would have computed if every expert were on its initial owner only."""
-        return self._traffic_owners.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
+        return self._computed(self._traffic_owners)
 
     @cached_property
     def computed_NR(self) -> np.ndarray:
         """Tokens that each rank computed, with the ranks of all groups concatenated."""
-        return self._traffic.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
+        return self._computed(self._traffic)
 
     @property
     def crossing_before_N(self) -> np.ndarray:
@@ -85,29 +80,30 @@ class LayerLoads:
         """Tokens that were sent to another rank."""
         return _off_diagonal(self._traffic)
 
+    def _computed(self, traffic_RNDD: np.ndarray) -> np.ndarray:
+        return traffic_RNDD.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
+
     @cached_property
     def _traffic(self) -> np.ndarray:
         """Tokens from each rank to each rank [R, N, D, D]."""
-        return self._under(self.placements_RN)
+        return np.array(
+            [
+                [self._sent(*pair) for pair in zip(counts_NDE, placements_N, strict=True)]
+                for counts_NDE, placements_N in zip(self.counts_RNDE, self.placements_RN, strict=True)
+            ]
+        )
 
     @cached_property
     def _traffic_owners(self) -> np.ndarray:
         some = self.placements_RN[0][0]
         owners = Placement.identity(some.num_experts, some.num_ranks)
-        return self._under([[owners] * len(self.iterations_N)] * len(self.placements_RN))
+        return np.array([[self._sent(counts_DE, owners) for counts_DE in group] for group in self.counts_RNDE])
 
-    def _under(self, placements_RN: Sequence[Sequence[Placement]]) -> np.ndarray:
-        return np.array(
-            [
-                [
-                    _hosts_only(
-                        make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
-                    )
-                    for counts_DE, placement in zip(counts_NDE, placements_N, strict=True)
-                ]
-                for counts_NDE, placements_N in zip(self.counts_RNDE, placements_RN, strict=True)
-            ]
-        )
+    def _sent(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
+        """Return the tokens from each host to each host; sources that share a host reach others over its links."""
+        splits_DW = make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
+        hosts = splits_DW.shape[1]
+        return splits_DW.reshape(hosts, -1, hosts).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,13 +206,6 @@ def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Spli
             placements = [[Placement.parse(text) for text in texts_N] for texts_N in texts]
         except ValueError as error:
             raise ValueError(f"{directory}: layer {layer} has an invalid placement ({cleaned(error)})") from error
-        sources, experts = counts[0].shape[1:]
-        sizes = {(placement.num_experts, placement.num_ranks) for group in placements for placement in group}
-        ranks = max(ranks for _, ranks in sizes)
-        if sizes != {(experts, ranks)} or not sources or sources % ranks:
-            raise ValueError(
-                f"{directory}: layer {layer} has loads {sources} x {experts} and placements of other sizes"
-            )
         layers[layer] = LayerLoads(common, np.stack(counts), placements, split)
     return layers
 
@@ -240,12 +229,6 @@ def read_timeline(directory: Path) -> list[TraceEvent]:
 def _series(values: Mapping[int, float]) -> Series:
     steps = sorted(values)
     return Series(np.array(steps), np.array([values[step] for step in steps]))
-
-
-def _hosts_only(splits_DH: np.ndarray) -> np.ndarray:
-    """Sum the sources that share a host into one [H, H], because they reach it over its own links."""
-    hosts = splits_DH.shape[1]
-    return splits_DH.reshape(hosts, -1, hosts).sum(1)
 
 
 def _off_diagonal(traffic_RNDD: np.ndarray) -> np.ndarray:

@@ -31,6 +31,9 @@ GIB = 2**30
 EVEN = "even"
 """Label of the run with even routing."""
 
+MOVES = ("Trans", "Agg", "Plan", "Transfer")
+"""Parts whose time in progress is shown, too."""
+
 EVERY = 10.0
 """Seconds between lines of progress where they are not overwritten."""
 
@@ -207,13 +210,13 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
 
 def _progress(label: str) -> Any:
     """Return a function that shows a text: in one line of a terminal, or else as a line every some seconds."""
-    if sys.stderr.isatty():
-        return lambda text: print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
     last = time.monotonic()
 
     def show(text: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= EVERY:
+        if sys.stderr.isatty():
+            print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= EVERY:
             last = time.monotonic()
             print(f"{label}: {text}", file=sys.stderr, flush=True)
 
@@ -231,6 +234,12 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
     def line(name: str, cells: Sequence[str]) -> str:
         return f"{name:36}" + "".join(f"{cell:>{width}}" for cell in cells)
 
+    def parts(key: str, names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            cells = [one[key].get(name, 0.0) for one in results]
+            if any(cells):
+                yield line(f"  {name}", [f"{1e3 * cell:.2f}" for cell in cells])
+
     lines = [line("", [one["label"] for one in results])]
     lines.append(line("iteration, ms", [f"{1e3 * one['seconds']:.2f}" for one in results]))
     if len(results) > 1:
@@ -238,16 +247,8 @@ def _table(results: Sequence[dict[str, Any]]) -> list[str]:
     if even:
         lines.append(line("throughput over even routing", [f"{even[0] / one['seconds']:.3f}" for one in results]))
     lines.append(line("10^3 tokens/s", [f"{one['tokens_per_second'] / 1e3:.1f}" for one in results]))
-    lines.append("mean of ranks, ms")
-    for part in PARTS:
-        cells = [one["mean_seconds"].get(part, 0.0) for one in results]
-        if any(cells):
-            lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))
-    lines.append("in progress, hidden or not, ms")
-    for part in ("Trans", "Agg", "Plan", "Transfer"):
-        cells = [one["in_progress_seconds"].get(part, 0.0) for one in results]
-        if any(cells):
-            lines.append(line(f"  {part}", [f"{1e3 * cell:.2f}" for cell in cells]))
+    lines += ["mean of ranks, ms", *parts("mean_seconds", PARTS)]
+    lines += ["in progress, hidden or not, ms", *parts("in_progress_seconds", MOVES)]
     lines.append("busy, mean (most)")
     for name in results[0]["busy"]:
         cells = [one["busy"][name] for one in results]

@@ -38,25 +38,20 @@ def page(title: str, results: Sequence[Mapping[str, Any]]) -> str:
         parts = [(part, one["mean_seconds"].get(part, 0.0)) for part in PARTS]
         # Ranks that are done before the last one wait for nothing that a part names
         parts.append(("done", one["seconds"] - sum(seconds for _, seconds in parts)))
+        shown = [
+            {"name": part, "ms": 1e3 * seconds, "width": 100 * seconds / longest, "color": COLORS.get(part, "#fff")}
+            for part, seconds in parts
+            if seconds > 0
+        ]
         bars.append(
             {
-                "label": one["label"],
+                **one,
                 "ms": 1e3 * one["seconds"],
                 "even": None if even is None else even / one["seconds"],
                 "tokens": one["tokens_per_second"] / 1e3,
                 "memory": max(one["memory_gib"]),
-                "busy": one["busy"],
                 "moves": [1e3 * one["in_progress_seconds"].get(part, 0.0) for part in moves],
-                "parts": [
-                    {
-                        "name": part,
-                        "ms": 1e3 * seconds,
-                        "width": 100 * seconds / longest,
-                        "color": COLORS.get(part, "#fff"),
-                    }
-                    for part, seconds in parts
-                    if seconds > 0
-                ],
+                "parts": shown,
             }
         )
     used = {part["name"] for bar in bars for part in bar["parts"]}

@@ -1,4 +1,4 @@
-"""Shared functions of the text tools: read strings from JSONL lines, compressed or not, and argument types."""
+"""Shared parts of the text tools: strings of JSONL lines, compressed or not, argument types, and a progress bar."""
 
 import argparse
 import bz2
@@ -7,9 +7,12 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 CHUNK_BYTES = 2**18
 
@@ -28,8 +31,8 @@ UNREADABLE = {
 """First bytes of a file -> why it is not read."""
 
 
-class UnreadableFile(Exception):
-    """An input file whose text cannot be read to its end; the message names the file and the remedy."""
+class ToolError(Exception):
+    """The input and the flags cannot produce an output; the message names the file or the flag, and the remedy."""
 
 
 class BadLine(Exception):
@@ -43,32 +46,43 @@ class BadLine(Exception):
         return f"{path}:{number}: {reason}"
 
 
-def read_lines(path: Path) -> Iterator[tuple[list[bytes], int]]:
-    """Read a text file, which may be compressed by gzip, bzip2 or xz, in chunks of about CHUNK_BYTES of text.
+class Chunk(NamedTuple):
+    """Consecutive lines of one input file."""
 
-    Yields:
-        A chunk's lines, and the number of bytes of the file that were read for it (0 for a pipe).
+    path: Path
+    first: int
+    """Number of the first line, from 1."""
+    lines: list[bytes]
+    size: int
+    """Bytes of the file that were read for these lines: fewer than their text if it is compressed, 0 for a pipe."""
+
+
+def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
+    """Read text files in order, in chunks of about CHUNK_BYTES of text.
 
     Raises:
-        UnreadableFile: the file cannot be read to its end, or is compressed in another way.
+        ToolError: a file cannot be read to its end, or is compressed otherwise than by gzip, bzip2 or xz.
     """
-    with path.open("rb") as file:
-        text = _decompressed(path, file)
-        position = 0
-        try:
-            while lines := text.readlines(CHUNK_BYTES):
-                end = file.tell() if file.seekable() else 0
-                yield lines, end - position
-                position = end
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise UnreadableFile(f"{path}: cannot be read to its end: {error}; copy the file again") from error
+    for path in paths:
+        with path.open("rb") as file:
+            text = _decompressed(path, file)
+            first = 1
+            position = 0
+            try:
+                while lines := text.readlines(CHUNK_BYTES):
+                    end = file.tell() if file.seekable() else 0
+                    yield Chunk(path, first, lines, end - position)
+                    first += len(lines)
+                    position = end
+            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+                raise ToolError(f"{path}: cannot be read to its end: {error}; copy the file again") from error
 
 
 def _decompressed(path: Path, file: io.BufferedReader) -> IO[bytes]:
     start = file.peek(8)
     for magic, reason in UNREADABLE.items():
         if start.startswith(magic):
-            raise UnreadableFile(f"{path}: {reason}; gzip, bzip2 and xz need no such step")
+            raise ToolError(f"{path}: {reason}; gzip, bzip2 and xz need no such step")
     kind = next((kind for magic, kind in DECOMPRESSORS.items() if start.startswith(magic)), None)
     if kind is None:
         return file
@@ -119,3 +133,10 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: give an integer of at least 1")
     return value
+
+
+def progress(auto_refresh: bool) -> Progress:
+    """Return a progress bar on stderr, which is shown only in a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=auto_refresh)

@@ -12,25 +12,19 @@ import io
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from megatron_balance.files.writing import staged, writing
-from textfiles import BadLine, UnreadableFile, existing_file, parse_line, positive_int, read_lines
+from textfiles import BadLine, ToolError, existing_file, parse_line, positive_int, progress, read_chunks
 
 # SentencePiece drops sentences above 4192 bytes; a character takes up to 4
 SENTENCE_CHARACTERS = 1000
 
 # Not a setting because it affects the result: the model records it, and unigram sums floating-point numbers per thread
 THREADS = 4
-
-
-class TrainingError(Exception):
-    """The corpus and the flags cannot produce a model; the message names the flag to change."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             model = train_with_progress(args)
             with writing(staging / output.name):
                 (staging / output.name).write_bytes(model)
-    except (BadLine, TrainingError, UnreadableFile, OSError) as error:
+    except (BadLine, ToolError, OSError) as error:
         print(f"{error}\n{output} was not written", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,35 +52,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_with_progress(args: argparse.Namespace) -> bytes:
-    """Call `train` for the command line, with a progress bar if stderr is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        reading = progress.add_task("reading", total=sum(path.stat().st_size for path in args.input))
+    """Call `train` for the command line, with a progress bar."""
+    with progress(auto_refresh=True) as bar:
+        reading = bar.add_task("reading", total=sum(path.stat().st_size for path in args.input))
 
         def sentences() -> Iterator[str]:
-            yield from read_sentences(args.input, args.json_keys, lambda size: progress.advance(reading, size))
-            progress.add_task("training", total=None)
+            for chunk in read_chunks(args.input):
+                bar.advance(reading, chunk.size)
+                for number, line in enumerate(chunk.lines, chunk.first):
+                    if not line.strip():
+                        continue
+                    try:
+                        texts = parse_line(line, args.json_keys)
+                    except ValueError as error:
+                        raise BadLine(chunk.path, number, str(error)) from error
+                    for text in texts:
+                        yield from split_sentences(text)
+            bar.add_task("training", total=None)
 
         return train(sentences(), args.vocab_size, args.model_type, args.max_sentences)
-
-
-def read_sentences(paths: list[Path], keys: list[str], advance: Callable[[int], None]) -> Iterator[str]:
-    """Generate the lines of every document, with long ones split. Call `advance` with the number of bytes read."""
-    for path in paths:
-        number = 0
-        for lines, size in read_lines(path):
-            advance(size)
-            for line in lines:
-                number += 1
-                if not line.strip():
-                    continue
-                try:
-                    texts = parse_line(line, keys)
-                except ValueError as error:
-                    raise BadLine(path, number, str(error)) from error
-                for text in texts:
-                    yield from split_sentences(text)
 
 
 def split_sentences(text: str) -> Iterator[str]:
@@ -119,7 +103,7 @@ def train(sentences: Iterator[str], vocab_size: int, model_type: str, max_senten
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise TrainingError(explain(str(error), vocab_size)) from error
+        raise ToolError(explain(str(error), vocab_size)) from error
     return model.getvalue()
 
 

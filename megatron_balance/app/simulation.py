@@ -54,13 +54,6 @@ class Target:
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
 
-    layer_seconds: float = 0.0
-    """Seconds of each layer's forward pass over a microbatch that its operations do not explain; the backward pass has
-    as many times more as its operations take."""
-
-    iteration_seconds: float = 0.0
-    """Seconds of each iteration that nothing else explains."""
-
 
 def simulated_job(
     config: RunConfig, target: Target, plan_seconds: float | None = None
@@ -265,7 +258,7 @@ class _StageBuilder:
         assert length is not None and config.ffn_hidden_size is not None
         inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
         flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
-        seconds = self._seconds(flops) + self.target.layer_seconds
+        seconds = self._seconds(flops)
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize
@@ -318,12 +311,11 @@ class _StageBuilder:
     def _step(self) -> float:
         """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
         bandwidth = self.target.memory_bandwidth
-        rest = self.target.iteration_seconds
         if bandwidth is None:
-            return rest
+            return 0.0
         held = inspect(self.config, self.run).held
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
-        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth + rest
+        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

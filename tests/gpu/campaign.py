@@ -58,9 +58,12 @@ def curves(ranks: int, seconds: float, name: str) -> Step:
     return Step(name, seconds, python("-m", "tests.gpu.curves", "compare", *own), rehearsed)
 
 
-def bench(name: str, seconds: float, script: str, *arguments: str, small: Sequence[str]) -> Step:
+def bench(
+    name: str, seconds: float, script: str, *arguments: str, small: Sequence[str], environment: Sequence[str] = ()
+) -> Step:
     """Return the step that runs a bench and keeps its figures."""
     command = python(f"tools/bench/{script}.py", *arguments, "--output", f"{{logs}}/{name}.json")
+    command = ["env", *environment, *command]
     return Step(name, seconds, command, small)
 
 
@@ -105,7 +108,8 @@ PARTS = ("--parts", "time", "memory", "layer", "profile", "experts")
 ALONE = (
     # Two microbatches, so that waits for each one differ from those for the iteration
     bench("one_gpu", 50, "one_gpu", "--global-batch-size", "8", small=SMALL_RUN),
-    bench("overlap", 60, "gpu_overlap", small=["--cpu"]),
+    bench("overlap", 30, "gpu_overlap", small=["--cpu"]),
+    bench("overlap_1", 30, "gpu_overlap", small=["--cpu"], environment=["CUDA_DEVICE_MAX_CONNECTIONS=1"]),
     bench("rates", 85, "gpu_rates", small=["--cpu"]),
     bench("mixtral", 70, "one_gpu", "--mixtral", *CLUSTERS, *PARTS, small=SMALL_MIXTRAL),
 )

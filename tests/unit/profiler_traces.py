@@ -29,10 +29,6 @@ def trace(*events: Any) -> Trace:
 
 ITERATION = (
     event("user_annotation", "one iteration", 0, 1000),
-    event("python_function", "megatron_balance/training/loop.py(100): queue_step", 0, 900),
-    event("python_function", "torch/nn/modules/module.py(1): _call_impl", 10, 200),
-    event("python_function", "megatron/core/transformer/moe/moe_utils.py(5): permute", 20, 100),
-    event("python_function", "<built-in method masked_select of type object at 0x7f>", 30, 50),
     event("cpu_op", "aten::masked_select", 31, 48),
     event("cpu_op", "aten::nonzero", 35, 40),
     call("cudaLaunchKernel", 40, 5, 1),
@@ -40,7 +36,6 @@ ITERATION = (
     call("cudaStreamSynchronize", 50, 10),
     # Reported by the driver, too
     event("cuda_driver", "cuStreamSynchronize", 51, 8),
-    event("python_function", "/site/megatron_balance/device/host_memory.py(40): wait", 130, 60),
     call("cudaEventSynchronize_v3020", 140, 30),
     call("cudaStreamWaitEvent", 180, 2),
     call("cudaEventQuery", 183, 2),

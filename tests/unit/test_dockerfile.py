@@ -42,15 +42,12 @@ def runs(stage: str) -> list[str]:
 
 def test_stages() -> None:
     assert list(STAGES) == ["cpu", "cpu-develop", "cuda-base", "cuda-wheels", "cuda", "cuda-develop"]
-    for stage in ("cpu", "cpu-develop", "cuda", "cuda-develop"):
-        assert [step.rest for step in STAGES[stage] if step.instruction == "USER"][-1] == "1000"
-
-
-def test_only_images_to_develop_have_the_checks() -> None:
     for image in ("cpu", "cuda"):
-        assert "scripts/setup.sh run" in runs(image)
-        assert not any("develop" in step for step in runs(image))
         develop = f"{image}-develop"
+        for stage in (image, develop):
+            assert [step.rest for step in STAGES[stage] if step.instruction == "USER"][-1] == "1000"
+        # Only images to develop have the checks
+        assert "scripts/setup.sh run" in runs(image) and not any("develop" in step for step in runs(image))
         assert STAGES[develop][0].rest == f"{image} AS {develop}" and "scripts/setup.sh develop" in runs(develop)
 
 

@@ -75,7 +75,7 @@ def test_a_gpu_is_needed_unless_it_is_tried() -> None:
 
 def test_overlap(tmp_path: Path) -> None:
     output = tmp_path / "overlap.json"
-    assert gpu_overlap.main(["--cpu", "--once", "--output", str(output)]) == 0
+    assert gpu_overlap.main(["--cpu", "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["tables"]["overlap"]["rows"]
     assert {row["side"] for row in rows} >= {"kernel", "device to host", "foreach_add_"}
     numbers = {row["number"]: row["value"] for row in rows if row["side"] == "kernel"}

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,8 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.profile.profile_file import load
-from megatron_balance.workloads.synthetic import WORKLOADS
 
 
 def configured(line: str, ranks: int = 4) -> RunConfig:
@@ -55,15 +52,6 @@ def test_the_ablation_adds_up() -> None:
     flags = [variant.flags for variant in comparisons.SCHEMOE.variants.values()]
     assert all(after.startswith(before) for before, after in itertools.pairwise(flags))
     assert flags[3].endswith("--moe-comm-alltoall pipe --moe-comm-chunks auto")
-
-
-def test_policies_and_workloads_of_a_comparison_exist() -> None:
-    policies = {
-        match[1]
-        for variant in comparisons.POLICIES.variants.values()
-        if (match := re.search(r"--balance-policy (\w+)", variant.flags))
-    }
-    assert policies <= {*registered()} and {*comparisons.POLICIES.cases} < {*WORKLOADS}
 
 
 def asked(*words: str, **options: object) -> tuple[comparisons.Comparison, list[slow_runs.Cluster]]:

@@ -56,16 +56,12 @@ def test_a_failed_part_does_not_stop_the_others(tmp_path: Path, monkeypatch: Any
 
 
 def test_what_it_says_about_a_gpu() -> None:
-    found = device_trace.summary(trace(*ITERATION), WINDOW, one_gpu.SPANS)
-    found |= {"spread": {"waits": [3, 3]}, "waits_expected": 3}
-    found |= {"wait_places": device_trace.wait_places(trace(*ITERATION), WINDOW)}
-    found |= {"by_file": device_trace.by_file(trace(*ITERATION), WINDOW)}
-    lines = list(one_gpu._profile_lines("balanced", found, cast(Machine, SimpleNamespace(cuda=True))))
-    assert "balanced: the host waits 3 times an iteration (expected: 3), 3 to 3 in 3" in lines
-    assert "     1  cudaEventSynchronize: host_memory.wait" in lines
-    (launches,) = (line for line in lines if "3 launches, 1 of graphs" in line)
-    assert "5 kernels, 0.095 ms, on 3 streams; device busy 0.093 of 0.475 ms, idle 80.4%" in launches
-    assert "    DtoH: 2, 0.1 KiB, 0.007 ms" in lines
-    assert not any("no call of CUDA" in line for line in lines)
-    assert any("0.070 ms     2  gemm" in line for line in lines)
-    assert "    gap 210.0 us after triton_fit before Memcpy DtoH (Device -> Pageable)" in lines
+    found = device_trace.summary(trace(*ITERATION), WINDOW, one_gpu.SPANS) | {"waits_expected": 3}
+    assert list(one_gpu._profile_lines("balanced", found, cast(Machine, SimpleNamespace(cuda=True)))) == [
+        "balanced: 0.94 of 1.00 ms host busy, 3 waits, 3 launches, 5 kernels, 0.095 ms",
+        "balanced: the host waits 3 times an iteration (expected: 3)",
+        "balanced: device busy 0.093 of 0.475 ms, idle 80.4%",
+        "        0.070 ms     2  gemm",
+        "        0.015 ms     2  gather",
+        "        0.010 ms     1  triton_fit",
+    ]

@@ -127,7 +127,7 @@ def test_ratios_are_over_the_nearest_number_of_the_paper() -> None:
 
 
 def test_the_summary_counts_distances_from_the_paper() -> None:
-    table = Table(paper="P", title="t", rows=lambda iterations: iter(()))
+    table = Table("P, t", lambda iterations: iter(()))
     rows = [found("r", "s", 2.0, ours) for ours in (2.0, 2.19, 2.3, 3.0)] + [found("r", "s", (1.0, ANY), 0.9)]
     *_, one, paper, everything = summary({"t": table}, {"t": rows})
     assert one == "| `t` | 4 | 2 | 3 | 1 | 1 | 0 |"

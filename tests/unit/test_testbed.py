@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -34,9 +35,10 @@ def test_every_node_is_limited_either_way() -> None:
 
 
 def test_only_testbeds_of_ended_processes_are_abandoned() -> None:
-    names = ["testbed-7-ab12cd-0", "testbed-7-ab12cd-sw", "testbed-8-ab12cd-0", "testbed", "sw", "my-testbed-7-x"]
-    assert namespaces.abandoned(names, alive=lambda number: number == 8) == names[:2]
-    assert namespaces.abandoned(names, alive=lambda number: True) == []
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"testbed-{ended.pid}-ab-0", f"testbed-{ended.pid}-ab-sw", f"testbed-{os.getpid()}-ab-0", "testbed", "sw"]
+    assert namespaces.abandoned([*names, f"my-testbed-{ended.pid}-x"]) == names[:2]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,6 @@ def test_only_testbeds_of_ended_processes_are_abandoned() -> None:
         ((2, -1, 400), "--ranks-per-node -1"),
         ((2, 2, 0.0), "--link-mbit 0.0"),
         ((2, 2, 400, -5), "--bus-mbit -5"),
-        ((251, 1, 400), "--nodes 251: choose at most 250"),
     ],
 )
 def test_mistakes_name_their_flag(arguments: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
@@ -97,11 +98,6 @@ def test_skewed_splits_are_skewed_and_repeat() -> None:
     assert (first == again).all() and (first != other).any()
 
 
-def test_unknown_splits_are_refused() -> None:
-    with pytest.raises(ValueError, match="--splits odd: choose one of even"):
-        traffic.split_rows("odd", 8, 4, 1)
-
-
 def test_the_busiest_link_sets_the_limit() -> None:
     bytes_DD = np.zeros((4, 4))
     bytes_DD[0, 1] = 3e6
@@ -122,13 +118,6 @@ def test_the_busiest_link_sets_the_limit() -> None:
     assert traffic.limit(bytes_DD, 1, 1, None).seconds == pytest.approx(seconds(3))
     # The burst that passes without delay takes no time
     assert traffic.limit(bytes_DD / 100, 1, 1, None).seconds == 0
-
-
-def test_limits_of_even_splits_are_those_known() -> None:
-    """Each rank sends 8 MiB at 400 Mbit/s, which takes 2.6 ms less because of the burst."""
-    for layout, known in (((2, 4), 0.335), ((4, 2), 0.2505)):
-        rows_DD = traffic.split_rows("even", 8, layout[1], 8 << 20)
-        assert traffic.limit(rows_DD, layout[1], 400, 400).seconds == pytest.approx(known, abs=5e-4)
 
 
 @given(layouts, st.integers(0, 9), st.floats(1, 1e4), st.floats(1, 1e4))

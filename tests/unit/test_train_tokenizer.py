@@ -94,15 +94,19 @@ def test_vocabulary_the_corpus_cannot_fill(tmp_path: Path, model_type: str, caps
     assert model.exists()
 
 
-def test_vocabulary_below_the_bytes(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(corpus, tmp_path / "m", "--vocab-size", "100") == 1
-    assert "--vocab-size 100" in capsys.readouterr().err
-
-
-def test_corpus_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    assert run(tmp_path / "empty.jsonl", tmp_path / "m") == 1
-    assert "--input: the files hold no text" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("line", "flags", "message"),
+    [
+        ('{"text": "some"}', ("--vocab-size", "100"), "--vocab-size 100: bytes and characters alone"),
+        ('{"text": ""}', (), "--input: the files hold no text"),
+    ],
+)
+def test_what_cannot_be_trained(
+    tmp_path: Path, line: str, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(f"{line}\n")
+    assert run(tmp_path / "in.jsonl", tmp_path / "m", *flags) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_failed_run_keeps_the_older_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -47,12 +48,8 @@ MEETING_SECONDS = 0.05
 
 PROFILE_REPEATS = 5
 
-Run = Callable[[], torch.Tensor]
-"""One exchange, which returns the received rows."""
 
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Parameters of one table, except the links' rates, which the ranks do not need."""
 
     node_size: int
@@ -66,26 +63,21 @@ class Case:
         return split_rows(self.splits, num_ranks, self.node_size, round(self.mib * 2**20 / ROW_BYTES))
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Times of one exchange on one rank, in seconds."""
 
     start: float
+    """Of the clock that all ranks share, like `end`."""
     end: float
-    """Times of the clock that all ranks share."""
-
     process: float
     """CPU time of this rank."""
-
     programs: float
     """CPU time of all programs on the machine."""
-
     kernel: float
     """CPU time of interrupts, which forward packets."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Results of one implementation in one case, over all ranks."""
 
     seconds: list[float]
@@ -237,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", type=layout, default=[(2, 4), (4, 2)], help="nodes x ranks per node")
     parser.add_argument("--mib", nargs="+", type=float, default=[8.0], help="MiB that each rank sends, itself included")
     parser.add_argument("--link-mbit", nargs="+", type=float, default=[400.0])
-    parser.add_argument("--bus-mbit", nargs="+", type=_bus, default=[None], help="within a node; free: not limited")
+    parser.add_argument("--bus-mbit", nargs="+", type=bus, default=[None], help="within a node; free: not limited")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["even"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=DEFAULTS)
     parser.add_argument("--repeats", type=int, default=9)
@@ -261,10 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(testbed: Testbed, case: Case) -> None:
     bytes_DD = case.rows(testbed.world_size) * ROW_BYTES
     allowed = limit(bytes_DD, case.node_size, testbed.link_mbit, testbed.bus_mbit)
-    bus = "free" if testbed.bus_mbit is None else f"{testbed.bus_mbit:g} Mbit/s ({1e3 * allowed.intra:.0f} ms)"
+    inside = "free" if testbed.bus_mbit is None else f"{testbed.bus_mbit:g} Mbit/s ({1e3 * allowed.intra:.0f} ms)"
     print(
         f"\n{testbed.nodes}x{case.node_size}, {case.splits}, {case.mib:g} MiB per rank, "
-        f"links {testbed.link_mbit:g} Mbit/s ({1e3 * allowed.inter:.0f} ms), bus {bus}, {case.repeats} repeats; "
+        f"links {testbed.link_mbit:g} Mbit/s ({1e3 * allowed.inter:.0f} ms), bus {inside}, {case.repeats} repeats; "
         f"limit {1e3 * allowed.seconds:.1f} ms"
     )
     # A generous multiple of the time for all bytes over one link
@@ -282,7 +274,7 @@ def layout(text: str) -> tuple[int, int]:
     return nodes, ranks_per_node
 
 
-def _bus(text: str) -> float | None:
+def bus(text: str) -> float | None:
     return None if text == "free" else float(text)
 
 

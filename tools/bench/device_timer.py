@@ -11,9 +11,9 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,14 +55,14 @@ class Time(NamedTuple):
 
 
 class Timer:
-    """Times work on a device."""
+    """Times work on a device.
+
+    Args:
+        target: seconds that all timed calls together should take.
+        most: largest number of timed calls; the smallest is 3.
+    """
 
     def __init__(self, device: torch.device, target: float = 0.03, most: int = 15) -> None:
-        """
-        Args:
-            target: seconds that all timed calls together should take.
-            most: largest number of timed calls; the smallest is 3.
-        """
         self.device = device
         self.target = target
         self.most = most
@@ -85,7 +85,11 @@ class Timer:
         whole = time.perf_counter() - start
         repeats = max(3, min(self.most, int(self.target / max(whole, 1e-9))))
         if not self.cuda:
-            seconds = [_host_seconds(call, number) for number in range(repeats)]
+            marks = [time.perf_counter()]
+            for number in range(repeats):
+                call(number)
+                marks.append(time.perf_counter())
+            seconds = [after - before for before, after in pairwise(marks)]
             return _time(seconds, statistics.median(seconds), True)
         found = self._events(call, repeats, 1.5 * host * repeats + 1e-3)
         # A host that was interrupted gets another chance
@@ -105,12 +109,6 @@ class Timer:
         return _time([before.elapsed_time(after) / 1000 for before, after in marks], host, ahead)
 
 
-def _host_seconds(call: Call, number: int) -> float:
-    start = time.perf_counter()
-    call(number)
-    return time.perf_counter() - start
-
-
 def _time(seconds: Sequence[float], host: float, ahead: bool) -> Time:
     # Clocks tick; no rate must be infinite
     low, middle, high = (max(one, 1e-7) for one in statistics.quantiles(seconds, n=4, method="inclusive"))
@@ -128,14 +126,14 @@ def in_turns(make: Callable[[], Made], num_bytes: float, timer: Timer) -> list[M
 
 
 class Results:
-    """Measured numbers in named tables. What fails is noted, and the rest goes on."""
+    """Measured numbers in named tables. What fails is noted, and the rest goes on.
+
+    Args:
+        output: file that is written after each section, so that a run which is stopped leaves what it has.
+        seconds: sections that have not begun by then are left out.
+    """
 
     def __init__(self, timer: Timer, output: Path | None, seconds: float) -> None:
-        """
-        Args:
-            output: file that is written after each section, so that a run which is stopped leaves what it has.
-            seconds: sections that have not begun by then are left out.
-        """
         self.timer = timer
         self.output = output
         self.seconds = seconds
@@ -198,15 +196,12 @@ class Results:
             self.failures.append(f"{name}: {described(error, 400)}")
             print(f"FAILED {self.failures[-1]}", flush=True)
 
-    def content(self) -> dict[str, Any]:
-        """Return everything as what JSON can hold."""
-        return {"facts": self.facts, "tables": self.tables, "failures": self.failures}
-
     def write(self) -> None:
         """Write everything so far."""
         if self.output is not None:
             part = self.output.with_name(f"{self.output.name}.part")
-            part.write_text(json.dumps(self.content(), indent=1) + "\n")
+            content = {"facts": self.facts, "tables": self.tables, "failures": self.failures}
+            part.write_text(json.dumps(content, indent=1) + "\n")
             part.replace(self.output)
 
     def finish(self, across: Mapping[str, Sequence[str]] | None = None) -> int:
@@ -216,7 +211,6 @@ class Results:
             across: columns whose values become columns of the printed table, by table.
         """
         self.facts["seconds"] = round(time.perf_counter() - self.start, 1)
-        self.facts["card after"] = card() if self.timer.cuda else ""
         self.write()
         print(*(f"{name}: {value}" for name, value in self.facts.items()), sep="\n")
         for name, table in self.tables.items():
@@ -258,19 +252,8 @@ def facts(device: torch.device) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
-            "card before": card(),
         }
     return found
-
-
-def card() -> str:
-    """Return the card's driver, clocks, temperature and power now, for a reader; empty if they cannot be read."""
-    query = "driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def device_of(cpu: bool) -> torch.device:

@@ -1,9 +1,8 @@
-"""Rates of memory-bound work: copies, a layer's rows, activations, norms, casts, optimizers; for gpu_rates.py.
+"""Rates of memory-bound work: copies, a layer's rows, activations, optimizers, codecs; for gpu_rates.py.
 
 Bytes are the fewest that must be read and written: each input once, each result once.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -72,30 +71,6 @@ def layer_rows(results: device_timer.Results, layer: Layer, tokens: int) -> None
         results.rate("rows", {"operation": name, **key}, call, num_bytes=num_bytes)
 
 
-def elementwise(results: device_timer.Results, tokens: int, hidden: int) -> None:
-    """Measure casts, sums of gradients and RMSNorm on [tokens, hidden]."""
-    device = results.timer.device
-    size = tokens * hidden
-    narrow = random(tokens, hidden, device=device)
-    wide = random(tokens, hidden, device=device, dtype=WIDE)
-    some = [random(size // 8, device=device, dtype=WIDE) for _ in range(8)]
-    others = [torch.randn_like(one) for one in some]
-    inputs = narrow.detach().requires_grad_()
-    weight = torch.ones(hidden, dtype=NARROW, device=device)
-    weight.requires_grad_()
-    output = F.rms_norm(inputs, (hidden,), weight, 1e-5)
-    gradient = torch.randn_like(output)
-    calls = {
-        "cast bfloat16 to float32": (6, lambda _: narrow.float()),
-        "cast float32 to bfloat16": (6, lambda _: wide.to(NARROW)),
-        "add bfloat16 to float32": (10, lambda _: wide.add_(narrow)),
-        "foreach add float32": (12, lambda _: torch._foreach_add_(some, others)),
-        "RMSNorm forward": (4, lambda _: F.rms_norm(inputs, (hidden,), weight, 1e-5)),
-        "RMSNorm backward": (6, lambda _: torch.autograd.grad(output, [inputs, weight], gradient, retain_graph=True)),
-    }
-    _rates(results, calls, size, {"rows": tokens, "width": hidden})
-
-
 def _rates(results: device_timer.Results, calls: dict[str, tuple[int, Any]], size: int, key: dict[str, int]) -> None:
     """Add a row for each call; its first entry is the number of bytes per element."""
     for name, (each, call) in calls.items():
@@ -127,37 +102,16 @@ def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
 
     passes = {"plain": plain, "recomputing": lambda: swiglu_linear(inner, probs_R, linear, split)}
     for name, forward in passes.items():
-        results.section(
-            f"SwiGLU {name}", functools.partial(_swiglu, results, name, forward, (inner, probs_R), gradient_RF)
-        )
+        output = forward()
 
+        def backward(_: int, output: torch.Tensor = output) -> None:
+            torch.autograd.grad(output, [inner, probs_R], gradient_RF, retain_graph=True)
 
-def compiled_swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
-    """Measure megatron-core's SwiGLU with combine weights, which torch.compile compiles in some seconds."""
-    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-
-    device = results.timer.device
-    inner = random(tokens, 2 * ffn, device=device).requires_grad_()
-    probs_R = torch.rand(tokens, device=device).requires_grad_()
-
-    def forward() -> torch.Tensor:
-        return weighted_bias_swiglu_impl(inner, None, probs_R.unsqueeze(-1), False)
-
-    _swiglu(results, "compiled", forward, (inner, probs_R), random(tokens, ffn, device=device))
-
-
-def _swiglu(
-    results: device_timer.Results, name: str, forward: Any, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
-) -> None:
-    output = forward()
-    calls = {
-        f"SwiGLU forward, {name}": (6, lambda _: forward()),
-        f"SwiGLU backward, {name}": (
-            10,
-            lambda _: torch.autograd.grad(output, inputs, gradient, retain_graph=True),
-        ),
-    }
-    _rates(results, calls, gradient.numel(), {"rows": gradient.shape[0], "width": gradient.shape[1]})
+        calls = {
+            f"SwiGLU forward, {name}": (6, lambda _, forward=forward: forward()),
+            f"SwiGLU backward, {name}": (10, backward),
+        }
+        _rates(results, calls, gradient_RF.numel(), {"rows": tokens, "width": ffn})
 
 
 def adam(results: device_timer.Results, size: int) -> None:
@@ -173,18 +127,6 @@ def adam(results: device_timer.Results, size: int) -> None:
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
         calls[name] = 28, lambda _, optimizer=optimizer: optimizer.step()
     _rates(results, calls, size // 8 * 8, {"rows": 8, "width": size // 8})
-
-
-def logits(results: device_timer.Results, tokens: int, vocabulary: int) -> None:
-    """Measure the cross entropy of logits in bfloat16, forward and backward together."""
-    device = results.timer.device
-    logits_TV = random(tokens, vocabulary, device=device).requires_grad_()
-    targets_T = torch.randint(vocabulary, (tokens,), device=device)
-
-    def both(_: int) -> None:
-        torch.autograd.grad(F.cross_entropy(logits_TV.float(), targets_T), logits_TV)
-
-    _rates(results, {"cross entropy, both passes": (6, both)}, logits_TV.numel(), {"rows": tokens, "width": vocabulary})
 
 
 def codecs(results: device_timer.Results, tokens: int, hidden: int) -> None:

@@ -9,21 +9,17 @@ other work for about as long (`side`):
     copy_             the same by torch's copy_, for which the driver chooses the engine
     device to host    copies by a copy engine to pinned memory; and back
     foreach_add_      sums of gradients
-    16 blocks         copies by a kernel that uses few multiprocessors, as NCCL's do; started before the products or,
-                      `later`, after them, and then with high priority, too
+    16 blocks         copies by a kernel that uses few multiprocessors, as NCCL's do; started before the products
 
 Columns: milliseconds alone and of both together; `both/sum`; `hidden`, the part of the shorter one that both together
-save over one after the other, from 0 to 1; `slower`, the times of each beside the other over those alone. Unless --once
-is given, a second process repeats everything with CUDA_DEVICE_MAX_CONNECTIONS=1. --cpu tries it at tiny sizes.
+save over one after the other, from 0 to 1; `slower`, the times of each beside the other over those alone. Run it with
+CUDA_DEVICE_MAX_CONNECTIONS=1, too, which gives the device a single queue. --cpu tries it at tiny sizes.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,12 +30,10 @@ import torch
 
 import device_timer
 from megatron_balance.device import clock, quiet
-from megatron_balance.device.side_stream import AsyncWork, SideStream
+from megatron_balance.device.side_stream import SideStream
 
 REPEATS = 9
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-SECOND_SECONDS = 60
-"""Time limit of the second process."""
 
 Work = Callable[[], object]
 
@@ -56,18 +50,10 @@ class Times(NamedTuple):
     """Seconds of the host to queue everything."""
 
 
-def passed(
-    timer: device_timer.Timer,
-    stream: SideStream,
-    main: Work | None,
-    side: Work | None,
-    busy: float,
-    later: bool = False,
-) -> Times:
+def passed(timer: device_timer.Timer, stream: SideStream, main: Work | None, side: Work | None, busy: float) -> Times:
     """Run works together.
 
     Args:
-        later: start `side` when the products are queued.
         busy: seconds for which the device is kept busy first, so that the host has queued everything when it starts.
     """
     timer.synchronize()
@@ -75,14 +61,9 @@ def passed(
         torch.cuda._sleep(int(device_timer.CYCLES_PER_SECOND * min(busy, device_timer.LONGEST_WAIT)))
     queued = time.perf_counter()
     start = clock.mark()
-    started = stream.start(side) if side and not later else None
+    started = stream.start(side) if side else None
     if main:
         main()
-    if side and later:
-        # Not after the products, which `SideStream.start` would wait for
-        with torch.cuda.stream(stream._stream):
-            side()
-            started = AsyncWork(start, partial(_joined, clock.mark()))
     after_main = clock.mark()
     after_side = started.wait()[1] if started else start
     end = clock.mark()
@@ -92,21 +73,13 @@ def passed(
     return Times(main_seconds if main else 0.0, side_seconds, both, host)
 
 
-def _joined(end: clock.Mark) -> tuple[clock.Mark, clock.Mark]:
-    if isinstance(end, torch.cuda.Event):
-        torch.cuda.current_stream().wait_event(end)
-    return end, end
-
-
-def measure(
-    results: device_timer.Results, name: str, stream: SideStream, main: Work, one: Work, later: bool = False
-) -> None:
+def measure(results: device_timer.Results, name: str, stream: SideStream, main: Work, one: Work) -> None:
     """Measure the products and one kind of side work, which is repeated until both take about the same time."""
     timer = results.timer
 
     def median(main: Work | None, side: Work | None) -> tuple[Times, list[Times]]:
-        busy = 2 * max(passed(timer, stream, main, side, 0.0, later).host for _ in range(2)) + 1e-3
-        found = [passed(timer, stream, main, side, busy, later) for _ in range(REPEATS)]
+        busy = 2 * max(passed(timer, stream, main, side, 0.0).host for _ in range(2)) + 1e-3
+        found = [passed(timer, stream, main, side, busy) for _ in range(REPEATS)]
         return Times(*(statistics.median(column) for column in zip(*found, strict=True))), found
 
     count = max(1, min(100, round(median(main, None)[0].both / max(median(None, one)[0].both, 1e-6))))
@@ -179,53 +152,18 @@ def products(device: torch.device, experts: int, rows: int, hidden: int, ffn: in
     return compute
 
 
-def second(output: Path, cpu: bool) -> dict:
-    """Return the results of another process, with one queue to the device."""
-    command = [sys.executable, "-W", "ignore", __file__, "--once", "--output", str(output), *(["--cpu"] * cpu)]
-    environment = os.environ | {CONNECTIONS: "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECOND_SECONDS, check=False)
-    if not output.exists():
-        raise RuntimeError(f"the second process left nothing, exit status {ran.returncode}: {ran.stderr[-1000:]}")
-    return json.loads(output.read_text())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file for the results, as JSON")
-    parser.add_argument("--once", action="store_true", help="without the second process")
     parser.add_argument("--cpu", action="store_true", help="try all of it on the CPU, at tiny sizes")
     args = parser.parse_args(arguments)
     quiet.silence_expected_warnings()
     timer = device_timer.Timer(device_timer.device_of(args.cpu))
     results = device_timer.Results(timer, args.output, 60)
-    kept: dict[str, Work] = {}
-
-    def prepare() -> None:
-        kept["main"] = products(timer.device, *((8, 1024, 4096, 14336) if timer.cuda else (2, 4, 16, 8)))
-        kept.update(works(timer.device, 200 * 10**6 if timer.cuda else 4096))
-
-    results.section("inputs", prepare)
+    main_work = products(timer.device, *((8, 1024, 4096, 14336) if timer.cuda else (2, 4, 16, 8)))
     stream = SideStream("side")
-    urgent = SideStream("urgent")
-    if timer.cuda:
-        # Ours has the priority of the main stream. This one shows whether more would help
-        urgent._stream = torch.cuda.Stream(priority=-1)
-    for name, work in kept.items():
-        if name != "main":
-            results.section(name, partial(measure, results, name, stream, kept["main"], work))
-    for name, side_stream in (("later", stream), ("later, high priority", urgent)):
-        if "16 blocks" in kept:
-            work = partial(measure, results, f"16 blocks, {name}", side_stream, kept["main"], kept["16 blocks"], True)
-            results.section(name, work)
-
-    def again() -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            found = second(Path(directory) / "second.json", args.cpu)
-        results.tables["overlap"]["rows"] += found["tables"]["overlap"]["rows"]
-        results.failures += [f"one connection: {failure}" for failure in found["failures"]]
-
-    if not args.once:
-        results.section("one connection", again)
+    for name, work in works(timer.device, 200 * 10**6 if timer.cuda else 4096).items():
+        results.section(name, partial(measure, results, name, stream, main_work, work))
     return results.finish({"overlap": ("number",)})
 
 

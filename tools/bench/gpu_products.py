@@ -4,6 +4,7 @@ In shapes, S counts slots.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -144,22 +145,17 @@ def square(results: device_timer.Results, size: int) -> None:
 
 def attention(results: device_timer.Results, sequence: int, batches: Sequence[int]) -> None:
     """Measure causal attention, whose operations are half of those without a mask; the backward pass has 5/2."""
-    device = results.timer.device
     backends = {"flash": SDPBackend.FLASH_ATTENTION}
     if results.timer.cuda:
         backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
-    for name, backend in backends.items():
-        for batch in batches:
-            results.section(
-                f"attention by {name}, batch {batch}",
-                functools.partial(_attention, results, name, backend, (batch, HEADS, sequence, CHANNELS), device),
-            )
+    for (name, backend), batch in itertools.product(backends.items(), batches):
+        work = functools.partial(_attention, results, name, backend, (batch, HEADS, sequence, CHANNELS))
+        results.section(f"attention by {name}, batch {batch}", work)
 
 
-def _attention(
-    results: device_timer.Results, name: str, backend: SDPBackend, shape: tuple[int, ...], device: torch.device
-) -> None:
+def _attention(results: device_timer.Results, name: str, backend: SDPBackend, shape: tuple[int, ...]) -> None:
     batch, heads, sequence, channels = shape
+    device = results.timer.device
     # As megatron-core's layers have them: [s, b, heads, channels], seen as [b, heads, s, channels]
     inputs = [
         random(sequence, batch, heads, channels, device=device).permute(1, 2, 0, 3).requires_grad_() for _ in range(3)

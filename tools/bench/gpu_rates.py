@@ -7,7 +7,7 @@ the host, which did not queue the calls soon enough. Tables:
 
     products        the experts' products as megatron_balance/flow/grouped_gemm.py computes them: operations are
                     2 * rows * inputs * outputs in each pass. By slot, weight gradients are added to float32 sums;
-                    grouped, our code adds them afterwards, as `add bfloat16 to float32` does
+                    grouped, our code adds them afterwards, which is not measured
     rows            gather_rows and combine of a layer: bytes of tokens and rows
     others          see gpu_products.py, gpu_memory.py and gpu_latency.py
 
@@ -48,27 +48,17 @@ def sections(results: device_timer.Results) -> Mapping[str, Callable[[], object]
         for layer in layers:
             gpu_memory.layer_rows(results, layer, tokens)
 
-    def compiled() -> None:
-        # A CPU would need a compiler
-        if real:
-            gpu_memory.compiled_swiglu(results, 16384, 4096)
-
     return {
         "copy": partial(gpu_memory.copies, results, 4 * 10**9 if real else 10**4),
         "square": partial(gpu_products.square, results, 8192 if real else 32),
         "products": products,
         "attention": partial(gpu_products.attention, results, *((4096, (1, 4)) if real else (16, (1,)))),
         "rows": rows,
-        "elementwise": partial(gpu_memory.elementwise, results, *((16384, 4096) if real else (8, 16))),
         "swiglu": partial(gpu_memory.swiglu, results, *((16384, 4096) if real else (8, 16))),
         "launches": partial(gpu_latency.launches, results),
-        "graphs": partial(gpu_latency.graphs, results),
-        "waits": partial(gpu_latency.waits, results),
         "transfers": partial(gpu_latency.transfers, results, 256 * 2**20 if real else 8192),
         "codecs": partial(gpu_memory.codecs, results, *((16384, 4096) if real else (8, 16))),
         "adam": partial(gpu_memory.adam, results, 2**28 if real else 64),
-        "logits": partial(gpu_memory.logits, results, *((4096, 32000) if real else (4, 8))),
-        "compiled": compiled,
     }
 
 

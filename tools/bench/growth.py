@@ -68,15 +68,8 @@ def median_ms(task: Callable[[], object], repeats: int, before: Callable[[], obj
 
 
 def load(ranks: int, experts: int, step: int) -> np.ndarray:
-    return load_matrix(
-        "hot_experts",
-        num_ranks=ranks,
-        num_experts=experts,
-        topk=TOPK,
-        tokens_per_rank=TOKENS,
-        seed=1,
-        step=step,
-    )
+    sizes = {"num_ranks": ranks, "num_experts": experts, "topk": TOPK, "tokens_per_rank": TOKENS}
+    return load_matrix("hot_experts", **sizes, seed=1, step=step)
 
 
 class Received:
@@ -184,22 +177,19 @@ def split(sizes: list[int], repeats: int) -> Iterator[str]:
         counts_DE = torch.from_numpy(load(ranks, experts, 0))
         plan = make_dispatch_plan(counts_DE, placement, "proportional", NODE)
         both_DE = torch.stack([counts_DE // 2, counts_DE - counts_DE // 2], 1).flatten(0, 1)
-        times = [
-            median_ms(lambda plan=plan, whole=whole: cut(plan, 1, TOKENS * TOPK, CPU, whole), repeats)
-            for whole in (False, True)
-        ]
-        times.append(
-            median_ms(
-                lambda: make_dispatch_plan(both_DE, placement, "proportional", NODE).tokens_DP,  # noqa: B023
-                repeats,
-            )
+        tasks = (
+            functools.partial(cut, plan, 1, TOKENS * TOPK, CPU, False),
+            functools.partial(cut, plan, 1, TOKENS * TOPK, CPU, True),
+            lambda both_DE=both_DE, placement=placement: (
+                make_dispatch_plan(both_DE, placement, "proportional", NODE).tokens_DP
+            ),
         )
-        yield f"{ranks:6d} {experts:8d} " + " ".join(f"{ms:8.3f}" for ms in times)
+        yield f"{ranks:6d} {experts:8d} " + " ".join(f"{median_ms(task, repeats):8.3f}" for task in tasks)
 
 
-def schedule(shapes: tuple[tuple[int, int], ...], repeats: int) -> Iterator[str]:
+def schedule(_: list[int], repeats: int) -> Iterator[str]:
     yield f"{'layers':>6s} {'microbatches':>13s} {'steps':>8s} {'lower':>8s}, ms"
-    for layers, microbatches in shapes:
+    for layers, microbatches in SCHEDULES:
         passes = one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, 0)
         blocks = [[*range(1, layers + 1)]]
         steps = len(lower(passes, blocks, "blockwise"))
@@ -213,13 +203,9 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    tables = {
-        "plans": lambda: plans(args.ranks, args.repeats),
-        "split": lambda: split(args.ranks, args.repeats),
-        "schedule": lambda: schedule(SCHEDULES, args.repeats),
-    }
+    tables = {"plans": plans, "split": split, "schedule": schedule}
     for part in args.part:
-        for line in tables[part]():
+        for line in tables[part](args.ranks, args.repeats):
             print(line, flush=True)
         print()
     return 0

@@ -198,8 +198,10 @@ class Watched:
         self.layer.router.register_forward_hook(self._answer)
         self.layer.experts.register_forward_pre_hook(lambda *_: self.experts.append(self.now()))
         self.layer.experts.register_forward_hook(lambda *_: self.experts.append(self.now()))
-        self.layer.register_forward_pre_hook(self._called)
-        self.layer.register_forward_hook(self._returned)
+        self.layer.register_forward_pre_hook(lambda _, inputs: self._note("forward begins", inputs[0], "backward ends"))
+        self.layer.register_forward_hook(
+            lambda _, __, outputs: self._note("forward ends", outputs[0], "backward begins")
+        )
         self.now: Callable[[], Any] = lambda: None
         """What to keep of each moment."""
         self.ends: dict[str, Any] = {}
@@ -223,25 +225,18 @@ class Watched:
         counts_DE = self.generator.multinomial(int(own_E.sum()), shares_E, others).astype(np.int64)
         answer_gather(counts_DE.tobytes(), own_E.nbytes)
 
-    def _called(self, layer: Any, inputs: tuple["torch.Tensor", ...]) -> None:
-        inputs[0].register_hook(lambda gradient: self._note("backward ends"))
-        self._note("forward begins")
+    def _note(self, moment: str, tensor: "torch.Tensor", of_gradient: str) -> None:
+        """Keep what there is now, and when the tensor's gradient arrives."""
 
-    def _returned(self, layer: Any, inputs: Any, outputs: tuple["torch.Tensor", None]) -> None:
-        self._note("forward ends")
-        outputs[0].register_hook(lambda gradient: self._note("backward begins"))
+        def arrived(_: "torch.Tensor") -> None:
+            self.ends[of_gradient] = self.now()
 
-    def _note(self, moment: str) -> None:
         self.ends[moment] = self.now()
-
-    def step(self) -> None:
-        """Train one iteration."""
-        from megatron_balance.training.loop import train_step
-
-        train_step(self.run)
+        tensor.register_hook(arrived)
 
     def time(self) -> dict[str, tuple[float, int]]:
         """Return the microseconds of each interval in one iteration, and the kernels and collectives queued in it."""
+        from megatron_balance.training.loop import train_step
         from tests.hostcuda.host_clock import HostClock
         from tests.hostcuda.torch_cuda import report_to
 
@@ -250,7 +245,7 @@ class Watched:
         self.now = lambda: (clock.read(), len(clock.marks))
         self.experts.clear()
         start = clock.read()
-        self.step()
+        train_step(self.run)
         whole = clock.read().since(start)
         (begin, first) = self.ends["forward begins"]
         (end, last) = self.ends["forward ends"]
@@ -267,6 +262,7 @@ class Watched:
 
     def count(self) -> dict[str, str]:
         """Return the counts of a forward and a backward pass, as text."""
+        from megatron_balance.training.loop import train_step
         from tests.hostcuda.checker import Checker
         from tests.hostcuda.torch_cuda import report_to
 
@@ -274,7 +270,7 @@ class Watched:
         report_to(checker)
         checker.on = True
         self.now = lambda: _totals(checker)
-        self.step()
+        train_step(self.run)
         checker.on = False
         passes = [("forward begins", "forward ends"), ("backward begins", "backward ends")]
         names = list(_totals(checker))

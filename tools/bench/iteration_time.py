@@ -179,21 +179,16 @@ def _over_ranks(samples: Sequence[Sample]) -> Sample:
     return Sample(slowest, samples[0].loss, samples[0].grad_norm, *means)
 
 
-def iteration_seconds(outcome: Outcome, periodic: bool) -> float:
-    """Return the time of an iteration of a variant in one job."""
-    mean = statistics.fmean if periodic else statistics.median
-    return mean(sample.seconds for sample in outcome.samples)
-
-
 def rows(case: str, found: Sequence[Job]) -> list[list[str]]:
     """Return the cells of the rows of one case; `found` has one or more jobs."""
     first, *_ = found[0]
-    periodic = PERIODS.get(case, 1) > 1
+    middle = statistics.fmean if PERIODS.get(case, 1) > 1 else statistics.median
+    firsts = [middle(sample.seconds for sample in job[first].samples) for job in found]
     table = []
     for name in found[0]:
         outcomes = [job[name] for job in found]
-        seconds = [iteration_seconds(outcome, periodic) for outcome in outcomes]
-        ratios = [own / iteration_seconds(job[first], periodic) for own, job in zip(seconds, found, strict=True)]
+        seconds = [middle(sample.seconds for sample in outcome.samples) for outcome in outcomes]
+        ratios = [own / other for own, other in zip(seconds, firsts, strict=True)]
         samples = [sample for outcome in outcomes for sample in outcome.samples]
         mean = Sample(0.0, None, 0.0, *map(statistics.fmean, list(zip(*samples, strict=True))[3:]))
         waits = [mean.plan_wait_seconds, mean.trans_wait_seconds, mean.agg_wait_seconds]
@@ -301,7 +296,6 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, help="iterations before")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of a case")
     parser.add_argument("--timeline", type=Path, help="directory for the last job's timelines, by variant")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
     parser.add_argument("--list", action="store_true", help="print the variants and cases, and stop")
     args, extra = parser.parse_known_args()
     try:
@@ -311,11 +305,9 @@ def main() -> int:
     if args.list:
         print("\n".join(["variants:", *comparison.variants, "", "cases:", *comparison.cases]))
         return 0
-    table = []
     try:
         for cluster in clusters:
-            table += ["", f"{cluster} {' '.join(extra)}", "", line(HEADS), "|---" * len(HEADS) + "|"]
-            print("\n".join(table[-5:]), flush=True)
+            print("", f"{cluster} {' '.join(extra)}", "", line(HEADS), "|---" * len(HEADS) + "|", sep="\n", flush=True)
             with jobs(cluster) as job:
                 for case, flags in comparison.cases.items():
                     common = f"{comparison.common} {cluster.flags} {flags} {' '.join(extra)}"
@@ -323,13 +315,10 @@ def main() -> int:
                     turns = (now.iterations + now.warmup + 1) * len(now.variants)
                     task = (measure, now.variants, common, cluster, now, args.timeline)
                     found = [combined(job(*task, turns=turns)) for _ in range(args.repeats)]
-                    table += [line(cells) for cells in rows(case, found)]
-                    print("\n".join(table[-len(now.variants) :]), flush=True)
+                    print("\n".join(line(cells) for cells in rows(case, found)), flush=True)
     except TestbedUnavailable as error:
         print(f"iteration_time.py: {error}", file=sys.stderr)
         return 2
-    if args.markdown is not None:
-        args.markdown.write_text("\n".join([*table, ""]))
     return 0
 
 

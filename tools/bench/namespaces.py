@@ -8,7 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -102,14 +102,13 @@ def existing_namespaces() -> list[str]:
     return sorted(os.listdir(NAMESPACES)) if NAMESPACES.exists() else []
 
 
-def abandoned(names: Iterable[str], alive: Callable[[int], bool]) -> list[str]:
-    """Return the namespaces of testbeds whose process has ended, according to `alive` of its number."""
+def abandoned(names: Iterable[str]) -> list[str]:
+    """Return the namespaces of testbeds whose process has ended; a zombie has."""
     owned = [(name, re.match(r"testbed-(\d+)-", name)) for name in names]
-    return [name for name, match in owned if match and not alive(int(match[1]))]
+    return [name for name, match in owned if match and not _is_running(int(match[1]))]
 
 
-def is_running(number: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
+def _is_running(number: int) -> bool:
     try:
         return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

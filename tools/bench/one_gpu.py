@@ -9,9 +9,8 @@ time      milliseconds of an iteration, on the device's clock, and CPU time of t
           of ratios those of pairs. Waiting for the device may use CPU time as well.
 memory    what the device keeps between iterations, and the most in an iteration, of each run without the other one.
 profile   some iterations under torch.profiler: the host's waits (calls of CUDA that return when the device is done),
-          kernel launches, copies, kernels, how long the device is busy, its longest gaps; the same for parts of an
-          iteration. The profiler slows the host down, but both runs equally. `host busy` is the time of an iteration
-          in which the host does not wait. One more iteration records Python's stacks, and so the places of waits.
+          kernel launches, kernels, how long the device is busy; the same for parts of an iteration. The profiler slows
+          the host down, but both runs equally. `host busy` is the time of an iteration in which the host does not wait.
 layer     the same MoE layer alone, forward and backward.
 experts   the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank.
 predicted with --cluster, what tools/simulate.py expects of ours. It simulates no job of one rank, so this is a job of
@@ -22,6 +21,7 @@ computes one expert after the other. Without CUDA, times are the CPU's, and noth
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -34,13 +34,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import device_trace
 import ranks
-from device_trace import Interval, Trace
+from device_trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -95,31 +95,38 @@ def main() -> int:
     warnings.simplefilter("ignore")
     flags = f"{MODEL} {MIXTRAL if args.mixtral else ''} {' '.join(extra)}"
     lines = {name: f"{flags} --moe-layer-impl {name}" for name in IMPLEMENTATIONS}
-    with tempfile.TemporaryDirectory() as directory, _predictions(args.cluster, flags, Path(directory)) as predictions:
+    with tempfile.TemporaryDirectory() as directory:
+        # These simulate while this process measures
+        started = {cluster.stem: _simulation(cluster, flags, Path(directory)) for cluster in args.cluster}
         output = args.output or Path(directory) / "result.json"
         task = {"flags": lines, "iterations": args.iterations, "tokens": args.tokens, "parts": args.parts}
         ranks.work(json.dumps(task | {"output": str(output.resolve())}), _measure)
         result = json.loads(output.read_text())
-        result["predicted"] = {file.stem: prediction.result() for file, prediction in predictions.items()}
-        for name, found in result["predicted"].items():
-            print("\n".join(_compared(name, found, result)))
+        result["predicted"] = {name: _predicted(process, Path(directory) / name) for name, process in started.items()}
+    for name, found in result["predicted"].items():
+        print(_compared(name, found, result))
+    if args.output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["failed"] else 0
 
 
 def _measure(task: ranks.Task, machine: "Machine") -> Result:
     """Measure all parts; print each when it is there, and write it, because a time limit may end the process."""
+    import torch
+
     begin = time.monotonic()
-    result: Result = {"flags": task["flags"], "machine": _machine(machine), "failed": []}
+    name = torch.cuda.get_device_name() if machine.cuda else "CPU"
+    facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "time": time.ctime()}
+    result: Result = {"flags": task["flags"], "machine": facts, "failed": []}
     print("{device}, torch {torch}".format(**result["machine"]), flush=True)
     runs = {}
     kept = {}
     for name, flags in task["flags"].items():
-        before = _allocated(machine)
+        before = torch.cuda.memory_allocated() if machine.cuda else 0
         runs |= ranks.build({name: flags}, machine)
         # Adam's state exists after the first step
         _timed_step(runs[name])
-        kept[name] = _allocated(machine) - before
+        kept[name] = (torch.cuda.memory_allocated() if machine.cuda else 0) - before
     shape = result["shape"] = _shape(runs[OURS])
     print("{layers} MoE layers, {microbatches} microbatches of {tokens} tokens".format(**shape), flush=True)
     parts: dict[str, Callable[[], tuple[Any, Iterable[str]]]] = {
@@ -150,9 +157,17 @@ def _time(runs: "Mapping[str, Run]", iterations: int) -> tuple[Result, list[str]
 
 
 def _memory(runs: "Mapping[str, Run]", kept: Mapping[str, int], machine: "Machine") -> tuple[Result | None, list[str]]:
+    import torch
+
     if not machine.cuda:
         return None, []
-    found = {name: _peak(run, kept[name]) for name, run in runs.items()}
+    found = {}
+    for name, run in runs.items():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _timed_step(run)
+        above = torch.cuda.max_memory_allocated() - before
+        found[name] = {"kept_gib": kept[name] / 2**30, "peak_gib": (kept[name] + above) / 2**30}
     line = "{}: {kept_gib:.2f} GiB kept, {peak_gib:.2f} GiB at most"
     return found, [line.format(name, **one) for name, one in found.items()]
 
@@ -160,31 +175,24 @@ def _memory(runs: "Mapping[str, Run]", kept: Mapping[str, int], machine: "Machin
 def _profiles(runs: "Mapping[str, Run]", machine: "Machine", shape: Result) -> tuple[Result, list[str]]:
     found = {name: _profile(run, machine, shape) for name, run in runs.items()}
     lines = [line for name, one in found.items() for line in _profile_lines(name, one, machine)]
-    ours = found[OURS]
-    theirs = found[THEIRS]
-    ratios = {"host busy": _ratio(ours, theirs, "host_busy_ms"), "kernels": _ratio(ours, theirs, "kernel_ms")}
-    for span in ours["spans"].keys() & theirs["spans"].keys():
-        pair = ours["spans"][span], theirs["spans"][span]
-        ratios[f"{span}: host busy"] = _ratio(*pair, "host_busy_ms")
-        ratios[f"{span}: kernels"] = _ratio(*pair, "kernel_ms")
-    known = [f"{name} {ratio:.3f}" for name, ratio in sorted(ratios.items()) if ratio is not None]
-    return {**found, "ratios": ratios}, [*lines, f"profile, ours over megatron-core's: {'; '.join(known)}"]
-
-
-def _ratio(ours: Result, theirs: Result, key: str) -> float | None:
-    return ours[key] / theirs[key] if theirs[key] else None
+    ours, theirs = found.values()
+    pairs = {"": (ours, theirs)}
+    pairs |= {
+        f"{span}: ": (ours["spans"][span], theirs["spans"][span]) for span in ours["spans"] if span in theirs["spans"]
+    }
+    ratios = {
+        f"{part}{name}": one[key] / other[key]
+        for part, (one, other) in pairs.items()
+        for name, key in (("host busy", "host_busy_ms"), ("kernels", "kernel_ms"))
+        if other[key]
+    }
+    known = "; ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    return {**found, "ratios": ratios}, [*lines, f"profile, ours over megatron-core's: {known}"]
 
 
 def _layer(runs: "Mapping[str, Run]", iterations: int) -> tuple[Result, list[str]]:
     found = _statistics(ranks.take_turns(runs, iterations, WARMUP, step=_layer_seconds))
     return found, [_times("layer alone, wall", found)]
-
-
-def _machine(machine: "Machine") -> Result:
-    import torch
-
-    name = torch.cuda.get_device_name() if machine.cuda else "CPU"
-    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "time": time.ctime()}
 
 
 def _shape(run: "Run") -> Result:
@@ -208,12 +216,6 @@ def _layers(run: "Run") -> "list[torch.nn.Module]":
     return [module for chunk in run.model for module in chunk.modules() if isinstance(module, BaseMoELayer)]
 
 
-def _allocated(machine: "Machine") -> int:
-    import torch
-
-    return torch.cuda.memory_allocated() if machine.cuda else 0
-
-
 def _timed_step(run: "Run") -> dict[str, float]:
     """Train one iteration; return its seconds, and the CPU seconds of all threads of the process."""
     from megatron_balance.training.loop import train_step
@@ -225,14 +227,13 @@ def _timed_step(run: "Run") -> dict[str, float]:
 
 def _statistics(seconds: Mapping[str, Sequence[float]]) -> Result:
     """Return medians and quartiles in milliseconds, and of the ratios of pairs, which were measured one by one."""
-    pairs = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True) if theirs > 0]
-    milliseconds = {name: _quartiles([1e3 * one for one in all_]) for name, all_ in seconds.items()}
+    pairs = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[THEIRS], strict=True)]
+    milliseconds = {name: _quartiles([1e3 * one for one in found]) for name, found in seconds.items()}
     return {"ms": milliseconds, "ratio": _quartiles(pairs)}
 
 
 def _quartiles(values: Sequence[float]) -> dict[str, float]:
-    values = sorted(values) or [0.0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high, "n": len(values)}
 
 
@@ -246,42 +247,17 @@ def _spread(one: Mapping[str, float], digits: int) -> str:
     return "{median:.{d}f} ({low:.{d}f}-{high:.{d}f})".format(**one, d=digits)
 
 
-def _peak(run: "Run", kept: int) -> dict[str, float]:
-    """Return GiB that a run keeps between iterations, and that plus the most that an iteration allocates."""
-    import torch
-
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _timed_step(run)
-    above = torch.cuda.max_memory_allocated() - before
-    return {"kept_gib": kept / 2**30, "peak_gib": (kept + above) / 2**30}
-
-
 def _profile(run: "Run", machine: "Machine", shape: Result) -> Result:
-    """Profile iterations; return the one in the middle, the spread, and places of waits from one with stacks."""
+    """Profile iterations; return the one that takes the median time (the lower one of an even number)."""
     # The first use of a profiler takes long, and misses events
-    _traced(run, machine, 0, stacks=False)
-    trace = _traced(run, machine, PROFILED, stacks=False)
-    iterations = [device_trace.summary(trace, window, SPANS) for window in _windows(trace)]
-    key = "device_span_ms" if machine.cuda else "host_ms"
-    result = device_trace.middle(iterations, key)
-    keys = ("host_ms", "host_busy_ms", "waits", "launches", "kernels", "kernel_ms", "device_busy_ms", "device_span_ms")
-    result["spread"] = {
-        name: [min(one[name] for one in iterations), max(one[name] for one in iterations)] for name in keys
-    }
-    trace = _traced(run, machine, 1, stacks=True)
-    (window,) = _windows(trace)
-    result["wait_places"] = dict(device_trace.wait_places(trace, window).most_common())
-    result["by_file"] = device_trace.by_file(trace, window)
-    result["waits_expected"] = shape["waits_expected"]
-    return result
+    _traced(run, machine, 0)
+    trace = _traced(run, machine, PROFILED)
+    iterations = [device_trace.summary(trace, window, SPANS) for window in trace.annotations(ITERATION)]
+    iterations.sort(key=lambda one: one["device_span_ms" if machine.cuda else "host_ms"])
+    return {**iterations[(len(iterations) - 1) // 2], "waits_expected": shape["waits_expected"]}
 
 
-def _windows(trace: Trace) -> list[Interval]:
-    return [Interval(one.thread, one.start, one.end) for one in trace.annotations(ITERATION)]
-
-
-def _traced(run: "Run", machine: "Machine", iterations: int, stacks: bool) -> Trace:
+def _traced(run: "Run", machine: "Machine", iterations: int) -> Trace:
     """Return the trace of iterations; the device has nothing to do when one begins."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -289,8 +265,10 @@ def _traced(run: "Run", machine: "Machine", iterations: int, stacks: bool) -> Tr
     from megatron_balance.training.loop import queue_step
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.cuda else [])]
-    with tempfile.TemporaryDirectory() as directory, _marked(run):
-        with profile(activities=activities, with_stack=stacks) as profiled:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as marks:
+        for layer in _layers(run):
+            marks.enter_context(mock.patch.object(layer, "forward", record_function(LAYER)(layer.forward)))
+        with profile(activities=activities) as profiled:
             torch.ones(1, device=torch.cuda.current_device() if machine.cuda else "cpu").add_(1)
             for _ in range(iterations):
                 torch.cuda.synchronize()
@@ -303,61 +281,21 @@ def _traced(run: "Run", machine: "Machine", iterations: int, stacks: bool) -> Tr
         return Trace(json.loads(file.read_text(errors="replace")))
 
 
-@contextmanager
-def _marked(run: "Run") -> Iterator[None]:
-    """Mark the forward passes of MoE layers in traces."""
-    from torch.profiler import record_function
-
-    marks = []
-
-    def begin(*_: Any) -> None:
-        marks.append(record_function(LAYER))
-        marks[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        marks.pop().__exit__(None, None, None)
-
-    hooks = [
-        hook for one in _layers(run) for hook in (one.register_forward_pre_hook(begin), one.register_forward_hook(end))
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _profile_lines(name: str, found: Result, machine: "Machine") -> Iterator[str]:
-    yield f"{name}: host busy {found['host_busy_ms']:.2f} ms of {found['host_ms']:.2f}, {found['operators']} operators"
-    for span, one in found["spans"].items():
-        if not machine.cuda:
-            yield f"    {span}: {one['host_busy_ms']:.2f} ms host busy"
-            continue
-        part = (
-            "{host_busy_ms:.2f} ms host busy, {waits} waits, {launches} launches, {kernels} kernels, {kernel_ms:.3f} ms"
-        )
-        yield f"    {span}: {part.format(**one)}"
+    part = "{host_busy_ms:.2f} of {host_ms:.2f} ms host busy"
+    if machine.cuda:
+        part += ", {waits} waits, {launches} launches, {kernels} kernels, {kernel_ms:.3f} ms"
+    for span, one in {name: found, **found["spans"]}.items():
+        yield f"{span}: {part.format(**one)}"
     if not machine.cuda:
         return
-    if not found["calls"]:
-        yield f"{name}: the profiler saw no call of CUDA, so the numbers below are not measured"
+    if not found["launches"]:
+        yield f"{name}: the profiler saw no launch, so the numbers of the device are not measured"
+        return
     expected = f" (expected: {found['waits_expected']})" if name == OURS else ""
-    low, high = found["spread"]["waits"]
-    yield f"{name}: the host waits {found['waits']} times an iteration{expected}, {low} to {high} in {PROFILED}"
-    yield from (f"{count:6d}  {place}" for place, count in found["wait_places"].items())
-    yield (
-        "{0}: {launches} launches, {graph_launches} of graphs, {allocations} allocations by CUDA; {kernels} kernels, "
-        "{kernel_ms:.3f} ms, on {streams} streams; device busy {device_busy_ms:.3f} of {device_span_ms:.3f} ms"
-    ).format(name, **found) + (
-        "" if found["device_idle_fraction"] is None else f", idle {found['device_idle_fraction']:.1%}"
-    )
-    for kind, one in sorted(found["copies"].items()):
-        yield f"    {kind}: {one['count']}, {one['bytes'] / 1024:.1f} KiB, {one['ms']:.3f} ms"
-    for file, one in found["by_file"].items():
-        part = "{launches} launches, {kernels} kernels, {kernel_ms:.3f} ms, {host_bytes} bytes between host and device"
-        yield f"    file {file}: {part.format(**one)}"
-    for gap in found["gaps"]:
-        yield f"    gap {gap['us']:.1f} us after {gap['after'][:60]} before {gap['before'][:60]}"
+    yield f"{name}: the host waits {found['waits']} times an iteration{expected}"
+    busy = "device busy {device_busy_ms:.3f} of {device_span_ms:.3f} ms, idle {device_idle_fraction:.1%}"
+    yield f"{name}: {busy.format(**found)}"
     for one in found["kernels_by_time"]:
         yield f"    {one['ms']:9.3f} ms {one['count']:5d}  {one['name'][:90]}"
 
@@ -417,66 +355,43 @@ def _experts(run: "Run", tokens: Sequence[int]) -> tuple[Result, list[str]]:
         **{name: line._asdict() for name, line in lines.items()},
         **{f"{name}_seconds": seconds[:, 0].tolist() for name, seconds in zip(lines, measured, strict=True)},
     }
-    return found, [_expert_line(found)]
+    texts = []
+    # The backward pass has two products for each of the forward pass
+    for (name, line), products in zip(lines.items(), (1, 2), strict=True):
+        rate = 1e-12 * products * flops / max(line.seconds_per_token, 1e-12)
+        texts.append(f"{1e6 * line.seconds_per_token:.4f} us per row {name} ({rate:.1f} TFLOP/s)")
+    return found, [f"experts: {', '.join(texts)}"]
 
 
-def _expert_line(found: Result) -> str:
-    rates = [
-        1e-12 * found["flops_per_row"] / max(found[way]["seconds_per_token"], 1e-12) for way in ("forward", "backward")
-    ]
-    return (
-        f"experts: {1e6 * found['forward']['seconds_per_token']:.4f} us per row forward ({rates[0]:.1f} TFLOP/s), "
-        f"{1e6 * found['backward']['seconds_per_token']:.4f} backward ({2 * rates[1]:.1f} TFLOP/s)"
-    )
-
-
-class _Prediction(NamedTuple):
-    process: "subprocess.Popen[str]"
-    output: Path
-
-    def result(self) -> Result:
-        """Wait for the simulation; return seconds of an iteration and of its parts, or what went wrong."""
-        _, errors = self.process.communicate()
-        if self.process.returncode:
-            return {"error": errors.strip()[-300:]}
-        half, quarter = (one["mean_seconds"] for one in json.loads(self.output.read_text()))
-        # The step's time is a constant plus a part in proportion to the experts that a rank has
-        step = half["optimizer"] + 2 * (half["optimizer"] - quarter["optimizer"])
-        parts = {"experts": half["experts"], "other computation": half["other computation"], "optimizer": step}
-        return {"parts": parts, "seconds": sum(parts.values())}
-
-
-@contextmanager
-def _predictions(clusters: Sequence[Path], flags: str, directory: Path) -> Iterator[dict[Path, _Prediction]]:
-    """Simulate our layer on nodes of four GPUs of these clusters while this process measures."""
+def _simulation(cluster: Path, flags: str, directory: Path) -> "subprocess.Popen[str]":
+    """Start to simulate our layer on a node of four GPUs of this cluster; the result is a file of its name."""
     last = dict(re.findall(r"--((?:micro|global)-batch-size)[ =](\d+)", flags))
-    micro = int(last["micro-batch-size"])
-    batch = 4 * int(last.get("global-batch-size", micro))
-    started = {}
-    for cluster in clusters:
-        node = directory / cluster.name
-        node.write_text(re.sub(r"(?m)^gpus_per_node: *\{value: *\d+", "gpus_per_node: {value: 4", cluster.read_text()))
-        output = directory / f"{cluster.stem}.json"
-        command = [sys.executable, str(ROOT / "tools/simulate.py"), "--cluster", str(node), "--nodes", "1"]
-        command += ["--iterations", "2", "--compare", "expert-model-parallel-size=2,4", "--json", str(output)]
-        command += [*flags.split(), "--global-batch-size", str(batch)]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        started[cluster] = _Prediction(process, output)
-    try:
-        yield started
-    finally:
-        for one in started.values():
-            one.process.kill()
+    batch = 4 * int(last.get("global-batch-size", last["micro-batch-size"]))
+    node = directory / cluster.name
+    node.write_text(re.sub(r"(?m)^gpus_per_node: *\{value: *\d+", "gpus_per_node: {value: 4", cluster.read_text()))
+    command = [sys.executable, str(ROOT / "tools/simulate.py"), "--cluster", str(node), "--nodes", "1"]
+    command += ["--iterations", "2", "--compare", "expert-model-parallel-size=2,4"]
+    command += ["--json", str(directory / cluster.stem), *flags.split(), "--global-batch-size", str(batch)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def _compared(cluster: str, predicted: Result, result: Result) -> Iterator[str]:
+def _predicted(process: "subprocess.Popen[str]", output: Path) -> Result:
+    """Wait for a simulation; return seconds of an iteration and of its parts, or what went wrong."""
+    _, errors = process.communicate()
+    if process.returncode:
+        return {"error": errors.strip()[-300:]}
+    half, quarter = (one["mean_seconds"] for one in json.loads(output.read_text()))
+    # The step's time is a constant plus a part in proportion to the experts that a rank has
+    step = half["optimizer"] + 2 * (half["optimizer"] - quarter["optimizer"])
+    parts = {"experts": half["experts"], "other computation": half["other computation"], "optimizer": step}
+    return {"parts": parts, "seconds": sum(parts.values())}
+
+
+def _compared(cluster: str, predicted: Result, result: Result) -> str:
     """Format predicted times next to measured ones, in milliseconds."""
     if "error" in predicted:
-        yield f"no prediction for {cluster}: {predicted['error']}"
-        return
+        return f"no prediction for {cluster}: {predicted['error']}"
     shape = result["shape"]
     measured = {}
     if result.get("experts"):
@@ -493,7 +408,7 @@ def _compared(cluster: str, predicted: Result, result: Result) -> Iterator[str]:
         measured["iteration"] = result["time"]["wall"]["ms"][OURS]["median"]
     cells = {"iteration": predicted["seconds"], **predicted["parts"]}
     texts = (f"{part} {1e3 * seconds:.2f} / {measured.get(part, math.nan):.2f}" for part, seconds in cells.items())
-    yield f"predicted for {cluster} / measured, ms: {', '.join(texts)}"
+    return f"predicted for {cluster} / measured, ms: {', '.join(texts)}"
 
 
 if __name__ == "__main__":

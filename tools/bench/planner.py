@@ -80,20 +80,9 @@ def read_traces(directory: Path) -> dict[tuple[int, int], Loads]:
 
 def _synthetic(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Loads:
     """Return every workload's loads, one for each seed."""
+    sizes = {"num_ranks": num_ranks, "num_experts": num_experts, "topk": TOPK, "tokens_per_rank": tokens}
     return {
-        name: [
-            load_matrix(
-                name,
-                num_ranks=num_ranks,
-                num_experts=num_experts,
-                topk=TOPK,
-                tokens_per_rank=tokens,
-                seed=seed,
-                step=BURST_STEP,
-            )
-            for seed in range(seeds)
-        ]
-        for name in WORKLOADS
+        name: [load_matrix(name, **sizes, seed=seed, step=BURST_STEP) for seed in range(seeds)] for name in WORKLOADS
     }
 
 

@@ -1,11 +1,7 @@
-"""Shared parts of the benchmarks: jobs of ranks, models that take turns, and the load of the machine."""
+"""Shared parts of the benchmarks: jobs of ranks, and models that take turns."""
 
 import json
-import os
-import resource
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,18 +54,12 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
 
 
 def take_turns(
-    runs: "Mapping[str, Run]",
-    iterations: int,
-    warmup: int = WARMUP,
-    order: Callable[[int], Sequence[str]] | None = None,
-    step: "Callable[[Run], Any] | None" = None,
+    runs: "Mapping[str, Run]", iterations: int, warmup: int = WARMUP, step: "Callable[[Run], Any] | None" = None
 ) -> dict[str, list[Any]]:
-    """Train the runs in turn, so that other load on the machine affects all of them equally.
+    """Train the runs in turn and alternating order, so that other load on the machine affects all of them equally.
 
     Args:
         step: runs one iteration and returns its report; by default, it trains and returns a StepReport.
-        order: returns the names of the runs that train one iteration each in a turn, given its number; by default all
-            of them, in alternating order.
     """
     import torch.distributed as dist
 
@@ -78,43 +68,10 @@ def take_turns(
     reports: dict[str, list[Any]] = {name: [] for name in runs}
     names = list(runs)
     step = step or train_step
-    order = order or (lambda turn: names if turn % 2 else names[::-1])
     for iteration in range(warmup + iterations):
-        for name in order(iteration):
+        for name in names if iteration % 2 else names[::-1]:
             dist.barrier()
             report = step(runs[name])
             if iteration >= warmup:
                 reports[name].append(report)
     return reports
-
-
-@contextmanager
-def noise() -> Iterator[list[float]]:
-    """Print the load of the machine: load averages, and the CPU time of our jobs and of all other processes.
-
-    Yields a list to which the caller adds the CPU seconds of jobs that are not children of this process.
-    """
-    load, start, (busy, total), own = os.getloadavg()[0], time.perf_counter(), _cpu_time(), _own_time()
-    elsewhere: list[float] = []
-    yield elsewhere
-    wall, (busy_after, total_after) = time.perf_counter() - start, _cpu_time()
-    used = (busy_after - busy) / max(total_after - total, 1)
-    ours = (_own_time() - own + sum(elsewhere)) / (wall * (os.cpu_count() or 1))
-    print(
-        f"machine: {os.cpu_count()} CPUs, load average {load:.2f} before and {os.getloadavg()[0]:.2f} after; "
-        f"CPU time used by this bench {ours:.0%}, by others {max(0.0, used - ours):.0%}; {wall:.0f} s",
-        flush=True,
-    )
-
-
-def _cpu_time() -> tuple[int, int]:
-    """Return the busy ticks and all ticks of the CPUs since the machine started."""
-    user, nice, system, idle, waiting, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
-    busy = user + nice + system + sum(rest)
-    return busy, busy + idle + waiting
-
-
-def _own_time() -> float:
-    """Return the CPU seconds of this process and of its finished children."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

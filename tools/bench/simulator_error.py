@@ -2,10 +2,8 @@
 
     python tools/bench/simulator_error.py [--iterations 6] [--warmup 3] [--json FILE]
 
-Runs of FITTED determine two numbers: the CPU time of a layer's pass and that of an iteration, which the emulated device
-does not emulate. Runs of HELD_OUT differ from them in layout, workload, policy, overlap, chunks or all-to-all, and are
-predicted with these numbers; nothing is fitted to them. Links and their latencies are those that the planners' profile
-of each job has. The loads are those of the measured runs.
+Nothing is fitted to what is measured: links and their latencies are those that the planners' profile of each job has,
+and the loads are those of the measured runs.
 
 A time is the mean over iterations of the slowest rank's. An error is the predicted time over the measured one, less 1.
 Of runs with a policy, parts are compared too: exchanges, experts, and waits for Trans, Agg and Plan, all of them of the
@@ -18,6 +16,7 @@ import itertools
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +25,114 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import ranks
+from megatron_balance.device import cpu, quiet
 from namespaces import TestbedUnavailable
-from simulator_jobs import EVEN, GFLOPS, JOBS, LINK_MBIT, Job, passes_of, stages_of
-from slow_runs import Variant, build, device_of, jobs, profile_of, sums_over_layers
+from slow_runs import MODEL, Cluster, Variant, build, device_of, jobs, profile_of, sums_over_layers
 
 if TYPE_CHECKING:
     from megatron_balance.simulate.job import Result
 
-PARTS = ("exchange", "experts", "Trans", "Agg", "Plan")
-FIELDS = (
-    "measured_exchange_seconds",
-    "measured_experts_seconds",
-    "trans_wait_seconds",
-    "agg_wait_seconds",
-    "plan_wait_seconds",
-)
-"""The fields of `LayerReport` that measure PARTS."""
+PARTS = {
+    "exchange": "measured_exchange_seconds",
+    "experts": "measured_experts_seconds",
+    "Trans": "trans_wait_seconds",
+    "Agg": "agg_wait_seconds",
+    "Plan": "plan_wait_seconds",
+}
+"""Parts of simulated iterations, and the fields of `LayerReport` that measure them."""
 
 TIE = 0.02
+
+SHAPE = f"{MODEL} --seq-length 256 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 256"
+GFLOPS = 2.5
+LINK_MBIT = 200.0
+EVEN = "--moe-router-force-workload balanced"
+
+RUNS = {
+    "even": EVEN,
+    "none": "",
+    **{name: f"--balance-policy {name} --balance-guest-slots 3" for name in ("flexmoe", "pro_prophet", "quota")},
+    **{
+        f"{name}, blockwise": f"--balance-policy {name} --balance-guest-slots 3 --balance-overlap blockwise"
+        for name in ("flexmoe", "pro_prophet", "quota")
+    },
+    "4 chunks": "--moe-comm-chunks 4 --moe-comm-order optsche",
+    "2dh": "--moe-comm-alltoall 2dh",
+    "flat": "--moe-comm-alltoall flat",
+}
+RUNS["quota, 2 chunks"] = f"{RUNS['quota, blockwise']} --moe-comm-chunks 2"
+
+
+class Job(NamedTuple):
+    """Runs that take turns in the same processes."""
+
+    name: str
+    workload: str
+    runs: Sequence[str]
+    """Names in RUNS."""
+    layers: int = 2
+    sequences: int = 4
+    """Sequences of an iteration, of all ranks together."""
+    expert_parallel: int = 4
+    stages: int = 1
+    nodes: int = 2
+    ranks_per_node: int = 2
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(self.nodes, self.ranks_per_node, LINK_MBIT, GFLOPS)
+
+    @property
+    def common(self) -> str:
+        """Flags of all runs."""
+        return (
+            f"{SHAPE} --moe-router-force-workload {self.workload} --num-layers {self.layers} "
+            f"--global-batch-size {self.sequences} --expert-model-parallel-size {self.expert_parallel} "
+            f"--pipeline-model-parallel-size {self.stages} --moe-comm-node-size {self.ranks_per_node}"
+        )
+
+
+JOBS = (
+    Job(
+        "EP4, hot_rank",
+        "hot_rank",
+        ("even", "none", "pro_prophet", "pro_prophet, blockwise", "quota, blockwise", "flexmoe"),
+    ),
+    Job(
+        "EP4, 4 layers, 2 microbatches, zero_load",
+        "zero_load",
+        ("even", "none", "quota, blockwise", "flexmoe, blockwise"),
+        layers=4,
+        sequences=8,
+    ),
+    Job(
+        "EP4, chunks and all-to-alls, hot_experts",
+        "hot_experts",
+        ("none", "4 chunks", "2dh", "flat", "quota, 2 chunks"),
+    ),
+    Job(
+        "two stages of EP2, 4 microbatches, hot_experts",
+        "hot_experts",
+        ("none", "quota, blockwise", "pro_prophet"),
+        layers=4,
+        sequences=8,
+        expert_parallel=2,
+        stages=2,
+    ),
+    Job(
+        "two replicas of EP2 within nodes, spread_hot_experts",
+        "spread_hot_experts",
+        ("none", "quota, blockwise"),
+        expert_parallel=2,
+    ),
+    Job(
+        "EP4, one rank a node, rotating_hotspot",
+        "rotating_hotspot",
+        ("none", "pro_prophet, blockwise", "quota"),
+        nodes=4,
+        ranks_per_node=1,
+    ),
+)
 
 
 class Sample(NamedTuple):
@@ -56,11 +145,11 @@ class Sample(NamedTuple):
 
 def measure(profile: Path, job: Job, iterations: int, warmup: int) -> tuple[dict[str, list[Sample]], str]:
     """Measure all runs; the task of every rank. Return the samples, and the profile of the job."""
-    variants = {name: Variant(flags) for name, flags in job.variants.items()}
-    runs, _ = build(variants, job.common, profile, job.cluster, handling=True)
+    variants = {name: Variant(RUNS[name]) for name in job.runs}
+    runs = build(variants, job.common, profile, job.cluster, handling=True)
     reports = ranks.take_turns(runs, iterations, warmup)
     samples = {
-        name: [Sample(step.seconds, sums_over_layers(step, FIELDS)) for step in steps]
+        name: [Sample(step.seconds, sums_over_layers(step, PARTS.values())) for step in steps]
         for name, steps in reports.items()
     }
     return samples, profile.read_text()
@@ -100,22 +189,16 @@ class ForcedLoads:
         return counts_BDE
 
 
-def simulated(
-    job: Job, name: str, profile: Path, iterations: int, warmup: int, cpu: tuple[float, float] = (0.0, 0.0)
-) -> "list[Result]":
-    """Return the simulated iterations of a run.
-
-    Args:
-        cpu: seconds of a layer's pass and of an iteration.
-    """
+def simulated(job: Job, name: str, profile: Path, iterations: int, warmup: int) -> "list[Result]":
+    """Return the simulated iterations of a run."""
     from megatron_balance.app.simulation import Target, simulated_job
     from megatron_balance.cli.arguments import parse_args
     from megatron_balance.cli.checks import Machine
     from megatron_balance.job.groups import Topology
     from megatron_balance.simulate.job import Simulation
 
-    flags = f"{job.common} {job.variants[name]} --dry-run --distributed-backend gloo"
-    world = job.nodes * job.ranks_per_node
+    flags = f"{job.common} {RUNS[name]} --dry-run --distributed-backend gloo"
+    world = job.cluster.world_size
     config = parse_args(flags.split(), Machine.here(world)).config
     transformer = config.transformer
     length = config.model.seq_length
@@ -124,36 +207,19 @@ def simulated(
         topology=Topology(world, job.ranks_per_node),
         profile=profile,
         whole=profile_of(device_of(config, GFLOPS), job.nodes, job.ranks_per_node, LINK_MBIT),
-        layer_seconds=cpu[0],
-        iteration_seconds=cpu[1],
     )
-    simulated, _ = simulated_job(config, target)
+    described, _ = simulated_job(config, target)
     loads = ForcedLoads(
-        workload="balanced" if job.variants[name] == EVEN else job.workload,
+        workload="balanced" if name == "even" else job.workload,
         num_ranks=transformer.expert_model_parallel_size,
-        teams=simulated.stages[0].stage.teams,
+        teams=described.stages[0].stage.teams,
         num_experts=transformer.num_moe_experts,
         topk=transformer.moe_router_topk,
         tokens=length,
         seed=config.train.seed,
     )
-    simulation = Simulation(simulated, loads)
+    simulation = Simulation(described, loads)
     return [simulation.iteration(number) for number in range(warmup + iterations)][warmup:]
-
-
-def fitted(found: Sequence[tuple[Job, str, float, float]]) -> tuple[float, float]:
-    """Return the CPU seconds of a layer's forward pass and of an iteration, at least 0, by least squares.
-
-    Args:
-        found: job, run, measured and simulated seconds without CPU time.
-    """
-    from scipy.optimize import nnls
-
-    # A backward pass takes as many times longer as the emulated one
-    rows = np.array([[3.0 * passes_of(job), 1.0] for job, *_ in found])
-    rest = np.array([max(0.0, measured - predicted) for *_, measured, predicted in found])
-    (layer, iteration), _ = nnls(rows, rest)
-    return float(layer), float(iteration)
 
 
 def parts_of(result: "Result", stages: int) -> list[float]:
@@ -170,11 +236,10 @@ class Row(NamedTuple):
 
     job: str
     run: str
-    is_fitted: bool
     measured: float
     predicted: float
     parts: list[tuple[float, float]]
-    """Measured and predicted seconds of PARTS; zeros without a policy."""
+    """Measured and predicted seconds of PARTS; empty without a policy."""
 
     @property
     def error(self) -> float:
@@ -193,7 +258,9 @@ def main() -> int:
     except TestbedUnavailable as error:
         print(f"simulator_error.py: {error}", file=sys.stderr)
         return 2
-    rows = _rows(measured, args)
+    quiet.silence_expected_warnings()
+    cpu.install(always=True)
+    rows = [row for job in JOBS if job.name in measured for row in _rows(job, measured[job.name], args)]
     print("\n".join([*_table(rows), "", *_summary(rows)]))
     return 0
 
@@ -208,7 +275,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
             continue
         print(f"measuring {one.name}", file=sys.stderr, flush=True)
         with jobs(one.cluster) as job:
-            turns = (args.iterations + args.warmup) * len(one.variants) * 4
+            turns = (args.iterations + args.warmup) * len(one.runs) * 4
             by_rank = job(measure, one, args.iterations, args.warmup, turns=turns)
         measured[one.name] = {"samples": [samples for samples, _ in by_rank], "profile": by_rank[0][1]}
         if args.json is not None:
@@ -216,65 +283,36 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
-def _rows(measured: Mapping[str, Any], args: argparse.Namespace) -> list[Row]:
-    import tempfile
-
-    from megatron_balance.device import cpu, quiet
-
-    quiet.silence_expected_warnings()
-    cpu.install(always=True)
-    here = [job for job in JOBS if job.name in measured]
+def _rows(job: Job, measured: Mapping[str, Any], args: argparse.Namespace) -> Iterator[Row]:
+    """Simulate the runs of a job."""
     with tempfile.TemporaryDirectory() as directory:
-        profiles = {}
-        for number, job in enumerate(here):
-            profiles[job.name] = Path(directory) / f"{number}.json"
-            profiles[job.name].write_text(measured[job.name]["profile"])
-
-        def seconds(job: Job, name: str) -> float:
-            by_rank = [samples[name] for samples in measured[job.name]["samples"]]
-            return statistics.mean(max(one[0] for one in samples) for samples in zip(*by_rank, strict=True))
-
-        def simulate(job: Job, name: str, cpu: tuple[float, float] = (0.0, 0.0)) -> "list[Result]":
-            return simulated(job, name, profiles[job.name], args.iterations, args.warmup, cpu)
-
-        def mean(results: "list[Result]") -> float:
-            return statistics.mean(one.seconds for one in results)
-
-        known = [(job, name, seconds(job, name), mean(simulate(job, name))) for job in here for name in job.fitted]
-        cpu_seconds = fitted(known)
-        print(
-            f"fitted CPU time: {1e3 * cpu_seconds[0]:.2f} ms a layer's pass, {1e3 * cpu_seconds[1]:.1f} ms an iteration"
-        )
-        rows = []
-        for job in here:
-            for name, flags in job.variants.items():
-                results = simulate(job, name, cpu_seconds)
-                found = np.array([one[1] for one in measured[job.name]["samples"][0][name]]).mean(0)
-                parts = np.array([parts_of(one, stages_of(job)) for one in results]).mean(0)
-                pairs = list(zip(found.tolist(), parts.tolist(), strict=True)) if "--balance-policy" in flags else []
-                rows.append(Row(job.name, name, name in job.fitted, seconds(job, name), mean(results), pairs))
-        return rows
+        profile = Path(directory) / "profile.json"
+        profile.write_text(measured["profile"])
+        for name in job.runs:
+            by_rank = [samples[name] for samples in measured["samples"]]
+            seconds = statistics.mean(max(one[0] for one in samples) for samples in zip(*by_rank, strict=True))
+            results = simulated(job, name, profile, args.iterations, args.warmup)
+            parts = []
+            if "--balance-policy" in RUNS[name]:
+                found = np.array([one[1] for one in by_rank[0]]).mean(0)
+                expected = np.array([parts_of(one, job.stages) for one in results]).mean(0)
+                parts = list(zip(found.tolist(), expected.tolist(), strict=True))
+            yield Row(job.name, name, seconds, statistics.mean(one.seconds for one in results), parts)
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    head = "| job | run | measured, ms | simulated, ms | error |"
-    yield head + "".join(f" {part} |" for part in PARTS)
+    yield f"| job | run | measured, ms | simulated, ms | error | {' | '.join(PARTS)} |"
     yield "|---" * (5 + len(PARTS)) + "|"
     for row in rows:
         cells = [f"{1e3 * measured:.0f} → {1e3 * predicted:.0f}" for measured, predicted in row.parts]
-        cells = cells or [""] * len(PARTS)
-        name = f"{row.run} (fitted)" if row.is_fitted else row.run
-        yield (
-            f"| {row.job} | {name} | {1e3 * row.measured:.0f} | {1e3 * row.predicted:.0f} | {row.error:+.1%} |"
-            + "".join(f" {cell} |" for cell in cells)
-        )
+        cells = [f"{1e3 * row.measured:.0f}", f"{1e3 * row.predicted:.0f}", f"{row.error:+.1%}", *cells]
+        yield f"| {row.job} | {row.run} | {' | '.join(cells)} |"
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    held_out = [row for row in rows if not row.is_fitted]
-    errors = [abs(row.error) for row in held_out]
-    worst = max(held_out, key=lambda row: abs(row.error))
-    yield f"{len(held_out)} held-out runs: mean |error| {statistics.mean(errors):.1%}, worst {worst.error:+.1%}"
+    errors = [abs(row.error) for row in rows]
+    worst = max((row.error for row in rows), key=abs)
+    yield f"{len(rows)} runs: mean |error| {statistics.mean(errors):.1%}, worst {worst:+.1%}"
     pairs = [
         (one, other)
         for one, other in itertools.combinations(rows, 2)
@@ -283,9 +321,9 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
     right = sum((one.measured < other.measured) == (one.predicted < other.predicted) for one, other in pairs)
     yield f"order of {len(pairs)} pairs of runs of one job: {right / max(1, len(pairs)):.0%} right"
     for index, part in enumerate(PARTS):
-        both = np.array([row.parts[index] for row in held_out if row.parts])
-        measured, predicted = both.sum(0)
-        yield f"{part}: {1e3 * measured / len(both):.1f} ms measured, {1e3 * predicted / len(both):.1f} ms simulated"
+        both = np.array([row.parts[index] for row in rows if row.parts])
+        measured, predicted = both.mean(0)
+        yield f"{part}: {1e3 * measured:.1f} ms measured, {1e3 * predicted:.1f} ms simulated"
 
 
 if __name__ == "__main__":

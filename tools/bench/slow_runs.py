@@ -6,8 +6,8 @@ planners' profile describes exactly that device and network. The models of all r
 
 import functools
 import multiprocessing
+import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -222,31 +222,25 @@ def build(
 
 @contextmanager
 def jobs(cluster: Cluster) -> Iterator[Callable[..., list[Any]]]:
-    """Set up a cluster for jobs, and print the load of the machine at the end.
+    """Set up a cluster for jobs, and print the machine's load averages at the end.
 
     Yields `job(task, *args, turns=...)`, which calls `task(profile, *args)` on every rank and returns all results.
     `profile` is the path where `build` writes the cluster's profile. `turns`, the number of iterations of all variants,
     determines the time limit.
     """
     multiprocessing.set_forkserver_preload(["torch.distributed"])
+    before, *_ = os.getloadavg()
     with (
         tempfile.TemporaryDirectory() as directory,
         Testbed(cluster.nodes, cluster.ranks_per_node, cluster.link_mbit, cluster.bus_mbit) as testbed,
-        ranks.noise() as elsewhere,
     ):
-        profile = Path(directory) / "profile.json"
 
         def job(task: Callable[..., Any], *args: Any, turns: int) -> list[Any]:
-            by_rank = testbed.run(_with_cpu_seconds, task, profile, *args, timeout=120 + 20.0 * turns)
-            results, cpu_seconds = zip(*by_rank, strict=True)
-            elsewhere.extend(cpu_seconds)
-            return list(results)
+            return testbed.run(task, Path(directory) / "profile.json", *args, timeout=120 + 20.0 * turns)
 
         yield job
-
-
-def _with_cpu_seconds(task: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    return task(*args), time.process_time()
+    after, *_ = os.getloadavg()
+    print(f"machine: {os.cpu_count()} CPUs, load average {before:.2f} before and {after:.2f} after", flush=True)
 
 
 def sums_over_layers(report: "StepReport", names: Iterable[str]) -> list[float]:

@@ -20,14 +20,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from namespaces import (
     TestbedUnavailable,
@@ -37,7 +35,6 @@ from namespaces import (
     end_processes,
     enter,
     existing_namespaces,
-    is_running,
     remove,
     require_tools,
     setup_commands,
@@ -53,13 +50,11 @@ class RankFailure(RuntimeError):
     """A rank raised, died or did not finish in time; the message contains its traceback and its last output."""
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """Exit codes and output of the ranks of a command."""
 
     codes: list[int | None]
     """Exit codes by rank; negative for a signal; None if stopped by us after another's failure or the time limit."""
-
     output: list[str]
     """Standard output and error by rank."""
 
@@ -102,8 +97,6 @@ class Testbed:
                 raise ValueError(f"{flag} {value}: choose a number above 0")
         if link_mbit is None and nodes > 1:
             raise ValueError(f"--nodes {nodes}: also give --link-mbit")
-        if nodes > 250:
-            raise ValueError(f"--nodes {nodes}: choose at most 250 (their addresses share one byte)")
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.link_mbit = link_mbit
@@ -120,8 +113,8 @@ class Testbed:
             self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if self.link_mbit is not None:
                 require_tools()
-                remove(abandoned(existing_namespaces(), is_running))
-                stack.callback(self._remove)
+                remove(abandoned(existing_namespaces()))
+                stack.callback(lambda: remove(self._own_namespaces()))
                 build(setup_commands(self._prefix, self.nodes, self.link_mbit, self.bus_mbit))
             self._cleanup = stack.pop_all()
         return self
@@ -251,10 +244,6 @@ class Testbed:
     def _own_namespaces(self) -> list[str]:
         return [name for name in existing_namespaces() if name.startswith(self._prefix)]
 
-    def _remove(self) -> None:
-        with _signals_held_back():
-            remove(self._own_namespaces())
-
 
 def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int | None]:
     """Return the exit codes; None for processes that still run at the time limit or after the grace period."""
@@ -273,29 +262,16 @@ def _wait(processes: list[subprocess.Popen], timeout: float | None) -> list[int 
 
 @contextlib.contextmanager
 def _terminate_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the stack instead of ending the process immediately; has no effect in other threads."""
+    """Let SIGTERM unwind the stack instead of ending the process immediately."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Delay signals such as a second Ctrl-C until the cleanup is complete."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(

@@ -3,7 +3,7 @@
 In the shapes, D counts ranks (sources, then destinations) and N nodes; rank r is on node r // (D / N).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,16 +31,13 @@ def split_rows(kind: str, num_ranks: int, node_size: int, rows_per_rank: int, se
     elif kind == "skewed":
         popularity_D = generator.lognormal(sigma=SKEW, size=num_ranks)
         weights_DD = popularity_D * generator.lognormal(sigma=SKEW / 2, size=(num_ranks, num_ranks))
-    elif kind == "one-hot-node":
-        weights_DD = np.tile(np.arange(num_ranks) < node_size, (num_ranks, 1)).astype(float)
     else:
-        raise ValueError(f"--splits {kind}: choose one of {', '.join(SPLITS)}")
+        weights_DD = np.tile(np.arange(num_ranks) < node_size, (num_ranks, 1)).astype(float)
     shares_DD = weights_DD.cumsum(1) / weights_DD.sum(1, keepdims=True)
     return np.diff(np.rint(shares_DD * rows_per_rank).astype(np.int64), prepend=0)
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """Seconds that the busiest links need for their bytes if all links work at the same time.
 
     Bytes count once, as sent by a flat exchange: the bytes that a hierarchical one relays within a node do not raise
@@ -49,7 +46,6 @@ class Limit:
 
     inter: float
     """The busiest of the nodes' links, in either direction."""
-
     intra: float
     """The busiest node's bus; 0 if it is not limited."""
 

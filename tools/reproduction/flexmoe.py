@@ -73,18 +73,14 @@ def _scaling(iterations: int) -> Iterator[Found]:
 
 TABLES = {
     "flexmoe_fig_5": Table(
-        paper="FlexMoE",
-        title="FlexMoE, Fig. 5: 32 GPUs (S) and 64 GPUs (L), average speedup over FasterMoE",
-        rows=functools.partial(_models, "flexmoe", System(f"{FASTERMOE} 8"), FIG_5),
+        "FlexMoE, Fig. 5: 32 GPUs (S) and 64 GPUs (L), average speedup over FasterMoE",
+        functools.partial(_models, "flexmoe", System(f"{FASTERMOE} 8"), FIG_5),
     ),
     "flexmoe_fig_6a": Table(
-        paper="FlexMoE",
-        title="FlexMoE, Fig. 6a: the maximum as metric, speedup over the variance",
-        rows=functools.partial(_models, "max over variance", VARIANCE, FIG_6A),
+        "FlexMoE, Fig. 6a: the maximum as metric, speedup over the variance",
+        functools.partial(_models, "max over variance", VARIANCE, FIG_6A),
     ),
     "flexmoe_fig_7b": Table(
-        paper="FlexMoE",
-        title="FlexMoE, Fig. 7b: one MoE layer, throughput of kept tokens over that of DeepSpeed on 8 GPUs",
-        rows=_scaling,
+        "FlexMoE, Fig. 7b: one MoE layer, throughput of kept tokens over that of DeepSpeed on 8 GPUs", _scaling
     ),
 }

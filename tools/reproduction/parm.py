@@ -122,11 +122,7 @@ def _table_v(iterations: int) -> Iterator[Found]:
 
 
 TABLES = {
-    "parm_iv": Table(
-        paper="Parm", title="Parm, Table IV: one MoE layer, average speedup over DeepSpeed-MoE", rows=_table_iv
-    ),
-    "parm_fig_7": Table(
-        paper="Parm", title="Parm, Fig. 7: one MoE layer, average speedup over DeepSpeed-MoE", rows=_fig_7
-    ),
-    "parm_v": Table(paper="Parm", title="Parm, Table V: whole models, speedup over DeepSpeed-MoE", rows=_table_v),
+    "parm_iv": Table("Parm, Table IV: one MoE layer, average speedup over DeepSpeed-MoE", _table_iv),
+    "parm_fig_7": Table("Parm, Fig. 7: one MoE layer, average speedup over DeepSpeed-MoE", _fig_7),
+    "parm_v": Table("Parm, Table V: whole models, speedup over DeepSpeed-MoE", _table_v),
 }

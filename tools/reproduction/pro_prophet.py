@@ -158,33 +158,25 @@ def _components(iterations: int) -> Iterator[Found]:
             before = seconds
 
 
-def _table(name: str, about: str, rows: Any) -> Table:
-    return Table(paper="Pro-Prophet", title=f"Pro-Prophet, {name}: {about}", rows=rows)
-
-
 TABLES = {
-    "pro_prophet_iv": _table(
-        "Table IV",
-        "4 HPNV nodes, 16384 tokens, speedup over DeepSpeed-MoE",
+    "pro_prophet_iv": Table(
+        "Pro-Prophet, Table IV: 4 HPNV nodes, 16384 tokens, speedup over DeepSpeed-MoE",
         functools.partial(_speedups, HPNV, TABLE_IV),
     ),
-    "pro_prophet_v": _table(
-        "Table V",
-        "2 LPWNV nodes, 4096 tokens, speedup over DeepSpeed-MoE",
+    "pro_prophet_v": Table(
+        "Pro-Prophet, Table V: 2 LPWNV nodes, 4096 tokens, speedup over DeepSpeed-MoE",
         functools.partial(_speedups, LPWNV, TABLE_V),
     ),
-    "pro_prophet_fig_10": _table(
-        "Fig. 10a and 10b",
-        "4 HPWNV nodes, k=1, average speedup over FasterMoE",
+    "pro_prophet_fig_10": Table(
+        "Pro-Prophet, Fig. 10a and 10b: 4 HPWNV nodes, k=1, average speedup over FasterMoE",
         functools.partial(_over_fastermoe, FIG_10_MODELS, FIG_10),
     ),
-    "pro_prophet_fig_11": _table("Fig. 11", "MoE-GPT-M, 4 HPWNV nodes, speedup of each layer", _layers),
-    "pro_prophet_fig_12": _table(
-        "Fig. 12",
-        "MoE-GPT-M, 4 HPWNV nodes, k=1, speedup of iterations over FasterMoE",
+    "pro_prophet_fig_11": Table("Pro-Prophet, Fig. 11: MoE-GPT-M, 4 HPWNV nodes, speedup of each layer", _layers),
+    "pro_prophet_fig_12": Table(
+        "Pro-Prophet, Fig. 12: MoE-GPT-M, 4 HPWNV nodes, k=1, speedup of iterations over FasterMoE",
         functools.partial(_over_fastermoe, ("M",), FIG_12),
     ),
-    "pro_prophet_fig_14": _table(
-        "Fig. 14", "MoE-GPT-M, 4 HPWNV nodes, speedup of each component over those before it", _components
+    "pro_prophet_fig_14": Table(
+        "Pro-Prophet, Fig. 14: MoE-GPT-M, 4 HPWNV nodes, speedup of each component over those before it", _components
     ),
 }

@@ -53,14 +53,17 @@ def found(row: str, system: str, paper: float | tuple[float, float], ours: float
     return Found(row, system, Span(*paper) if isinstance(paper, tuple) else Span(paper, paper), ours)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(NamedTuple):
     """A table or figure of a paper."""
 
-    paper: str
     title: str
+    """The paper's name, a comma, and what the table shows."""
     rows: Callable[[int], Iterator[Found]]
     """Simulates the rows one by one, with a number of iterations."""
+
+    @property
+    def paper(self) -> str:
+        return self.title.partition(",")[0]
 
 
 def heading(table: Table) -> str:
