@@ -15,7 +15,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine, check_watching, choose_fusions
 from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
-from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
+from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.machine import Machine
@@ -98,6 +98,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
     line = CommandLine(values, given, machine)
+    without_effect = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
+    line.notices += [f"{flag}: {reason}" for flag, reason in without_effect.items() if flag in given]
     if line.tokenizer_type is None and line.vocab_file and line.merge_file:
         line.tokenizer_type = "GPT2BPETokenizer"
         line.notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")

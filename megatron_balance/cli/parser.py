@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, REFUSED_VALUES, refused_values, why_unknown
+from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, NOT_INSTALLED, REFUSED_VALUES, refusal, refused_values
 from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
     def why_unknown(self, flag: str) -> str | None:
         """Return the reason why this parser does not have a flag; None if there is none to give."""
-        return why_unknown(flag)
+        return refusal(flag) or (NOT_INSTALLED if flag in IN_SOME_VERSIONS else None)
 
     def expanded(self, words: Iterable[str]) -> list[str]:
         """Return the command line with each `@FILE` replaced by the flags in it; `#` starts a comment in the file."""

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_balance.cli.arguments import build_parser
-from megatron_balance.config.flags import add_flag, add_flags, build, field_docs, flag_field, flag_names
+from megatron_balance.config.flags import add_flag, add_flags, build, field_docs, flag_field
 
 
 class Color(enum.Enum):
@@ -165,18 +165,6 @@ def test_shared_names_are_added_once() -> None:
     added = add_flags(parser.add_argument_group("second"), Example)
     assert not {"count", "rate", "name"} & set(added)
     assert "quiet" in added
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("count", ["--count"]),
-        ("warm_start", ["--no-warm-start", "--disable-warm-start"]),
-        ("spelled", ["--not-spelled"]),
-    ],
-)
-def test_flag_names(name: str, expected: list[str]) -> None:
-    assert flag_names(Example.__dataclass_fields__[name]) == expected
 
 
 def test_build_takes_its_own_fields_and_given_ones_win() -> None:

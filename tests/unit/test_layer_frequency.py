@@ -6,7 +6,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from megatron_balance.cli.layer_frequency import FREQUENCY_LIMIT, parse_layer_frequency
 
 Value = int | list

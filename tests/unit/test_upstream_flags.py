@@ -25,7 +25,7 @@ from megatron_balance.cli.upstream_flags import (
     refusal,
     refused_values,
 )
-from megatron_balance.config.flags import flag_names
+from megatron_balance.config.flags import _default, _names
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training import data
 from tests.megatron_lm_scripts import COPIES
@@ -93,7 +93,7 @@ def test_no_entry_is_idle() -> None:
         name
         for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
         for field in dataclasses.fields(cls)
-        for name in flag_names(field)
+        for name in _names(field.name, negated=_default(field) is True)
     ]
     known = [*SPELLINGS, *fields]
     idle = [pattern for pattern in PATTERNS if not any(fnmatchcase(flag, pattern) for flag in known)]
