@@ -1,9 +1,7 @@
 """Checks a layout of any size in one process, without its tensors' memory; prints groups, schedule and memory.
 
-    for the first rank of each pipeline stage: an imagined job -> build_run, as in a real job -> sizes
-
-Groups, model, optimizer and guest slots come from `build_run`, so their sizes are exact. Activations are estimated
-(memory.py).
+For the first rank of each pipeline stage, groups, model, optimizer and guest slots come from `build_run`, as in a real
+job, so their sizes are exact. Activations are estimated (memory.py).
 """
 
 import contextlib
@@ -55,21 +53,11 @@ REMEDIES = {
 }
 """What reduces each use of memory."""
 
-Uses = Mapping[str, int]
-"""Bytes of a rank by use, with the keys of `REMEDIES`."""
-
-GROUPS = (
-    ("tensor parallel", "tp"),
-    ("expert parallel", "ep"),
-    ("expert tensor parallel", "expt_tp"),
-    ("context parallel", "cp"),
-    ("data parallel", "dp"),
-    ("expert data parallel", "expt_dp"),
-    ("pipeline parallel", "pp"),
-)
+GROUPS = {
+    **{"tensor parallel": "tp", "expert parallel": "ep", "expert tensor parallel": "expt_tp", "context parallel": "cp"},
+    **{"data parallel": "dp", "expert data parallel": "expt_dp", "pipeline parallel": "pp"},
+}
 """Each group's name in the output, and its attribute in megatron-core's collection."""
-
-MOVES = (Operation.PLAN, Operation.TRANS, Operation.AGG)
 
 LEGEND = """\
 parameters ... guests: on the first rank of each stage; other ranks may hold a smaller share of the optimizer.
@@ -170,13 +158,12 @@ def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]
 def _buildable(config: RunConfig) -> RunConfig:
     """Return a configuration that builds tensors of the same sizes on every machine."""
     transformer = copy.copy(config.transformer)
-    balance = config.balance
     # Transformer Engine's modules have the same parameters as megatron-core's own
     transformer.transformer_impl = "local"
     transformer.moe_grouped_gemm = False
     transformer.perform_initialization = False
-    if balance.balance_profile == "auto":
-        balance = dataclasses.replace(balance, balance_profile="builtin")
+    profile = config.balance.balance_profile
+    balance = dataclasses.replace(config.balance, balance_profile="builtin" if profile == "auto" else profile)
     return config.replace(transformer=transformer, balance=balance)
 
 
@@ -195,12 +182,14 @@ def held(run: Run) -> Held:
     """Return the exact bytes that a built run holds on this rank once its optimizer has stepped."""
     allocate(run.optimizer)
     parameters = [parameter for chunk in run.model for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in run.model for buffer in _gradient_buffers(chunk)]
     kept = []
     for part in optimizers(run.optimizer):
         names = state_names(part.optimizer)
         for main in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             kept += [main, *(part.optimizer.state[main][name] for name in names)]
+    # DDP's `buffers` is not the method of torch's modules
+    ddp: list[Any] = [*run.model]
+    buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return Held(
         parameters=_bytes(parameters),
         gradients=_bytes(buffer.grad_data for buffer in buffers),
@@ -208,11 +197,6 @@ def held(run: Run) -> Held:
         optimizer=_bytes([*parameters, *kept]) - _bytes(parameters),
         guests=0 if run.balancer is None else run.balancer.guest_bytes,
     )
-
-
-def _gradient_buffers(chunk: Any) -> list[Any]:
-    """Return the buffers of a chunk in DDP, whose attribute `buffers` is not the method of torch's modules."""
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -223,9 +207,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def inspect(config: RunConfig, run: Run) -> StageMemory:
     """Return what a rank of this pipeline stage holds.
 
-    Args:
-        config: the configuration of the real run; activations are estimated for its modules.
-        run: the built run; its modules may differ (see `_buildable`).
+    Activations are estimated for the modules of the real run's `config`; those of `run` may differ (see `_buildable`).
     """
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
@@ -272,7 +254,7 @@ def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
 
 def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]:
     lines = ["", "groups of rank 0 (exact)"]
-    for name, attribute in GROUPS:
+    for name, attribute in GROUPS.items():
         ranks = dist.get_process_group_ranks(getattr(collection, attribute))
         nodes = len({topology.node_of(rank) for rank in ranks})
         lines.append(f"  {name:22} {len(ranks):5}  {in_words(ranks)}{f', on {nodes} nodes' if nodes > 1 else ''}")
@@ -298,10 +280,8 @@ def _pipeline(run: Run) -> list[str]:
     microbatches = run.batches.get()
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
-    ahead = []
-    for stage in range(stages):
-        passes = hooks.stage_passes(config, stage, microbatches)
-        ahead.append(len([*itertools.takewhile(lambda one: one.forward, passes)]))
+    passes = [hooks.stage_passes(config, stage, microbatches) for stage in range(stages)]
+    ahead = [len([*itertools.takewhile(lambda one: one.forward, of_stage)]) for of_stage in passes]
     kind = "1F1B" if chunks is None else f"interleaved 1F1B, {chunks} model chunks on each"
     return [
         "",
@@ -321,7 +301,8 @@ def _balancing(run: Run) -> str:
         return f"{stage}every expert stays on its owner"
     schedule = run.balancer.schedule(run.batches.get())
     started = Counter(one.operation for step in schedule for one in (*step.planning, *step.communication))
-    counts = ", ".join(f"{started[operation]} {operation}" for operation in MOVES)
+    moves = (Operation.PLAN, Operation.TRANS, Operation.AGG)
+    counts = ", ".join(f"{started[operation]} {operation}" for operation in moves)
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 
@@ -370,11 +351,8 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
     return cluster
 
 
-def verdict(stages: Sequence[Uses], cluster: Cluster, flag: str) -> str:
-    """Return a sentence that says how much of a GPU's memory the largest stage leaves.
-
-    Args:
-        flag: the flag that named the cluster, and its value.
+def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
+    """Return a sentence that says how much of a GPU's memory the largest stage leaves; `flag` named the cluster.
 
     Raises:
         ValueError: a stage needs more than a GPU has; the error names the largest use and what reduces it.

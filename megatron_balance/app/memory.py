@@ -1,14 +1,9 @@
 """Estimates the memory of a rank's activations from the layers' shapes, without running anything.
 
-The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass.
-It follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, and
-adds rotary embeddings, group-query attention, gated units, fused attention, and the rows of experts under even routing.
-Their s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. `peak` follows
-the order of the pipeline stage's passes to find how many microbatches are kept at once.
-
-Not counted: tensors within one operation (temporary tensors, messages, the logits in 16 bits), gradients of
-activations, buffers of NCCL and other libraries, and fragmentation. Letters: N tokens of a microbatch, n of them
-outside tensor-parallel regions, R rows of experts, h hidden, t tensor-parallel ranks.
+The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass. It
+extends Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, whose
+s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. Not counted: tensors
+within one operation, gradients of activations, buffers of libraries, and fragmentation.
 """
 
 from collections import Counter
@@ -27,13 +22,13 @@ class Tokens(NamedTuple):
     """Tokens and rows of one microbatch on one rank."""
 
     whole: int
-    """N: tokens that attention and dense layers compute."""
+    """Tokens that attention and dense layers compute."""
 
     part: int
-    """n: tokens outside those layers: N, or N / t with sequence parallelism."""
+    """Tokens outside those layers: all, or this rank's part with sequence parallelism."""
 
     rows: int
-    """R: rows that this rank's experts, or shards of experts, compute under even routing."""
+    """Rows that this rank's experts, or shards of experts, compute under even routing."""
 
 
 class ChunkParts(NamedTuple):
@@ -64,10 +59,9 @@ def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, voca
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
     kept = _with_recomputation(transformer, layers, tokens.part * transformer.hidden_size * _itemsize(transformer))
-    ends = _embedding(config, tokens) if chunk.embedding else 0
-    if chunk.head:
-        ends += _head(transformer, tokens, vocab_size)
-    ends += chunk.predictions * _prediction(config, tokens, vocab_size)
+    ends = chunk.predictions * _prediction(config, tokens, vocab_size)
+    ends += _embedding(config, tokens) if chunk.embedding else 0
+    ends += _head(transformer, tokens, vocab_size) if chunk.head else 0
     return Kept(kept.stored + ends, kept.recomputed)
 
 
@@ -79,19 +73,16 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
         chunks: the bytes that each model chunk keeps for one microbatch.
     """
     alive: Counter[int] = Counter()
-    most = 0
-    microbatches = 0
+    most = (0, 0)
     for one in passes:
-        if one.forward:
-            alive[one.chunk] += 1
+        alive[one.chunk] += one.forward
         present = sum(chunks[chunk].stored * count for chunk, count in alive.items())
         if not one.forward:
             present += chunks[one.chunk].recomputed
-            alive[one.chunk] -= 1
-        if present > most:
-            most = present
-            microbatches = alive.total() + (not one.forward)
-    return most, microbatches
+        if present > most[0]:
+            most = (present, alive.total())
+        alive[one.chunk] -= not one.forward
+    return most
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
@@ -137,7 +128,6 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     transformer = config.transformer
     itemsize = _itemsize(config.transformer)
     length = config.model.seq_length
-    assert length is not None
     if isinstance(transformer, MLATransformerConfig):
         return _latent_attention(transformer, tokens, length)
     assert transformer.kv_channels is not None

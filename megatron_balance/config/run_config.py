@@ -286,6 +286,12 @@ class LaunchConfig:
     """Description of the cluster (YAML, see configs/clusters) into which the layout must fit: --dry-run compares its
     number of nodes and a GPU's memory with what the job needs. Default: --balance-profile, if it is such a file."""
 
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a helper, such as a policy: half of the timeout, so that a stalled helper is named before
+        the ranks that wait for it are."""
+        return self.distributed_timeout_minutes * 60 / 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
