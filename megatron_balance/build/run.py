@@ -1,6 +1,7 @@
 """Builds a run: RunConfig -> model, optimizer, hooks, schedule, data and balancer."""
 
 import copy
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -251,18 +252,15 @@ def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: i
 
 def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
     """Return a transformer layer's spec with BalancedMoELayer instead of MoELayer; a dense layer's spec unchanged."""
-    layer: Any = copy.copy(spec.submodules)
+    layer: Any = spec.submodules
     module, submodules = parts(layer.mlp)
     if module is not MoELayer:
         return spec
-    spec = copy.copy(spec)
-    submodules = copy.copy(submodules)
-    spec.submodules = layer
     gemm = expert_gemm(wiring.config.balance.moe_expert_gemm)
-    submodules.experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
-    layer.mlp = ModuleSpec(
+    experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
+    mlp = ModuleSpec(
         module=BalancedMoELayer,
-        submodules=submodules,
+        submodules=dataclasses.replace(submodules, experts=experts),
         params={
             "parallel": wiring.dispatch,
             "balance": wiring.config.balance,
@@ -271,7 +269,7 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
             "chunks": wiring.chunks,
         },
     )
-    return spec
+    return dataclasses.replace(spec, submodules=dataclasses.replace(layer, mlp=mlp))
 
 
 def parts(spec: ModuleSpec | functools.partial) -> tuple[Any, Any]:

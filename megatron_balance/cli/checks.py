@@ -61,36 +61,29 @@ AT_MOST = {
 
 MOST_MICROBATCHES = 1 << 16
 
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
 OTHER_LAYOUTS = (
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *VIRTUAL_STAGES,
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 """Fields that divide the layers among pipeline stages without `--pipeline-model-parallel-layout`."""
 
-MAX_DIGITS = 4
-"""Of the numbers in a pipeline layout; megatron-core writes repetitions out."""
-
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
 
 NO_EFFECT_WITHOUT_POLICY = tuple(
-    field.name
-    for field in fields(BalanceConfig)
-    if field.name.startswith("balance_") and field.name != "balance_policy"
+    field.name for field in fields(BalanceConfig) if re.match(r"balance_(?!policy$)", field.name)
 )
 
 
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
-    """Check the flags against each other and the machine, and derive the settings that follow from them.
+    """Check the flags against each other and the machine; return them with the settings that follow, and notices.
 
     Args:
         values: every flag's value by field name.
         given: fields whose flags the user wrote.
-        machine: processes and libraries.
-
-    Returns:
-        The values with all derived settings, and notices for the log.
 
     Raises:
         ValueError: the error names the flag, its value and the remedy.
@@ -321,8 +314,7 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
     uneven = line.num_layers_in_first_pipeline_stage or line.num_layers_in_last_pipeline_stage
     if layers % stages and not uneven:
         raise ValueError(f"--num-layers {layers}: must be a multiple of {flag.pipeline_model_parallel_size}")
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    wanted = [name for name in names if getattr(line, name) is not None]
+    wanted = [name for name in VIRTUAL_STAGES if getattr(line, name) is not None]
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -354,7 +346,8 @@ def _layout_chunks(line: CommandLine) -> int | None:
     for name in OTHER_LAYOUTS:
         if getattr(line, name):
             raise ValueError(f"{flag_of(name)}: not with {flag}; leave one of them out")
-    if any(len(number) > MAX_DIGITS for number in re.findall(r"\d+", text)):
+    # megatron-core writes repetitions out
+    if re.search(r"\d{5}", text):
         raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
     try:
         layout = PipelineParallelLayerLayout.from_str(text, stages)
@@ -441,9 +434,6 @@ def _check_data(line: CommandLine) -> None:
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the values of `--data-path`, or of the paths per split, that files hold; empty if no file is given.
 
-    Args:
-        values: all flags by field name.
-
     Raises:
         ValueError: a file cannot be read or has another form, or a flag gives the same data.
     """
@@ -455,24 +445,18 @@ def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
         if not found["data_path"]:
             raise ValueError(f"--data-args-path {blend}: names no data; write the words of --data-path into it")
     if per_split is not None:
-        found |= _data_per_split(per_split)
+        blends = read_object(per_split, MOST_BYTES, "--per-split-data-args-path")
+        for split in ("train", "valid", "test"):
+            words = blends.get(split, [])
+            words = words.split() if isinstance(words, str) else words
+            if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+                said = f"{split} is {json.dumps(words)[:80]}; give a list, or a text of words"
+                raise ValueError(f"--per-split-data-args-path {per_split}: {said}")
+            found[f"{split}_data_path"] = [str(word) for word in words]
+        if not found["train_data_path"]:
+            raise ValueError(f"--per-split-data-args-path {per_split}: has no data under the key train")
     for name in found:
         if values[name]:
             source = "--data-args-path" if name == "data_path" else "--per-split-data-args-path"
             raise ValueError(f"{source} and {flag_of(name)}: give one of them")
-    return found
-
-
-def _data_per_split(path: str) -> dict[str, list[str]]:
-    flag = f"--per-split-data-args-path {path}"
-    blends = read_object(path, MOST_BYTES, "--per-split-data-args-path")
-    found = {}
-    for split in ("train", "valid", "test"):
-        words = blends.get(split, [])
-        words = words.split() if isinstance(words, str) else words
-        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
-            raise ValueError(f"{flag}: {split} is {json.dumps(words)[:80]}; give a list, or a text of words")
-        found[f"{split}_data_path"] = [str(word) for word in words]
-    if not found["train_data_path"]:
-        raise ValueError(f"{flag}: has no data under the key train")
     return found

@@ -13,11 +13,7 @@ INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 
 def check_machine(line: CommandLine) -> None:
-    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults.
-
-    Raises:
-        ValueError: a requested feature or an installed package does not work here; the error names the remedy.
-    """
+    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults."""
     machine = line.machine
     if line.distributed_backend == "nccl" and not machine.cuda:
         if "distributed_backend" in line.given:
@@ -164,11 +160,7 @@ def choose_fusions(line: CommandLine) -> None:
 
 
 def check_watching(line: CommandLine) -> None:
-    """Check the flags of logs and profilers; add a notice for those without an effect on this machine.
-
-    Raises:
-        ValueError: something cannot be watched this way; the error names the remedy.
-    """
+    """Check the flags of logs and profilers; add a notice for those without an effect on this machine."""
     flag = line.flags
     machine = line.machine
     if line.profile:

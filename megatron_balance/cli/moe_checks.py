@@ -26,11 +26,7 @@ IDLE_IN_BALANCED = {
 
 
 def check_moe(line: CommandLine) -> None:
-    """Check the flags of MoE layers and balancing, and set the inner width of experts.
-
-    Raises:
-        ValueError: the error names the flag, its value and the remedy.
-    """
+    """Check the flags of MoE layers and balancing, and set the inner width of experts."""
     flag = line.flags
     experts = line.num_moe_experts
     if experts is None:
@@ -92,12 +88,11 @@ def _check_balanced_layer(line: CommandLine) -> None:
 
 def _check_rows_bound(line: CommandLine) -> None:
     """Check what `--moe-flex-rows bound` requires; flow/layer.py checks the device and the widths."""
-    wanted = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-    for name, value in wanted.items():
-        if getattr(line, name) != value:
-            given = getattr(line, name)
-            raise ValueError(f"--moe-flex-rows bound: needs {flag_of(name)} {value}, not {given}; or use counted")
+    dispatcher = line.moe_token_dispatcher_type
+    backend = line.moe_flex_dispatcher_backend
     needs = {
+        f"--moe-token-dispatcher-type flex, not {dispatcher}": dispatcher == "flex",
+        f"--moe-flex-dispatcher-backend hybridep, not {backend}": backend == "hybridep",
         "--moe-layer-impl balanced": line.moe_layer_impl == "balanced",
         "--disable-bias-linear": not line.add_bias_linear,
         "--moe-expert-gemm default": line.moe_expert_gemm == "default",
@@ -229,9 +224,8 @@ def _check_capacities(line: CommandLine, num_ranks: int) -> None:
     if mean and not all(math.isfinite(capacity) and low <= capacity / mean <= high for capacity in capacities):
         raise ValueError(f"{line.flags.balance_capacities}: give numbers above 0, {low:g} to {high:g} times their mean")
     if len(capacities) != num_ranks:
-        raise ValueError(
-            f"{line.flags.balance_capacities}: give one number per expert-parallel rank, {num_ranks} in all"
-        )
+        flag = line.flags.balance_capacities
+        raise ValueError(f"{flag}: give one number per expert-parallel rank, {num_ranks} in all")
 
 
 def _check_transfer(line: CommandLine) -> None:
@@ -281,10 +275,7 @@ def _check_group_scores(line: CommandLine) -> None:
 
 
 def token_dispatcher(line: CommandLine) -> str:
-    """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel.
-
-    Call it after `check_moe`; errors are the same.
-    """
+    """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel."""
     wanted = line.moe_token_dispatcher_type
     if line.num_moe_experts is None:
         return wanted

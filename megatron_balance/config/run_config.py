@@ -26,6 +26,11 @@ from megatron_balance.config.training_config import (
     TrainConfig,
 )
 
+WORKLOADS = (
+    *("none", "balanced", "hot_experts", "hot_rank", "spread_hot_experts", "ragged_sources", "zero_load"),
+    *("rotating_hotspot", "burst", "W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
@@ -107,25 +112,7 @@ class BalanceConfig:
     balance_explain: bool = False
     """Print each change of a placement, with the layer's predicted times before and after it."""
 
-    moe_router_force_workload: Literal[
-        "none",
-        "balanced",
-        "hot_experts",
-        "hot_rank",
-        "spread_hot_experts",
-        "ragged_sources",
-        "zero_load",
-        "rotating_hotspot",
-        "burst",
-        "W0",
-        "W1",
-        "W2",
-        "W3",
-        "W4",
-        "W5",
-        "W6",
-        "W7",
-    ] = "none"
+    moe_router_force_workload: str = flag_field("none", choices=WORKLOADS)
     """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on
     the workload, --seed and the iteration, not on the layout. W0 to W7 are those of Megatron-LM's imbalance benchmark.
     - W0: all experts in turn.

@@ -7,23 +7,17 @@ from typing import Literal
 
 from megatron_balance.config.flags import enum_member, flag_field
 
+TOKENIZERS = (
+    *("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
+    *("GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Text <-> token ids, by megatron.core.tokenizers."""
 
-    tokenizer_type: (
-        Literal[
-            "GPTSentencePieceTokenizer",
-            "SentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = None
+    tokenizer_type: str | None = flag_field(None, choices=TOKENIZERS)
     """Kind of tokenizer; --vocab-file with --merge-file implies GPT2BPETokenizer."""
 
     tokenizer_model: str | None = flag_field(None, metavar="PATH")
