@@ -7,6 +7,7 @@ job, so their sizes are exact. Activations are estimated (memory.py).
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from megatron_balance.training.optimizer_state import allocate, optimizers, stat
 from megatron_balance.training.run import Run
 
 GIB = 2**30
+
+_print = functools.partial(print, sep="\n", flush=True)
 
 TIGHT = 0.1
 """Fraction of a GPU's memory below which what a dry run does not count may not fit into what remains."""
@@ -319,11 +322,6 @@ def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> li
         billions = stage.count / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:

@@ -34,7 +34,7 @@ from megatron_balance.cli.checks import at_least, refuse_idle
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.flag_groups import OUR_GROUPS, field_help
 from megatron_balance.cli.machine_checks import check_expert_gemm
-from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
@@ -275,7 +275,6 @@ def _check(values: Mapping[str, Any]) -> list[str]:
             raise ValueError(f"{flag_of(name)} {value}: not with --moe-layer-impl balanced: {reason}")
     check_expert_gemm(line)
     check_moe(line)
-    token_dispatcher(line)
     return line.notices
 
 

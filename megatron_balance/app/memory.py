@@ -58,7 +58,9 @@ def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, voca
     """Return the bytes that a model chunk keeps for one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
-    kept = _with_recomputation(transformer, layers, tokens.part * transformer.hidden_size * _itemsize(transformer))
+    kept = _with_recomputation(
+        transformer, layers, tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
+    )
     ends = chunk.predictions * _prediction(config, tokens, vocab_size)
     ends += _embedding(config, tokens) if chunk.embedding else 0
     ends += _head(transformer, tokens, vocab_size) if chunk.head else 0
@@ -103,7 +105,7 @@ def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], bound
 def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
     """Return the bytes that one transformer layer keeps, without regard to `--recompute-granularity full`."""
     transformer = config.transformer
-    hidden = tokens.part * transformer.hidden_size * _itemsize(transformer)
+    hidden = tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     dropped = tokens.part * transformer.hidden_size if transformer.hidden_dropout else 0
     heads, scores = _attention(config, tokens)
     # Each half of a layer keeps its norm's input and output, and a byte per element for the dropout's mask
@@ -126,7 +128,7 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
 def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of queries, keys, values and their product, and of the scores (0 with fused attention)."""
     transformer = config.transformer
-    itemsize = _itemsize(config.transformer)
+    itemsize = transformer.params_dtype.itemsize
     length = config.model.seq_length
     if isinstance(transformer, MLATransformerConfig):
         return _latent_attention(transformer, tokens, length)
@@ -157,7 +159,7 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
     """Return the same bytes as `_attention`, for multi-latent attention."""
-    itemsize = _itemsize(config)
+    itemsize = config.params_dtype.itemsize
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
     # The compressed channels and their norm; position channels are rotated for all heads at once. Where all ranks'
@@ -175,7 +177,7 @@ def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:
     """Return the bytes of a dense layer's first projection output, and of the activation function's tensors."""
-    elements = tokens.whole * inner // config.tensor_model_parallel_size * _itemsize(config)
+    elements = tokens.whole * inner // config.tensor_model_parallel_size * config.params_dtype.itemsize
     if not config.gated_linear_unit:
         return elements, elements
     return 2 * elements, elements if config.bias_activation_fusion else 3 * elements
@@ -184,7 +186,7 @@ def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, 
 def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of the experts' rows and first projection output, and of the weighted activations."""
     transformer = config.transformer
-    itemsize = _itemsize(config.transformer)
+    itemsize = transformer.params_dtype.itemsize
     assert transformer.moe_ffn_hidden_size is not None and transformer.expert_tensor_parallel_size is not None
     elements = tokens.rows * transformer.moe_ffn_hidden_size // transformer.expert_tensor_parallel_size * itemsize
     rows = tokens.rows * transformer.hidden_size * itemsize
@@ -199,7 +201,7 @@ def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:
     """Return the bytes of logits, weights, choices and their mask, and of the indices that sort the rows."""
-    itemsize = _itemsize(config)
+    itemsize = config.params_dtype.itemsize
     chosen = config.moe_router_topk
     assert config.num_moe_experts is not None
     return tokens.part * (config.num_moe_experts * (2 * itemsize + 4 + 1) + chosen * (8 + 8 + 8 + 4 + itemsize))
@@ -213,7 +215,7 @@ def _embedding(config: RunConfig, tokens: Tokens) -> int:
 
 def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int, norms: int = 1) -> int:
     """Return the bytes of the norms before the head, and of the softmax over the vocabulary in float32."""
-    normed = norms * tokens.part * config.hidden_size * _itemsize(config) * _norm(config)
+    normed = norms * tokens.part * config.hidden_size * config.params_dtype.itemsize * _norm(config)
     return normed + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
 
 
@@ -226,7 +228,7 @@ def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
     transformer = config.transformer
     if transformer.recompute_granularity != "full":
         return _embedding(config, tokens) + _head(transformer, tokens, vocab_size, norms=3)
-    remaining = 2 * tokens.part * transformer.hidden_size * _itemsize(transformer)
+    remaining = 2 * tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     return _embedding(config, tokens) + remaining + _head(transformer, tokens, vocab_size, norms=0)
 
 
@@ -237,8 +239,4 @@ def _norm(config: TransformerConfig) -> int:
     """
     if config.transformer_impl != "local" or config.normalization != "RMSNorm":
         return 2
-    return 3 if _itemsize(config) == 4 else 5
-
-
-def _itemsize(config: TransformerConfig) -> int:
-    return config.params_dtype.itemsize
+    return 3 if config.params_dtype.itemsize == 4 else 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.build.balancer import calibrated_job
-from megatron_balance.config.log_config import LogConfig
+from megatron_balance.config.training_config import LogConfig
 from megatron_balance.device import memory
 from megatron_balance.job.errors import everywhere
 from megatron_balance.observe.calibration_log import CalibrationLog
@@ -103,10 +103,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
     """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
 
-    The optimizer allocates its state in the first iteration that does not overflow.
-
-    Args:
-        done: number of iterations before this job.
+    The optimizer allocates its state in the first iteration that does not overflow. `done` came before this job.
     """
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0

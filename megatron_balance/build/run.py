@@ -348,7 +348,9 @@ def _finalize_copies(
         routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
-        copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
+        weights: list[Any] = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
+        # Experts have an `allreduce` of False
+        copied = [one for one in weights if not one.tensor_model_parallel and getattr(one, "allreduce", True)]
     if not copied:
         return
     gradients = [weight.main_grad for weight in copied]
@@ -357,11 +359,6 @@ def _finalize_copies(
     flat /= dispatch.repeats
     for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(reduced)
-
-
-def _is_copied(weight: Any) -> bool:
-    """Return whether all tensor-parallel ranks hold a copy of a parameter, which is never so for experts."""
-    return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
 def _one_or_all(functions: list[Callable]) -> Any:

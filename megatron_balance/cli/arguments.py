@@ -201,12 +201,7 @@ def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
-    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file.
-
-    Raises:
-        ValueError: the file is not a mapping of flags to values.
-        SystemExit: argparse's own errors about a value in the file.
-    """
+    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file."""
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
         return []

@@ -26,28 +26,27 @@ IDLE_IN_BALANCED = {
 
 
 def check_moe(line: CommandLine) -> None:
-    """Check the flags of MoE layers and balancing, and set the inner width of experts."""
-    flag = line.flags
+    """Check the flags of MoE layers and balancing; set the inner width of experts and the token dispatcher."""
     experts = line.num_moe_experts
     if experts is None:
         return _check_without_experts(line)
     if experts < 1 or experts % line.expert_model_parallel_size:
-        raise ValueError(f"{flag.num_moe_experts}: must be a multiple of {flag.expert_model_parallel_size}")
+        raise ValueError(f"{line['num_moe_experts']}: must be a multiple of {line['expert_model_parallel_size']}")
     if not 1 <= line.moe_router_topk <= experts:
-        raise ValueError(f"{flag.moe_router_topk}: choose 1 to {flag.num_moe_experts}")
+        raise ValueError(f"{line['moe_router_topk']}: choose 1 to {line['num_moe_experts']}")
     if line.moe_pad_expert_input_to_capacity and line.moe_expert_capacity_factor is None:
         raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
     if line.moe_token_dispatcher_type == "flex" and not line.machine.cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if line.moe_shared_expert_intermediate_size is not None and line.add_bias_linear:
         raise ValueError(
-            f"{flag.moe_shared_expert_intermediate_size}: megatron-core's shared experts have no biases; also give "
+            f"{line['moe_shared_expert_intermediate_size']}: megatron-core's shared experts have no biases; also give "
             "--disable-bias-linear"
         )
     if line.moe_layer_impl == "balanced":
         _check_balanced_layer(line)
     elif line.moe_expert_gemm != "default":
-        raise ValueError(f"{flag.moe_expert_gemm}: needs --moe-layer-impl balanced")
+        raise ValueError(f"{line['moe_expert_gemm']}: needs --moe-layer-impl balanced")
     if line.moe_flex_rows == "bound":
         _check_rows_bound(line)
     _check_schedule(line)
@@ -60,13 +59,14 @@ def check_moe(line: CommandLine) -> None:
     if line.moe_ffn_hidden_size is None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
+    line.moe_token_dispatcher_type = _token_dispatcher(line)
 
 
 def _check_without_experts(line: CommandLine) -> None:
     if line.expert_model_parallel_size > 1:
-        raise ValueError(f"{line.flags.expert_model_parallel_size}: needs --num-experts")
+        raise ValueError(f"{line['expert_model_parallel_size']}: needs --num-experts")
     if line.balance_policy != "none":
-        raise ValueError(f"{line.flags.balance_policy}: needs --num-experts")
+        raise ValueError(f"{line['balance_policy']}: needs --num-experts")
     idle = sorted(flag_of(name) for name in line.given if name.startswith("moe_"))
     line.notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
 
@@ -110,7 +110,6 @@ def _check_rows_bound(line: CommandLine) -> None:
 
 def _check_schedule(line: CommandLine) -> None:
     """Check what the parallel schedules require (flow/parallel_schedule.py)."""
-    flag = line.flags
     schedule = line.moe_parallel_schedule
     tensor = line.tensor_model_parallel_size
     expert_tp = line.expert_tp
@@ -129,35 +128,36 @@ def _check_schedule(line: CommandLine) -> None:
             raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
     if schedule == "s2" and line.sequence_parallel:
         raise ValueError(
-            f"--sequence-parallel: not with {flag.moe_parallel_schedule}, which routes all tokens on every "
+            f"--sequence-parallel: not with {line['moe_parallel_schedule']}, which routes all tokens on every "
             "tensor-parallel rank; use --moe-parallel-schedule s1, or leave out --sequence-parallel"
         )
     if schedule == "s2" and line.expert_model_parallel_size * expert_tp % tensor:
         raise ValueError(
-            f"{flag.moe_parallel_schedule}: {flag.tensor_model_parallel_size} must divide "
-            f"{flag.expert_model_parallel_size} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
+            f"{line['moe_parallel_schedule']}: {line['tensor_model_parallel_size']} must divide "
+            f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
             "--moe-parallel-schedule s1"
         )
     context = line.context_parallel_size
     if schedule in ("s1", "auto") and same_tokens and line.seq_length % (tensor * context):
-        parallel = flag.tensor_model_parallel_size + (f" x {flag.context_parallel_size}" if context > 1 else "")
-        raise ValueError(f"{flag.seq_length}: with {flag.moe_parallel_schedule} it must be a multiple of {parallel}")
+        parallel = line["tensor_model_parallel_size"] + (f" x {line['context_parallel_size']}" if context > 1 else "")
+        raise ValueError(
+            f"{line['seq_length']}: with {line['moe_parallel_schedule']} it must be a multiple of {parallel}"
+        )
     if "moe_parallel_saa" in line.given and schedule not in ("s2", "auto"):
-        raise ValueError(f"--no-moe-parallel-saa: has no effect with {flag.moe_parallel_schedule}; leave it out")
+        raise ValueError(f"--no-moe-parallel-saa: has no effect with {line['moe_parallel_schedule']}; leave it out")
     if schedule in ("megatron", "baseline") and same_tokens:
         line.notices.append(
-            f"{flag.moe_parallel_schedule} without --sequence-parallel: experts compute every token {tensor} times; "
+            f"{line['moe_parallel_schedule']} without --sequence-parallel: experts compute every token {tensor} times; "
             "use --moe-parallel-schedule s1, or --sequence-parallel"
         )
 
 
 def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
-    flag = line.flags
     if line.moe_parallel_schedule != "megatron":
-        raise ValueError(f"{flag.moe_parallel_schedule}: needs --moe-layer-impl balanced")
+        raise ValueError(f"{line['moe_parallel_schedule']}: needs --moe-layer-impl balanced")
     if same_tokens:
         raise ValueError(
-            f"{flag.tensor_model_parallel_size}: with --moe-layer-impl megatron also give --sequence-parallel"
+            f"{line['tensor_model_parallel_size']}: with --moe-layer-impl megatron also give --sequence-parallel"
         )
     if line.expert_model_parallel_size == 1 and line.expert_tp != line.tensor_model_parallel_size:
         raise ValueError(
@@ -169,7 +169,7 @@ def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
 
 def _check_policy(line: CommandLine) -> None:
     """Check the flags that every placement policy needs, then what the policy itself needs."""
-    flag = line.flags.balance_policy
+    flag = line["balance_policy"]
     name = line.balance_policy
     parallel = line.expert_model_parallel_size
     # A user's policy is constructed only in its own process
@@ -222,9 +222,9 @@ def _check_capacities(line: CommandLine, num_ranks: int) -> None:
     low, high, _ = RANGES["rate"]
     mean = sum(capacities) / len(capacities)
     if mean and not all(math.isfinite(capacity) and low <= capacity / mean <= high for capacity in capacities):
-        raise ValueError(f"{line.flags.balance_capacities}: give numbers above 0, {low:g} to {high:g} times their mean")
+        raise ValueError(f"{line['balance_capacities']}: give numbers above 0, {low:g} to {high:g} times their mean")
     if len(capacities) != num_ranks:
-        flag = line.flags.balance_capacities
+        flag = line["balance_capacities"]
         raise ValueError(f"{flag}: give one number per expert-parallel rank, {num_ranks} in all")
 
 
@@ -242,7 +242,7 @@ def _check_transfer(line: CommandLine) -> None:
         )
     if line.tensor_model_parallel_size > 1 and line.add_bias_linear:
         raise ValueError(
-            f"{line.flags.tensor_model_parallel_size}: with {flag} also give --disable-bias-linear: transfers of "
+            f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear: transfers of "
             "biases are not tested under tensor parallelism"
         )
     if line.use_precision_aware_optimizer:
@@ -254,7 +254,7 @@ def _check_transfer(line: CommandLine) -> None:
 
 def _check_forced_workload(line: CommandLine) -> None:
     """Check that no flag conflicts with `--moe-router-force-workload`."""
-    flag = line.flags.moe_router_force_workload
+    flag = line["moe_router_force_workload"]
     for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
         if getattr(line, name):
             raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
@@ -265,7 +265,7 @@ def _check_forced_workload(line: CommandLine) -> None:
 
 def _check_group_scores(line: CommandLine) -> None:
     """Check what `--moe-router-group-score-topk` requires (flow/routers.py)."""
-    flag = line.flags.moe_router_group_score_topk
+    flag = line["moe_router_group_score_topk"]
     groups = line.moe_router_num_groups
     size = line.num_moe_experts // groups
     if not 1 <= line.moe_router_group_score_topk <= size:
@@ -274,11 +274,9 @@ def _check_group_scores(line: CommandLine) -> None:
         raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
 
 
-def token_dispatcher(line: CommandLine) -> str:
+def _token_dispatcher(line: CommandLine) -> str:
     """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel."""
     wanted = line.moe_token_dispatcher_type
-    if line.num_moe_experts is None:
-        return wanted
     gloo = line.distributed_backend == "gloo"
     uneven = line.moe_layer_impl == "megatron" and not line.moe_pad_expert_input_to_capacity
     if line.expert_tp > 1 and uneven and gloo and wanted == "alltoall":
@@ -295,7 +293,7 @@ def token_dispatcher(line: CommandLine) -> str:
     if not chosen:
         return wanted
     _check_exchange(line, gloo)
-    flags = " ".join(line.flags[name] for name in chosen)
+    flags = " ".join(line[name] for name in chosen)
     if line.moe_layer_impl != "balanced":
         raise ValueError(f"{flags}: needs --moe-layer-impl balanced")
     if wanted != "alltoall" and "moe_token_dispatcher_type" in line.given:
@@ -335,5 +333,5 @@ def _check_chunks(line: CommandLine) -> None:
         if name in line.given and chunks == "1":
             raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
     if find_order(line.moe_comm_order) is None and chunks != "auto":
-        flag = line.flags.moe_comm_order
+        flag = line["moe_comm_order"]
         raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")

@@ -1,8 +1,8 @@
 """Every setting of a run, as frozen dataclasses. A field's docstring is its `--help`.
 
 megatron-core's `TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig` are used unchanged. The
-classes here, in training_config.py and in log_config.py hold our own flags and those that Megatron-LM defines outside
-megatron-core. `RunConfig` contains all of them: nothing below the entry point reads parsed arguments.
+classes here and in training_config.py hold our own flags and those that Megatron-LM defines outside megatron-core.
+`RunConfig` contains all of them: nothing below the entry point reads parsed arguments.
 
 A field of `flag_field(None)` whose type excludes None is required, or derived by cli/checks.py: it has a value in every
 RunConfig.
@@ -17,10 +17,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.config.flags import flag_field
-from megatron_balance.config.log_config import LogConfig, ProfilingConfig
 from megatron_balance.config.training_config import (
     CheckpointConfig,
     DataConfig,
+    LogConfig,
+    ProfilingConfig,
     SchedulerConfig,
     TokenizerConfig,
     TrainConfig,
