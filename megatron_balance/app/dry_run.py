@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,27 +68,21 @@ Not counted, so leave room: temporary tensors, messages, buffers of libraries, f
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds through the whole run."""
+    """Bytes that a rank holds through the whole run; those of the optimizer include separate main parameters."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """Moments, and main parameters where they are separate from the model's."""
-
     guests: int
-    """Weights and gradients of guest slots."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """What a rank of a pipeline stage holds; sizes in bytes."""
 
     layers: int
     moe_layers: int
-
-    count: int
-    """Elements of the parameters."""
-
+    parameters: int
     held: Held
     activations: int
     microbatches: int
@@ -111,12 +104,16 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
-    flag = _cluster_flag(config)
-    cluster = flag and read_cluster(*flag, topology)
+    flag = "--balance-profile" if config.launch.cluster is None else "--cluster"
+    path = config.launch.cluster or config.balance.balance_profile
+    cluster = read_cluster(flag, path, topology) if is_cluster(Path(path)) or flag == "--cluster" else None
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
     _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
-    held_by = [stage_ranks(config, stage, world_size) for stage in range(stages)]
+    consecutive = world_size // stages
+    if config.launch.use_tp_pp_dp_mapping:
+        consecutive = config.transformer.tensor_model_parallel_size * config.transformer.context_parallel_size
+    held_by = [[rank for rank in range(world_size) if rank // consecutive % stages == stage] for stage in range(stages)]
     for rank, *_ in held_by:
         with imagined_run(config, rank, world_size) as run:
             if rank == 0:
@@ -124,28 +121,10 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
             rows.append(inspect(config, run))
             _print(_balancing(run))
     _print(*_memory(rows, held_by))
-    if flag is None or cluster is None:
+    if cluster is None:
         _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
     else:
-        _print(verdict([row.uses for row in rows], cluster, " ".join(flag)))
-
-
-def stage_ranks(config: RunConfig, stage: int, world_size: int) -> list[int]:
-    """Return the ranks of a pipeline stage, in ascending order."""
-    transformer = config.transformer
-    stages = transformer.pipeline_model_parallel_size
-    neighbors = world_size // transformer.pipeline_model_parallel_size
-    if config.launch.use_tp_pp_dp_mapping:
-        neighbors = transformer.tensor_model_parallel_size * transformer.context_parallel_size
-    return [rank for rank in range(world_size) if rank // neighbors % stages == stage]
-
-
-def _cluster_flag(config: RunConfig) -> tuple[str, str] | None:
-    """Return `--cluster` and its file; by default `--balance-profile`, if its file describes a cluster."""
-    if config.launch.cluster is not None:
-        return "--cluster", config.launch.cluster
-    profile = config.balance.balance_profile
-    return ("--balance-profile", profile) if is_cluster(Path(profile)) else None
+        _print(verdict([row.uses for row in rows], cluster, f"{flag} {path}"))
 
 
 @contextlib.contextmanager
@@ -221,7 +200,7 @@ def inspect(config: RunConfig, run: Run) -> StageMemory:
     return StageMemory(
         layers=len(layers),
         moe_layers=sum(layers),
-        count=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
+        parameters=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
         held=held(run),
         activations=activations,
         microbatches=microbatches,
@@ -319,7 +298,7 @@ def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> li
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
         where = in_words(held_by[number]).partition(" ")[2]
         layers = f"{stage.layers} ({stage.moe_layers})"
-        billions = stage.count / 1e9
+        billions = stage.parameters / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
 

@@ -58,10 +58,7 @@ def pretrain(argv: list[str]) -> None:
     with _guarded(ready, store) as guards:
         run, log, checkpoints = _prepare(ready, guards)
         _train(run, log, checkpoints, guards.stopping)
-        # A rank that exits early would look dead. `dist.barrier` would print a warning
-        finished = torch.zeros(1, device=torch.cuda.current_device())
-        dist.all_reduce(finished)
-        finished.item()
+        _finish_together()
     dist.destroy_process_group()
 
 
@@ -129,3 +126,10 @@ def _train(run: Run, log: RunLog, checkpoints: Checkpoints, stopping: Stopping) 
         train(run, log, save=checkpoints.after_step, stopping=stopping, after_step=after_step)
         if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
+
+
+def _finish_together() -> None:
+    """Wait for all ranks: a rank that exits early would look dead. `dist.barrier` would print a warning."""
+    finished = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(finished)
+    finished.item()

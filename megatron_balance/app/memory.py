@@ -45,13 +45,10 @@ class ChunkParts(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes that are kept for one microbatch."""
+    """Bytes that are kept for one microbatch: until its backward pass, or only during it, which recomputes them."""
 
     stored: int
-    """Kept from the forward pass to the backward pass."""
-
     recomputed: int = 0
-    """Recomputed in the backward pass, and kept only during that pass."""
 
 
 def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, vocab_size: int) -> Kept:
@@ -220,14 +217,11 @@ def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int, norms: int
 
 
 def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
-    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head.
-
-    The norms of the state and of the embedding, whose outputs are concatenated, and the last norm are recomputed with
-    the layer. Then, the embedding and the last norm's output remain.
-    """
+    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head."""
     transformer = config.transformer
     if transformer.recompute_granularity != "full":
         return _embedding(config, tokens) + _head(transformer, tokens, vocab_size, norms=3)
+    # All three norms are recomputed; the embedding and the last norm's output remain
     remaining = 2 * tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     return _embedding(config, tokens) + remaining + _head(transformer, tokens, vocab_size, norms=0)
 

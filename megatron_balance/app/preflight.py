@@ -6,7 +6,7 @@ No check reads more than headers and samples, and none writes.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
@@ -28,17 +28,12 @@ from megatron_balance.training.schedule import run_length, scheduler_settings
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
+class Preflight(NamedTuple):
     """A command line that passed this rank's checks, and what was built from it."""
 
     launch: job.Launch
     config: RunConfig
-    """The parsed configuration, completed with the size of nodes."""
-
     notices: list[str]
-    """Decisions made for the user, one sentence each, to be logged once."""
-
     topology: Topology
     tokenizer: MegatronTokenizerBase
     policy: PolicyProcess | None
@@ -86,9 +81,6 @@ def preflight(argv: list[str]) -> Preflight:
 
 def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
     """Check what flags name, as seen by one rank (0 in a dry run), and the length of the run; return notices.
-
-    Args:
-        vocabulary: number of token ids, before padding.
 
     Raises:
         ValueError: something would end the run later; the error names the flag, the value and the remedy.

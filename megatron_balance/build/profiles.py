@@ -30,7 +30,6 @@ MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""
 
 Log = Callable[[str], None]
-"""Receives one line for the user."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,11 +124,7 @@ def build_run(
 
 
 def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatches: Callable[[], int]) -> None:
-    """Let `--moe-router-force-workload` choose the experts, unless it is `none`.
-
-    Args:
-        microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
-    """
+    """Let `--moe-router-force-workload` choose the experts; `microbatches` is the same as for `build_balancer`."""
     config = wiring.config
     name = config.balance.moe_router_force_workload
     if name == "none":

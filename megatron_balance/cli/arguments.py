@@ -226,7 +226,7 @@ def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
     """Return the value of every flag that has an effect, as text."""
     written: dict[str, str] = {}
     # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
-    for name, action in {action.dest: action for action in reversed(parser._actions)}.items():
+    for name, action in reversed({action.dest: action for action in reversed(parser._actions)}.items()):
         if name in values and name != "yaml_cfg" and not name.startswith("--"):
             value = values[name]
             text = ("given" if value == action.const else "") if action.nargs == 0 else in_words(value)

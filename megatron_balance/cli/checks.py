@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine, choose_fusions
+from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine
 from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -120,7 +120,6 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         raise ValueError(f"{positions}: must be at least {line['seq_length']}")
     line.moe_shared_expert_overlap = line.moe_shared_expert_overlap and line.moe_layer_impl == "megatron"
     _check_data(line)
-    choose_fusions(line)
     line.virtual_pipeline_model_parallel_size = virtual
     line.overlap_p2p_comm = virtual is not None and line.overlap_p2p_comm
     # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
@@ -239,7 +238,16 @@ def _check_model(line: CommandLine) -> None:
         if isinstance(layers, list) and len(layers) != line.num_layers:
             raise ValueError(f"{flag_of(name)}: the list has {len(layers)} entries for {line['num_layers']}")
     if line.qk_layernorm_across_heads:
-        _check_norm_across_heads(line, groups)
+        for name in ("qk_layernorm", "qk_l2_norm"):
+            if getattr(line, name):
+                raise ValueError(f"--qk-layernorm-across-heads and {line[name]}: choose one norm")
+        if line.normalization != "RMSNorm":
+            raise ValueError(f"{line['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm")
+        if groups and groups % tensor:
+            raise ValueError(
+                f"{line['num_query_groups']}: with --qk-layernorm-across-heads it must be a multiple of "
+                f"{line['tensor_model_parallel_size']}"
+            )
     if line.multi_latent_attention:
         _check_latent_attention(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
@@ -257,19 +265,6 @@ def _check_model(line: CommandLine) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if line.overlap_param_gather and not (line.use_distributed_optimizer and line.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
-
-
-def _check_norm_across_heads(line: CommandLine, groups: int | None) -> None:
-    for name in ("qk_layernorm", "qk_l2_norm"):
-        if getattr(line, name):
-            raise ValueError(f"--qk-layernorm-across-heads and {line[name]}: choose one norm")
-    if line.normalization != "RMSNorm":
-        raise ValueError(f"{line['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm")
-    if groups and groups % line.tensor_model_parallel_size:
-        raise ValueError(
-            f"{line['num_query_groups']}: with --qk-layernorm-across-heads it must be a multiple of "
-            f"{line['tensor_model_parallel_size']}"
-        )
 
 
 def _check_latent_attention(line: CommandLine) -> None:

@@ -11,12 +11,8 @@ from megatron_balance.device.machine import Machine
 class CommandLine(argparse.Namespace):
     """Every flag's value as an attribute with the name of its field. Checks replace values that they derive.
 
-    As an item, it is the flag as it is written, for messages: `line["num_layers"]` is `--num-layers 4`.
-
-    Args:
-        values: the flags' values by field name.
-        given: fields whose flags the user wrote.
-        machine: the processes and the libraries that the flags are checked against.
+    As an item, it is the flag as it is written, for messages: `line["num_layers"]` is `--num-layers 4`. `given` are the
+    fields whose flags the user wrote.
     """
 
     def __init__(self, values: Mapping[str, Any], given: Collection[str], machine: Machine) -> None:

@@ -34,6 +34,7 @@ def check_machine(line: CommandLine) -> None:
     _note_connections(line)
     _check_context_parallelism(line)
     _check_watching(line)
+    _choose_fusions(line)
 
 
 def _check_packages(line: CommandLine) -> None:
@@ -84,9 +85,8 @@ def _note_connections(line: CommandLine) -> None:
         hidden.append(line["moe_comm_chunks"])
     if not (line.machine.cuda and line.machine.connections == "1" and line.num_moe_experts and hidden):
         return
-    kept = ""
-    if line.tensor_model_parallel_size > 1:
-        kept = f", unless what {line['tensor_model_parallel_size']} overlaps with it matters more"
+    tensor = line["tensor_model_parallel_size"]
+    kept = f", unless what {tensor} overlaps with it matters more" if line.tensor_model_parallel_size > 1 else ""
     line.notices.append(
         f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
         f"little, because messages that wait hold up the experts behind them; unset it{kept}"
@@ -133,7 +133,7 @@ def _check_context_parallelism(line: CommandLine) -> None:
         raise ValueError(f"{line['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 
 
-def choose_fusions(line: CommandLine) -> None:
+def _choose_fusions(line: CommandLine) -> None:
     """Set for each fused kernel whether it is both requested and available."""
     machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
@@ -164,7 +164,16 @@ def _check_watching(line: CommandLine) -> None:
     """Check the flags of logs and profilers; add a notice for those without an effect on this machine."""
     machine = line.machine
     if line.profile:
-        _check_profile(line)
+        steps = f"{line['profile_step_start']} {line['profile_step_end']}"
+        if not 0 <= line.profile_step_start < line.profile_step_end:
+            raise ValueError(f"{steps}: give 0 or more, and a later end")
+        if line.use_pytorch_profiler and line.tensorboard_dir is None:
+            raise ValueError("--use-pytorch-profiler: also give --tensorboard-dir, where it writes traces")
+        if not line.use_pytorch_profiler and not machine.cuda:
+            raise ValueError("--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler")
+        absent = [rank for rank in line.profile_ranks if not 0 <= rank < machine.world_size]
+        if absent:
+            line.notices.append(f"--profile-ranks {in_words(absent)}: no such rank among {machine.world_size}")
     if line.record_memory_history and not machine.cuda:
         raise ValueError("--record-memory-history: records memory of a CUDA device; leave it out on a CPU")
     if line.log_device_memory_used and not machine.cuda:
@@ -181,16 +190,3 @@ def _check_watching(line: CommandLine) -> None:
         raise ValueError("--wandb-exp-name: is empty; give the run a name, or leave the flag out")
     if not (line.wandb_save_dir or line.save):
         raise ValueError(f"{line['wandb_project']}: also give --wandb-save-dir or --save, for its local files")
-
-
-def _check_profile(line: CommandLine) -> None:
-    if not 0 <= line.profile_step_start < line.profile_step_end:
-        raise ValueError(f"{line['profile_step_start']} {line['profile_step_end']}: give 0 or more, and a later end")
-    if line.use_pytorch_profiler and line.tensorboard_dir is None:
-        raise ValueError("--use-pytorch-profiler: also give --tensorboard-dir, where it writes traces")
-    if not line.use_pytorch_profiler and not line.machine.cuda:
-        raise ValueError("--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler")
-    size = line.machine.world_size
-    absent = [rank for rank in line.profile_ranks if not 0 <= rank < size]
-    if absent:
-        line.notices.append(f"--profile-ranks {in_words(absent)}: no such rank among {size}")

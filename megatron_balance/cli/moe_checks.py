@@ -29,7 +29,12 @@ def check_moe(line: CommandLine) -> None:
     """Check the flags of MoE layers and balancing; set the inner width of experts and the token dispatcher."""
     experts = line.num_moe_experts
     if experts is None:
-        return _check_without_experts(line)
+        for name in ("expert_model_parallel_size", "balance_policy"):
+            if getattr(line, name) not in (1, "none"):
+                raise ValueError(f"{line[name]}: needs --num-experts")
+        idle = sorted(flag_of(name) for name in line.given if name.startswith("moe_"))
+        line.notices += [f"{flag} has no effect without --num-experts" for flag in idle]
+        return
     if experts < 1 or experts % line.expert_model_parallel_size:
         raise ValueError(f"{line['num_moe_experts']}: must be a multiple of {line['expert_model_parallel_size']}")
     if not 1 <= line.moe_router_topk <= experts:
@@ -44,7 +49,15 @@ def check_moe(line: CommandLine) -> None:
             "--disable-bias-linear"
         )
     if line.moe_layer_impl == "balanced":
-        _check_balanced_layer(line)
+        for name in NOT_BALANCED:
+            if line.get(name):
+                raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+        idle = {name: instead for name, instead in IDLE_IN_BALANCED.items() if line.get(name)}
+        line.notices += [f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {idle[name]}" for name in idle]
+        # megatron-core accepts the recomputation of moe_act only together with this flag
+        if "moe_grouped_gemm" in line.given and "moe_act" not in (line.recompute_modules or ()):
+            reason = "the balanced MoE layer always computes in one grouped GEMM"
+            line.notices.append(f"--moe-grouped-gemm has no effect: {reason}")
     elif line.moe_expert_gemm != "default":
         raise ValueError(f"{line['moe_expert_gemm']}: needs --moe-layer-impl balanced")
     if line.moe_flex_rows == "bound":
@@ -53,37 +66,25 @@ def check_moe(line: CommandLine) -> None:
     if line.balance_policy != "none":
         _check_policy(line)
     if line.moe_router_force_workload != "none":
-        _check_forced_workload(line)
+        flag = line["moe_router_force_workload"]
+        for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
+            if getattr(line, name):
+                raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+        # One type, or a list
+        if "sinkhorn" in line.moe_router_load_balancing_type:
+            raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
     if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
-        _check_group_scores(line)
+        flag = line["moe_router_group_score_topk"]
+        groups = line.moe_router_num_groups
+        if not 1 <= line.moe_router_group_score_topk <= experts // groups:
+            size = f"1 to {experts // groups}, the number of experts of each of {groups} groups"
+            raise ValueError(f"{flag}: choose {size}")
+        if line.moe_router_fusion:
+            raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
     if line.moe_ffn_hidden_size is None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
     line.moe_token_dispatcher_type = _token_dispatcher(line)
-
-
-def _check_without_experts(line: CommandLine) -> None:
-    if line.expert_model_parallel_size > 1:
-        raise ValueError(f"{line['expert_model_parallel_size']}: needs --num-experts")
-    if line.balance_policy != "none":
-        raise ValueError(f"{line['balance_policy']}: needs --num-experts")
-    idle = sorted(flag_of(name) for name in line.given if name.startswith("moe_"))
-    line.notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
-
-
-def _check_balanced_layer(line: CommandLine) -> None:
-    """Check that no flag asks for a feature that `--moe-layer-impl balanced` lacks."""
-    for name in NOT_BALANCED:
-        if line.get(name):
-            raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
-    for name, instead in IDLE_IN_BALANCED.items():
-        if line.get(name):
-            line.notices.append(f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {instead}")
-    # megatron-core accepts the recomputation of moe_act only together with this flag
-    if "moe_grouped_gemm" in line.given and "moe_act" not in (line.recompute_modules or ()):
-        line.notices.append(
-            "--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM"
-        )
 
 
 def _check_rows_bound(line: CommandLine) -> None:
@@ -193,7 +194,16 @@ def _check_policy(line: CommandLine) -> None:
     read = () if policy is None else policy.options.values()
     for option in sorted(option_fields().intersection(line.given).difference(read)):
         raise ValueError(f"{flag_of(option)}: has no effect with {flag}; leave it out")
-    _check_capacities(line, parallel)
+    if line.balance_capacities is not None:
+        capacities = line.balance_capacities
+        low, high, _ = RANGES["rate"]
+        mean = sum(capacities) / len(capacities)
+        if mean and not all(math.isfinite(one) and low <= one / mean <= high for one in capacities):
+            wanted = f"give numbers above 0, {low:g} to {high:g} times their mean"
+            raise ValueError(f"{line['balance_capacities']}: {wanted}")
+        if len(capacities) != parallel:
+            wanted = f"give one number per expert-parallel rank, {parallel} in all"
+            raise ValueError(f"{line['balance_capacities']}: {wanted}")
     if policy is not None:
         if policy.sets_quotas and line.balance_token_split == "local_first":
             raise ValueError(
@@ -213,19 +223,6 @@ def _check_policy(line: CommandLine) -> None:
             "--balance-calibrate on: measured times decide where experts are, so only a record of them can repeat the "
             "run; also give --balance-log-dir"
         )
-
-
-def _check_capacities(line: CommandLine, num_ranks: int) -> None:
-    capacities = line.balance_capacities
-    if capacities is None:
-        return
-    low, high, _ = RANGES["rate"]
-    mean = sum(capacities) / len(capacities)
-    if mean and not all(math.isfinite(capacity) and low <= capacity / mean <= high for capacity in capacities):
-        raise ValueError(f"{line['balance_capacities']}: give numbers above 0, {low:g} to {high:g} times their mean")
-    if len(capacities) != num_ranks:
-        flag = line["balance_capacities"]
-        raise ValueError(f"{flag}: give one number per expert-parallel rank, {num_ranks} in all")
 
 
 def _check_transfer(line: CommandLine) -> None:
@@ -252,28 +249,6 @@ def _check_transfer(line: CommandLine) -> None:
         )
 
 
-def _check_forced_workload(line: CommandLine) -> None:
-    """Check that no flag conflicts with `--moe-router-force-workload`."""
-    flag = line["moe_router_force_workload"]
-    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
-    balancing = line.moe_router_load_balancing_type
-    if "sinkhorn" in ([balancing] if isinstance(balancing, str) else balancing):
-        raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
-
-
-def _check_group_scores(line: CommandLine) -> None:
-    """Check what `--moe-router-group-score-topk` requires (flow/routers.py)."""
-    flag = line["moe_router_group_score_topk"]
-    groups = line.moe_router_num_groups
-    size = line.num_moe_experts // groups
-    if not 1 <= line.moe_router_group_score_topk <= size:
-        raise ValueError(f"{flag}: choose 1 to {size}, the number of experts of each of {groups} groups")
-    if line.moe_router_fusion:
-        raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
-
-
 def _token_dispatcher(line: CommandLine) -> str:
     """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel."""
     wanted = line.moe_token_dispatcher_type
@@ -289,7 +264,14 @@ def _token_dispatcher(line: CommandLine) -> str:
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
-    _check_chunks(line)
+    chunks = line.moe_comm_chunks
+    find_degrees(chunks)
+    for name in ("moe_comm_order", "moe_comm_refit_interval"):
+        if name in line.given and chunks == "1":
+            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
+    if find_order(line.moe_comm_order) is None and chunks != "auto":
+        flag = line["moe_comm_order"]
+        raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")
     if not chosen:
         return wanted
     _check_exchange(line, gloo)
@@ -324,14 +306,3 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
         raise ValueError(
             f"--moe-comm-codec {codec}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none"
         )
-
-
-def _check_chunks(line: CommandLine) -> None:
-    chunks = line.moe_comm_chunks
-    find_degrees(chunks)
-    for name in ("moe_comm_order", "moe_comm_refit_interval"):
-        if name in line.given and chunks == "1":
-            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
-    if find_order(line.moe_comm_order) is None and chunks != "auto":
-        flag = line["moe_comm_order"]
-        raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")

@@ -14,9 +14,6 @@ from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
 from megatron_balance.messages import cleaned
 
-MAX_FILE_BYTES = 64 * KIB
-"""Maximum size of a file of flags."""
-
 
 class HelpFormatter(argparse.HelpFormatter):
     """A formatter that keeps the lines of values in a help text, breaks long lists of choices, and never a flag."""
@@ -90,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
     def _flags_in(self, path: str) -> list[str]:
         try:
-            lines = read_text(path, MAX_FILE_BYTES).splitlines()
+            lines = read_text(path, 64 * KIB).splitlines()
         except ValueError as error:
             self.error(f"@{error}")
         flags = []

@@ -112,7 +112,10 @@ def add_flag(
     flags = meta.pop("arg_names", None) or _names(name, negated=options.get("action") == "store_false")
     keywords: dict[str, Any] = {"help": text, **options, **meta, "dest": name}
     if "action" not in keywords:
-        keywords["help"] = with_default(text, keywords["default"])
+        # A default of None is described in the text
+        if shown := in_words(keywords["default"]):
+            paragraph, newline, values = text.partition("\n")
+            keywords["help"] = f"{paragraph} Default: {shown}.{newline}{values}".lstrip()
         if not keywords.get("choices"):
             keywords.setdefault("metavar", metavar(name, keywords.get("type")))
     keywords["help"] = keywords["help"].replace("%", "%%")
@@ -184,13 +187,6 @@ def in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(in_words, value))
     return "" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
-
-
-def with_default(text: str, default: Any) -> str:
-    """Return a help text with the default after its first paragraph; a default of None is described in the text."""
-    paragraph, newline, values = text.partition("\n")
-    shown = in_words(default)
-    return f"{paragraph} Default: {shown}.{newline}{values}".lstrip() if shown else text
 
 
 def with_values(text: str, known: Mapping[str, type]) -> str:
