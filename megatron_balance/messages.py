@@ -5,33 +5,20 @@ import re
 _COLORS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?", re.DOTALL)
 """Terminal sequences: first colors and cursor movements, then titles and links, then all others."""
 
-_CUT = " ..."
-
-_SPARE = 20
-"""Multiple of the limit that is read, because characters that are removed do not count towards the limit."""
-
 
 def cleaned(text: object, limit: int = 200) -> str:
-    """Return `text` as one line of at most `limit` printable characters. Never raise.
+    """Return `text` as one line of at most `limit` printable characters, which is at least 10. Never raise.
 
     Each run of white space, including line breaks, becomes a space. Terminal sequences are removed. Any other character
     that does not print (control characters, changes of direction, lone surrogates) becomes a question mark.
-
-    Args:
-        limit: at least 10.
     """
     try:
         whole = str(text)
-        # Not slicing or len: a subclass of str may override them
-        start = str.__getitem__(whole, slice(limit * _SPARE))
-        length = str.__len__(whole)
     except BaseException:  # __str__ may be a user's code; not even a SystemExit in it may end the report
         return "(its text cannot be shown)"[:limit]
-    words = _COLORS.sub("", start).split()
+    words = _COLORS.sub("", whole).split()
     line = "".join(character if character.isprintable() else "?" for character in " ".join(words))
-    if len(line) <= limit and length <= len(start):
-        return line
-    return (line[: limit - len(_CUT)].rstrip() + _CUT).lstrip()
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
 
 
 def described(error: BaseException, limit: int = 200) -> str:

@@ -1,18 +1,16 @@
 """Checks a layout of any size in one process, without its tensors' memory; prints groups, schedule and memory.
 
-    for the first rank of each pipeline stage: an imagined job -> build_run, as in a real job -> sizes
-
-Groups, model, optimizer and guest slots come from `build_run`, so their sizes are exact. Activations are estimated
-(memory.py).
+For the first rank of each pipeline stage, groups, model, optimizer and guest slots come from `build_run`, as in a real
+job, so their sizes are exact. Activations are estimated (memory.py).
 """
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +39,8 @@ from megatron_balance.training.run import Run
 
 GIB = 2**30
 
+_print = functools.partial(print, sep="\n", flush=True)
+
 TIGHT = 0.1
 """Fraction of a GPU's memory below which what a dry run does not count may not fit into what remains."""
 
@@ -55,21 +55,11 @@ REMEDIES = {
 }
 """What reduces each use of memory."""
 
-Uses = Mapping[str, int]
-"""Bytes of a rank by use, with the keys of `REMEDIES`."""
-
-GROUPS = (
-    ("tensor parallel", "tp"),
-    ("expert parallel", "ep"),
-    ("expert tensor parallel", "expt_tp"),
-    ("context parallel", "cp"),
-    ("data parallel", "dp"),
-    ("expert data parallel", "expt_dp"),
-    ("pipeline parallel", "pp"),
-)
+GROUPS = {
+    **{"tensor parallel": "tp", "expert parallel": "ep", "expert tensor parallel": "expt_tp", "context parallel": "cp"},
+    **{"data parallel": "dp", "expert data parallel": "expt_dp", "pipeline parallel": "pp"},
+}
 """Each group's name in the output, and its attribute in megatron-core's collection."""
-
-MOVES = (Operation.PLAN, Operation.TRANS, Operation.AGG)
 
 LEGEND = """\
 parameters ... guests: on the first rank of each stage; other ranks may hold a smaller share of the optimizer.
@@ -78,27 +68,21 @@ Not counted, so leave room: temporary tensors, messages, buffers of libraries, f
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds through the whole run."""
+    """Bytes that a rank holds through the whole run; those of the optimizer include separate main parameters."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """Moments, and main parameters where they are separate from the model's."""
-
     guests: int
-    """Weights and gradients of guest slots."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """What a rank of a pipeline stage holds; sizes in bytes."""
 
     layers: int
     moe_layers: int
-
-    count: int
-    """Elements of the parameters."""
-
+    parameters: int
     held: Held
     activations: int
     microbatches: int
@@ -120,12 +104,16 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
-    flag = _cluster_flag(config)
-    cluster = flag and read_cluster(*flag, topology)
+    flag = "--balance-profile" if config.launch.cluster is None else "--cluster"
+    path = config.launch.cluster or config.balance.balance_profile
+    cluster = read_cluster(flag, path, topology) if is_cluster(Path(path)) or flag == "--cluster" else None
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
     _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
-    held_by = [stage_ranks(config, stage, world_size) for stage in range(stages)]
+    consecutive = world_size // stages
+    if config.launch.use_tp_pp_dp_mapping:
+        consecutive = config.transformer.tensor_model_parallel_size * config.transformer.context_parallel_size
+    held_by = [[rank for rank in range(world_size) if rank // consecutive % stages == stage] for stage in range(stages)]
     for rank, *_ in held_by:
         with imagined_run(config, rank, world_size) as run:
             if rank == 0:
@@ -133,28 +121,10 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
             rows.append(inspect(config, run))
             _print(_balancing(run))
     _print(*_memory(rows, held_by))
-    if flag is None or cluster is None:
+    if cluster is None:
         _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
     else:
-        _print(verdict([row.uses for row in rows], cluster, " ".join(flag)))
-
-
-def stage_ranks(config: RunConfig, stage: int, world_size: int) -> list[int]:
-    """Return the ranks of a pipeline stage, in ascending order."""
-    transformer = config.transformer
-    stages = transformer.pipeline_model_parallel_size
-    neighbors = world_size // transformer.pipeline_model_parallel_size
-    if config.launch.use_tp_pp_dp_mapping:
-        neighbors = transformer.tensor_model_parallel_size * transformer.context_parallel_size
-    return [rank for rank in range(world_size) if rank // neighbors % stages == stage]
-
-
-def _cluster_flag(config: RunConfig) -> tuple[str, str] | None:
-    """Return `--cluster` and its file; by default `--balance-profile`, if its file describes a cluster."""
-    if config.launch.cluster is not None:
-        return "--cluster", config.launch.cluster
-    profile = config.balance.balance_profile
-    return ("--balance-profile", profile) if is_cluster(Path(profile)) else None
+        _print(verdict([row.uses for row in rows], cluster, f"{flag} {path}"))
 
 
 @contextlib.contextmanager
@@ -170,13 +140,12 @@ def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]
 def _buildable(config: RunConfig) -> RunConfig:
     """Return a configuration that builds tensors of the same sizes on every machine."""
     transformer = copy.copy(config.transformer)
-    balance = config.balance
     # Transformer Engine's modules have the same parameters as megatron-core's own
     transformer.transformer_impl = "local"
     transformer.moe_grouped_gemm = False
     transformer.perform_initialization = False
-    if balance.balance_profile == "auto":
-        balance = dataclasses.replace(balance, balance_profile="builtin")
+    profile = config.balance.balance_profile
+    balance = dataclasses.replace(config.balance, balance_profile="builtin" if profile == "auto" else profile)
     return config.replace(transformer=transformer, balance=balance)
 
 
@@ -195,12 +164,14 @@ def held(run: Run) -> Held:
     """Return the exact bytes that a built run holds on this rank once its optimizer has stepped."""
     allocate(run.optimizer)
     parameters = [parameter for chunk in run.model for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in run.model for buffer in _gradient_buffers(chunk)]
     kept = []
     for part in optimizers(run.optimizer):
         names = state_names(part.optimizer)
         for main in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             kept += [main, *(part.optimizer.state[main][name] for name in names)]
+    # DDP's `buffers` is not the method of torch's modules
+    ddp: list[Any] = [*run.model]
+    buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return Held(
         parameters=_bytes(parameters),
         gradients=_bytes(buffer.grad_data for buffer in buffers),
@@ -208,11 +179,6 @@ def held(run: Run) -> Held:
         optimizer=_bytes([*parameters, *kept]) - _bytes(parameters),
         guests=0 if run.balancer is None else run.balancer.guest_bytes,
     )
-
-
-def _gradient_buffers(chunk: Any) -> list[Any]:
-    """Return the buffers of a chunk in DDP, whose attribute `buffers` is not the method of torch's modules."""
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -223,9 +189,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def inspect(config: RunConfig, run: Run) -> StageMemory:
     """Return what a rank of this pipeline stage holds.
 
-    Args:
-        config: the configuration of the real run; activations are estimated for its modules.
-        run: the built run; its modules may differ (see `_buildable`).
+    Activations are estimated for the modules of the real run's `config`; those of `run` may differ (see `_buildable`).
     """
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
@@ -236,7 +200,7 @@ def inspect(config: RunConfig, run: Run) -> StageMemory:
     return StageMemory(
         layers=len(layers),
         moe_layers=sum(layers),
-        count=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
+        parameters=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
         held=held(run),
         activations=activations,
         microbatches=microbatches,
@@ -272,7 +236,7 @@ def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
 
 def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]:
     lines = ["", "groups of rank 0 (exact)"]
-    for name, attribute in GROUPS:
+    for name, attribute in GROUPS.items():
         ranks = dist.get_process_group_ranks(getattr(collection, attribute))
         nodes = len({topology.node_of(rank) for rank in ranks})
         lines.append(f"  {name:22} {len(ranks):5}  {in_words(ranks)}{f', on {nodes} nodes' if nodes > 1 else ''}")
@@ -298,10 +262,8 @@ def _pipeline(run: Run) -> list[str]:
     microbatches = run.batches.get()
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
-    ahead = []
-    for stage in range(stages):
-        passes = hooks.stage_passes(config, stage, microbatches)
-        ahead.append(len([*itertools.takewhile(lambda one: one.forward, passes)]))
+    passes = [hooks.stage_passes(config, stage, microbatches) for stage in range(stages)]
+    ahead = [len([*itertools.takewhile(lambda one: one.forward, of_stage)]) for of_stage in passes]
     kind = "1F1B" if chunks is None else f"interleaved 1F1B, {chunks} model chunks on each"
     return [
         "",
@@ -321,7 +283,8 @@ def _balancing(run: Run) -> str:
         return f"{stage}every expert stays on its owner"
     schedule = run.balancer.schedule(run.batches.get())
     started = Counter(one.operation for step in schedule for one in (*step.planning, *step.communication))
-    counts = ", ".join(f"{started[operation]} {operation}" for operation in MOVES)
+    moves = (Operation.PLAN, Operation.TRANS, Operation.AGG)
+    counts = ", ".join(f"{started[operation]} {operation}" for operation in moves)
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 
@@ -335,14 +298,9 @@ def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> li
         cells = "".join(f"{size / GIB:13.2f}" for size in (*sizes, sum(sizes)))
         where = in_words(held_by[number]).partition(" ")[2]
         layers = f"{stage.layers} ({stage.moe_layers})"
-        billions = stage.count / 1e9
+        billions = stage.parameters / 1e9
         lines.append(f"{number:5} {where:>12} {layers:>12} {billions:11.3f}{cells} {stage.microbatches:13}")
     return [*lines, LEGEND]
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
@@ -370,11 +328,8 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
     return cluster
 
 
-def verdict(stages: Sequence[Uses], cluster: Cluster, flag: str) -> str:
-    """Return a sentence that says how much of a GPU's memory the largest stage leaves.
-
-    Args:
-        flag: the flag that named the cluster, and its value.
+def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
+    """Return a sentence that says how much of a GPU's memory the largest stage leaves; `flag` named the cluster.
 
     Raises:
         ValueError: a stage needs more than a GPU has; the error names the largest use and what reduces it.

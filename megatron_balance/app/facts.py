@@ -2,11 +2,10 @@
 
 import dataclasses
 import enum
-import importlib.machinery
 import importlib.metadata
+import itertools
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,17 @@ MAY_DIFFER = {
 
 PACKAGES = ("torch", "megatron-core", "numpy", "numba", "scipy", "transformer-engine", "apex")
 
-FILES = {
-    "balance": ("balance_profile", "balance_calibrate"),
-    "tokenizer": ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file"),
-}
-"""Fields that may name a file or directory whose content affects the run, by part of the configuration."""
+FILES = (
+    *(("balance", name) for name in ("balance_profile", "balance_calibrate")),
+    *(("tokenizer", name) for name in ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file")),
+)
+"""Parts of the configuration, and their fields that may name a file or directory whose content affects the run."""
 
-NO_PATHS = {"balance_profile": ("builtin", "auto"), "balance_calibrate": ("off", "on")}
-"""Values of these fields that name no file."""
-
-MODULES = {
-    "balance": ("balance_policy",),
-    "comm": ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order"),
-}
-"""Fields that may name `module:Class`, by part of the configuration."""
+MODULES = (
+    ("balance", "balance_policy"),
+    *(("comm", name) for name in ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order")),
+)
+"""Parts of the configuration, and their fields that may name `module:Class`."""
 
 PROGRAM = Path(__file__).resolve().parents[1]
 ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
@@ -56,23 +52,28 @@ def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
     Args:
         flags: the value of every flag, as it is written.
     """
-    flags = {name: value for name, value in flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
-    nodes = {"the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)": str(topology.node_size)}
-    return {
-        **flags,
-        **nodes,
-        **_versions(),
-        **_files(config),
-        **_modules(config),
-        **_program(),
-        **_consequences(config),
-    }
-
-
-def _versions() -> Facts:
-    return {"the version of Python": platform.python_version()} | {
-        f"the version of {package}": _version(package) for package in PACKAGES
-    }
+    facts = {name: value for name, value in flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
+    facts["the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)"] = str(topology.node_size)
+    facts["the version of Python"] = platform.python_version()
+    facts |= {f"the version of {package}": _version(package) for package in PACKAGES}
+    for part, name in FILES:
+        path = getattr(getattr(config, part), name)
+        if path is not None and path not in ("builtin", "auto", "off", "on"):
+            facts[f"the content of --{name.replace('_', '-')} {path}"] = content_digest(Path(path))
+    for part, name in MODULES:
+        module, colon, _ = getattr(getattr(config, part), name).partition(":")
+        if colon:
+            facts[f"the source of {module}"] = source_of(module)
+    for path in sorted([*PROGRAM.rglob("*.py"), *PROGRAM.rglob("*.yaml"), ENTRY_POINT]):
+        if path.is_file():
+            facts[f"the source of {path.relative_to(PROGRAM.parent)}"] = content_digest(path)
+    # Settings as the run reads them, because a missing package changes some that no flag has set
+    for part in dataclasses.fields(config):
+        section = getattr(config, part.name)
+        for field in dataclasses.fields(section):
+            if field.name not in MAY_DIFFER:
+                facts[f"{CONSEQUENCE}{part.name}.{field.name}"] = _text(getattr(section, field.name))
+    return facts
 
 
 def _version(package: str) -> str:
@@ -83,37 +84,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _files(config: RunConfig) -> Facts:
-    named = {name: getattr(getattr(config, part), name) for part, names in FILES.items() for name in names}
-    return {
-        f"the content of --{name.replace('_', '-')} {path}": content_digest(Path(path))
-        for name, path in named.items()
-        if path is not None and path not in NO_PATHS.get(name, ())
-    }
-
-
-def _modules(config: RunConfig) -> Facts:
-    named = [getattr(getattr(config, part), name) for part, names in MODULES.items() for name in names]
-    modules = [name.partition(":")[0] for name in named if ":" in name]
-    return {f"the source of {module}": source_of(module) for module in modules}
-
-
-def _program() -> Facts:
-    paths = [*sorted(PROGRAM.rglob("*.py")), *([ENTRY_POINT] if ENTRY_POINT.is_file() else [])]
-    return {f"the source of {path.relative_to(PROGRAM.parent)}": content_digest(path) for path in paths}
-
-
-def _consequences(config: RunConfig) -> Facts:
-    """Return all settings as the run reads them, because a missing package changes some that no flag has set."""
-    parts = {part.name: getattr(config, part.name) for part in dataclasses.fields(config)}
-    return {
-        f"{CONSEQUENCE}{part}.{field.name}": _text(getattr(section, field.name))
-        for part, section in parts.items()
-        for field in dataclasses.fields(section)
-        if field.name not in MAY_DIFFER
-    }
 
 
 def _text(value: Any) -> str:
@@ -131,24 +101,11 @@ def source_of(module: str) -> str:
     """Return the `content_digest` of a module's file, found without importing the module or its packages."""
     places = None
     path = None
-    for name in _prefixes(module):
-        found = _found(name, places)
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+        found = next(filter(None, specs), None)
         if found is None:
             return "not found"
         places = found.submodule_search_locations
         path = found.origin
     return content_digest(Path(path)) if path is not None else "no file"
-
-
-def _prefixes(module: str) -> Iterator[str]:
-    """Yield `a`, `a.b` and `a.b.c` for `a.b.c`."""
-    parts = module.split(".")
-    yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
-
-
-def _found(name: str, places: Any) -> importlib.machinery.ModuleSpec | None:
-    finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    try:
-        return next((spec for finder in finders if (spec := finder.find_spec(name, places)) is not None), None)
-    except Exception:  # from a third party's finder; importing the module later reports the problem
-        return None

@@ -11,6 +11,7 @@ schedules call, trigger Plan, Trans and Agg. docs/inside_megatron_lm.md has an e
 
 import argparse
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,23 +34,11 @@ from megatron_balance.cli.checks import at_least, refuse_idle
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.flag_groups import OUR_GROUPS, field_help
 from megatron_balance.cli.machine_checks import check_expert_gemm
-from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
+from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
 from megatron_balance.config.flags import build as build_config
-from megatron_balance.config.log_config import LogConfig, ProfilingConfig
-from megatron_balance.config.run_config import (
-    BalanceConfig,
-    CheckpointConfig,
-    CommConfig,
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    RunConfig,
-    SchedulerConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
 from megatron_balance.device.shards import mark_shards
 from megatron_balance.flow.layer import remember
@@ -107,31 +96,12 @@ class Balancing:
         self.progress = Progress()
         self.balancer: Balancer | None = None
         """None without a policy, and before `attach`."""
-        self._args = args
-        self._groups = groups
-        self._wiring: Wiring | None = None
-
-    @property
-    def is_off(self) -> bool:
+        self.is_off = self.config.balance.moe_layer_impl != "balanced"
         """Whether the MoE layers are megatron-core's own."""
-        return self.config.balance.moe_layer_impl != "balanced"
-
-    @property
-    def first_iteration(self) -> int:
-        """Number of iterations done before this process began, which Megatron-LM sets when it loads a checkpoint."""
-        return getattr(self._args, "iteration", 0)
-
-    @property
-    def is_wired(self) -> bool:
-        """Whether `wiring` was called."""
-        return self._wiring is not None
-
-    def wiring(self) -> Wiring:
-        """Return the wiring, which the first call builds; every rank of the job makes that call at the same point."""
-        if self._wiring is None:
-            groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
-            self._wiring = build_wiring(self.config, groups, self.progress)
-        return self._wiring
+        self.args = args
+        self.groups = groups
+        self.wiring: Wiring | None = None
+        """None before the first call of `balanced_layer_spec`."""
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -157,7 +127,10 @@ def balanced_layer_spec(
     """
     if balancing.is_off:
         return spec
-    wiring = balancing.wiring()
+    if balancing.wiring is None:
+        groups = balancing.groups or ProcessGroupCollection.use_mpu_process_groups()
+        balancing.wiring = build_wiring(balancing.config, groups, balancing.progress)
+    wiring = balancing.wiring
     if isinstance(spec, ModuleSpec):
         return build_layer_spec(spec, wiring)
     layers = [build_layer_spec(layer, wiring) for layer in spec.layer_specs or ()]
@@ -192,14 +165,14 @@ def attach(
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     if len(chunks) < len(model):
         raise ValueError("attach: wrap the model in megatron.core.distributed.DistributedDataParallel before")
-    if not balancing.is_wired:
+    if balancing.wiring is None:
         raise ValueError("attach: build the model from balanced_layer_spec(spec, balancing)")
     if dist.get_rank() == 0:
         for notice in balancing.notices:
             print(f"note: {notice}", flush=True)
     hooks = get_model_config(chunks[0])
     config = balancing.config.replace(transformer=hooks, ddp=chunks[0].ddp_config)
-    wiring = dataclasses.replace(balancing.wiring(), config=config)
+    wiring = dataclasses.replace(balancing.wiring, config=config)
     finalize = hooks.finalize_model_grads_func or finalize_model_grads
     hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize)
     iterations = _Iterations(balancing, hooks, report or _print_line)
@@ -240,7 +213,8 @@ class _Iterations:
             )
         progress = self.balancing.progress
         if not self._resumed:
-            progress.iteration = self.balancing.first_iteration
+            # Megatron-LM sets it when it loads a checkpoint
+            progress.iteration = getattr(self.balancing.args, "iteration", 0)
             self._resumed = True
         self._running = True
         if self.balancing.balancer is not None:
@@ -251,7 +225,7 @@ class _Iterations:
         result = self.finalize(*args, **kwargs)
         progress = self.balancing.progress
         balancer = self.balancing.balancer
-        progress.iteration = progress.iteration + 1
+        progress.iteration += 1
         self._running = False
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
             # The device's times are known only once it has finished
@@ -276,9 +250,9 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     fields = [field for cls in OUR_GROUPS.values() for field in dataclasses.fields(cls)]
     if any(field.name not in values for field in fields):
         raise ValueError("the flags of balancing are missing: call add_balance_args(parser) before parsing")
-    for name in ("seq_length", "micro_batch_size"):
+    for name, meaning in (("seq_length", "tokens of a sample"), ("micro_batch_size", "samples of a microbatch")):
         if values.get(name) is None:
-            raise ValueError(f"{flag_of(name)} is required: args.{name}, the number of {_UNITS[name]}")
+            raise ValueError(f"{flag_of(name)} is required: args.{name}, the number of {meaning}")
     # The calling program has chosen the dispatcher
     given = {field.name for field in fields if values[field.name] != field.default} | {"moe_token_dispatcher_type"}
     machine = Machine.here(1)
@@ -286,54 +260,34 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     line.distributed_backend = line.get("distributed_backend") or ("nccl" if machine.cuda else "gloo")
     at_least(line, 1, ("balance_interval", "moe_comm_refit_interval"))
     refuse_idle(line)
-    _refuse(values, given)
-    check_expert_gemm(line)
-    check_moe(line)
-    token_dispatcher(line)
-    return line.notices
-
-
-_UNITS = {"seq_length": "tokens of a sample", "micro_batch_size": "samples of a microbatch"}
-
-
-def _refuse(values: Mapping[str, Any], given: set[str]) -> None:
-    """Refuse settings that only our own training loop implements, and settings that our MoE layer does not support."""
     for name in ONLY_IN_OUR_LOOP:
         if name in given:
             raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py has it; leave it out")
-    if values["balance_ownership"] == "transfer":
+    if line.balance_ownership == "transfer":
         raise ValueError(
             "--balance-ownership transfer: moves optimizer state, which only pretrain_gpt_moe.py does and saves; use "
             "--balance-ownership fixed"
         )
-    if values["moe_layer_impl"] != "balanced":
-        return
-    for name in NOT_THERE:
+    for name in NOT_THERE if line.moe_layer_impl == "balanced" else ():
         value = values.get(name)
         if value is True or (value not in OFF and value != 1):
             reason = refusal(flag_of(name)) or "not supported; leave it out"
             raise ValueError(f"{flag_of(name)} {value}: not with --moe-layer-impl balanced: {reason}")
+    check_expert_gemm(line)
+    check_moe(line)
+    return line.notices
 
 
 def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> RunConfig:
-    """Return the settings as the builders take them; settings that no builder reads keep their defaults."""
-    comm = build_config(CommConfig, values)
-    topology = node_topology(Launch.from_environment(), comm.moe_comm_node_size)
+    """Return the settings as the builders take them."""
+    topology = node_topology(Launch.from_environment(), values["moe_comm_node_size"])
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
     expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)
-    return RunConfig(
-        transformer=transformer,
-        optimizer=OptimizerConfig(),
-        ddp=DistributedDataParallelConfig(),
-        balance=build_config(BalanceConfig, values),
-        comm=dataclasses.replace(comm, moe_comm_node_size=topology.node_size),
-        model=ModelConfig(seq_length=values["seq_length"]),
-        tokenizer=TokenizerConfig(),
-        data=DataConfig(),
-        train=build_config(TrainConfig, values),
-        checkpoint=CheckpointConfig(save=values.get("save"), load=values.get("load")),
-        scheduler=SchedulerConfig(),
-        log=build_config(LogConfig, values),
-        profiling=ProfilingConfig(),
-        launch=build_config(LaunchConfig, values),
-    )
+    values = {**values, "moe_comm_node_size": topology.node_size}
+    special = {
+        "transformer": transformer,
+        "optimizer": OptimizerConfig(),
+        "ddp": DistributedDataParallelConfig(),
+    }
+    parts = typing.get_type_hints(RunConfig)
+    return RunConfig(**{name: special.get(name) or build_config(cls, values) for name, cls in parts.items()})

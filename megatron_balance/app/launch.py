@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron_balance.app.dry_run import dry_run
 from megatron_balance.app.preflight import Preflight, preflight
 from megatron_balance.app.watching import build_progress_log, watching
-from megatron_balance.build.balancer import patience
 from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.save_directory import SaveDirectory
@@ -19,7 +18,7 @@ from megatron_balance.device import quiet
 from megatron_balance.job import job, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
-from megatron_balance.job.errors import CheckpointError, raise_everywhere
+from megatron_balance.job.errors import CheckpointError, everywhere
 from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.observe.routing import LoadRecorder
 from megatron_balance.training.logging import RunLog
@@ -31,19 +30,11 @@ PROGRAM = "pretrain_gpt_moe.py"
 
 
 class _Guards(NamedTuple):
-    """What watches over a job from before the model is built until all ranks have finished."""
+    """Watch over a job from before the model is built until all ranks have finished."""
 
     hangs: HangGuard
     save_directory: SaveDirectory
     stopping: Stopping
-
-
-class _PreparedRun(NamedTuple):
-    """A run that is built, and resumed if it was saved before."""
-
-    run: Run
-    log: RunLog
-    checkpoints: Checkpoints
 
 
 @contextlib.contextmanager
@@ -65,8 +56,8 @@ def pretrain(argv: list[str]) -> None:
             return dry_run(ready.config, ready.notices, ready.topology)
         store = _join(ready)
     with _guarded(ready, store) as guards:
-        prepared = _prepare(ready, guards)
-        _train(prepared, guards.stopping)
+        run, log, checkpoints = _prepare(ready, guards)
+        _train(run, log, checkpoints, guards.stopping)
         _finish_together()
     dist.destroy_process_group()
 
@@ -104,19 +95,19 @@ def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyrig
 
 @_leaving_together(ValueError, CheckpointError)
 @limits.explained()
-def _prepare(ready: Preflight, guards: _Guards) -> _PreparedRun:
+def _prepare(ready: Preflight, guards: _Guards) -> tuple[Run, RunLog, Checkpoints]:
     # Before the model is built, which takes minutes
     guards.save_directory.prepare()
     run = build_run(ready.config, tokenizer=ready.tokenizer, policy=ready.policy)
     guards.hangs.follow(run.position)
-    log = _run_log(run)
+    log = everywhere(lambda: RunLog(run.config, run.length.iterations, run.vocab_size))
     for notice in ready.notices:
         log.message(f"note: {notice}")
     if run.balancer is not None:
         megabytes = run.balancer.guest_bytes / 1e6
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
-    seconds = patience(ready.config.launch.distributed_timeout_minutes)
-    checkpoints = Checkpoints(run, log, patience=seconds, save_directory=guards.save_directory)
+    patience = ready.config.launch.patience
+    checkpoints = Checkpoints(run, log, patience=patience, save_directory=guards.save_directory)
     checkpoints.prepare()
     checkpoints.load()
     checkpoints.progress = build_progress_log(run, log)
@@ -124,35 +115,15 @@ def _prepare(ready: Preflight, guards: _Guards) -> _PreparedRun:
     if record is not None and record.last < run.length.iterations:
         flag = f"--balance-calibrate {record.path}"
         log.message(f"note: {flag}: ends with iteration {record.last}; later plans keep its last factors")
-    return _PreparedRun(run, log, checkpoints)
-
-
-def _run_log(run: Run) -> RunLog:
-    """Return the log of a run; if any rank cannot write its log, all ranks raise."""
-    log = None
-    error = None
-    try:
-        log = RunLog(run.config, run.length.iterations, run.vocab_size)
-    except ValueError as failure:
-        error = failure
-    raise_everywhere(error)
-    assert log is not None
-    return log
+    return run, log, checkpoints
 
 
 @_leaving_together(CheckpointError, PoisonedRun)
-def _train(prepared: _PreparedRun, stopping: Stopping) -> None:
-    run, log, checkpoints = prepared
+def _train(run: Run, log: RunLog, checkpoints: Checkpoints, stopping: Stopping) -> None:
     resumed_at = run.progress.iteration
     recorder = LoadRecorder(run.model) if run.config.log.log_tokens_per_expert else None
     with log, watching(run) as after_step:
-        train(
-            run,
-            log,
-            save=None if checkpoints is None else checkpoints.after_step,
-            stopping=stopping,
-            after_step=after_step,
-        )
+        train(run, log, save=checkpoints.after_step, stopping=stopping, after_step=after_step)
         if recorder is not None and run.progress.iteration > resumed_at:
             log.message(recorder.table(run.groups))
 

@@ -1,14 +1,9 @@
 """Estimates the memory of a rank's activations from the layers' shapes, without running anything.
 
-The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass.
-It follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, and
-adds rotary embeddings, group-query attention, gated units, fused attention, and the rows of experts under even routing.
-Their s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. `peak` follows
-the order of the pipeline stage's passes to find how many microbatches are kept at once.
-
-Not counted: tensors within one operation (temporary tensors, messages, the logits in 16 bits), gradients of
-activations, buffers of NCCL and other libraries, and fragmentation. Letters: N tokens of a microbatch, n of them
-outside tensor-parallel regions, R rows of experts, h hidden, t tensor-parallel ranks.
+The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass. It
+extends Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, whose
+s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. Not counted: tensors
+within one operation, gradients of activations, buffers of libraries, and fragmentation.
 """
 
 from collections import Counter
@@ -27,13 +22,13 @@ class Tokens(NamedTuple):
     """Tokens and rows of one microbatch on one rank."""
 
     whole: int
-    """N: tokens that attention and dense layers compute."""
+    """Tokens that attention and dense layers compute."""
 
     part: int
-    """n: tokens outside those layers: N, or N / t with sequence parallelism."""
+    """Tokens outside those layers: all, or this rank's part with sequence parallelism."""
 
     rows: int
-    """R: rows that this rank's experts, or shards of experts, compute under even routing."""
+    """Rows that this rank's experts, or shards of experts, compute under even routing."""
 
 
 class ChunkParts(NamedTuple):
@@ -50,24 +45,22 @@ class ChunkParts(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Bytes that are kept for one microbatch."""
+    """Bytes that are kept for one microbatch: until its backward pass, or only during it, which recomputes them."""
 
     stored: int
-    """Kept from the forward pass to the backward pass."""
-
     recomputed: int = 0
-    """Recomputed in the backward pass, and kept only during that pass."""
 
 
 def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, vocab_size: int) -> Kept:
     """Return the bytes that a model chunk keeps for one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
-    kept = _with_recomputation(transformer, layers, tokens.part * transformer.hidden_size * _itemsize(transformer))
-    ends = _embedding(config, tokens) if chunk.embedding else 0
-    if chunk.head:
-        ends += _head(transformer, tokens, vocab_size)
-    ends += chunk.predictions * _prediction(config, tokens, vocab_size)
+    kept = _with_recomputation(
+        transformer, layers, tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
+    )
+    ends = chunk.predictions * _prediction(config, tokens, vocab_size)
+    ends += _embedding(config, tokens) if chunk.embedding else 0
+    ends += _head(transformer, tokens, vocab_size) if chunk.head else 0
     return Kept(kept.stored + ends, kept.recomputed)
 
 
@@ -79,19 +72,16 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
         chunks: the bytes that each model chunk keeps for one microbatch.
     """
     alive: Counter[int] = Counter()
-    most = 0
-    microbatches = 0
+    most = (0, 0)
     for one in passes:
-        if one.forward:
-            alive[one.chunk] += 1
+        alive[one.chunk] += one.forward
         present = sum(chunks[chunk].stored * count for chunk, count in alive.items())
         if not one.forward:
             present += chunks[one.chunk].recomputed
-            alive[one.chunk] -= 1
-        if present > most:
-            most = present
-            microbatches = alive.total() + (not one.forward)
-    return most, microbatches
+        if present > most[0]:
+            most = (present, alive.total())
+        alive[one.chunk] -= not one.forward
+    return most
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
@@ -112,7 +102,7 @@ def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], bound
 def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
     """Return the bytes that one transformer layer keeps, without regard to `--recompute-granularity full`."""
     transformer = config.transformer
-    hidden = tokens.part * transformer.hidden_size * _itemsize(transformer)
+    hidden = tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     dropped = tokens.part * transformer.hidden_size if transformer.hidden_dropout else 0
     heads, scores = _attention(config, tokens)
     # Each half of a layer keeps its norm's input and output, and a byte per element for the dropout's mask
@@ -135,9 +125,8 @@ def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
 def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of queries, keys, values and their product, and of the scores (0 with fused attention)."""
     transformer = config.transformer
-    itemsize = _itemsize(config.transformer)
+    itemsize = transformer.params_dtype.itemsize
     length = config.model.seq_length
-    assert length is not None
     if isinstance(transformer, MLATransformerConfig):
         return _latent_attention(transformer, tokens, length)
     assert transformer.kv_channels is not None
@@ -167,7 +156,7 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
     """Return the same bytes as `_attention`, for multi-latent attention."""
-    itemsize = _itemsize(config)
+    itemsize = config.params_dtype.itemsize
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
     # The compressed channels and their norm; position channels are rotated for all heads at once. Where all ranks'
@@ -185,7 +174,7 @@ def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:
     """Return the bytes of a dense layer's first projection output, and of the activation function's tensors."""
-    elements = tokens.whole * inner // config.tensor_model_parallel_size * _itemsize(config)
+    elements = tokens.whole * inner // config.tensor_model_parallel_size * config.params_dtype.itemsize
     if not config.gated_linear_unit:
         return elements, elements
     return 2 * elements, elements if config.bias_activation_fusion else 3 * elements
@@ -194,7 +183,7 @@ def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, 
 def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     """Return the bytes of the experts' rows and first projection output, and of the weighted activations."""
     transformer = config.transformer
-    itemsize = _itemsize(config.transformer)
+    itemsize = transformer.params_dtype.itemsize
     assert transformer.moe_ffn_hidden_size is not None and transformer.expert_tensor_parallel_size is not None
     elements = tokens.rows * transformer.moe_ffn_hidden_size // transformer.expert_tensor_parallel_size * itemsize
     rows = tokens.rows * transformer.hidden_size * itemsize
@@ -209,7 +198,7 @@ def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:
     """Return the bytes of logits, weights, choices and their mask, and of the indices that sort the rows."""
-    itemsize = _itemsize(config)
+    itemsize = config.params_dtype.itemsize
     chosen = config.moe_router_topk
     assert config.num_moe_experts is not None
     return tokens.part * (config.num_moe_experts * (2 * itemsize + 4 + 1) + chosen * (8 + 8 + 8 + 4 + itemsize))
@@ -223,20 +212,17 @@ def _embedding(config: RunConfig, tokens: Tokens) -> int:
 
 def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int, norms: int = 1) -> int:
     """Return the bytes of the norms before the head, and of the softmax over the vocabulary in float32."""
-    normed = norms * tokens.part * config.hidden_size * _itemsize(config) * _norm(config)
+    normed = norms * tokens.part * config.hidden_size * config.params_dtype.itemsize * _norm(config)
     return normed + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
 
 
 def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
-    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head.
-
-    The norms of the state and of the embedding, whose outputs are concatenated, and the last norm are recomputed with
-    the layer. Then, the embedding and the last norm's output remain.
-    """
+    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head."""
     transformer = config.transformer
     if transformer.recompute_granularity != "full":
         return _embedding(config, tokens) + _head(transformer, tokens, vocab_size, norms=3)
-    remaining = 2 * tokens.part * transformer.hidden_size * _itemsize(transformer)
+    # All three norms are recomputed; the embedding and the last norm's output remain
+    remaining = 2 * tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     return _embedding(config, tokens) + remaining + _head(transformer, tokens, vocab_size, norms=0)
 
 
@@ -247,8 +233,4 @@ def _norm(config: TransformerConfig) -> int:
     """
     if config.transformer_impl != "local" or config.normalization != "RMSNorm":
         return 2
-    return 3 if _itemsize(config) == 4 else 5
-
-
-def _itemsize(config: TransformerConfig) -> int:
-    return config.params_dtype.itemsize
+    return 3 if config.params_dtype.itemsize == 4 else 5

@@ -6,12 +6,11 @@ No check reads more than headers and samples, and none writes.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
-from megatron_balance.build.balancer import patience
 from megatron_balance.build.profiles import read_profile
 from megatron_balance.checkpoint.loading import check_newest, check_there
 from megatron_balance.cli.arguments import parse_args
@@ -29,17 +28,12 @@ from megatron_balance.training.schedule import run_length, scheduler_settings
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
+class Preflight(NamedTuple):
     """A command line that passed this rank's checks, and what was built from it."""
 
     launch: job.Launch
     config: RunConfig
-    """The parsed configuration, completed with the size of nodes."""
-
     notices: list[str]
-    """Decisions made for the user, one sentence each, to be logged once."""
-
     topology: Topology
     tokenizer: MegatronTokenizerBase
     policy: PolicyProcess | None
@@ -69,9 +63,10 @@ def preflight(argv: list[str]) -> Preflight:
         tokenizer = build_tokenizer(config.tokenizer)
         notices = check_files(config, topology, launch.rank, vocabulary(tokenizer, config.tokenizer))
         if policy is not None:
-            policy.ready(patience(config.launch.distributed_timeout_minutes))
+            policy.ready(config.launch.patience)
         if not config.launch.dry_run:
-            _check_shared_memory(config, launch)
+            microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
+            limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)
         compared = launch.world_size > 1 and not config.launch.dry_run
         return Preflight(
             launch=launch,
@@ -85,20 +80,15 @@ def preflight(argv: list[str]) -> Preflight:
 
 
 def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
-    """Check what flags name, as seen by one rank, and the length of the run; return notices for the log.
-
-    Args:
-        rank: this process's rank; 0 in a dry run.
-        vocabulary: number of token ids, before padding.
+    """Check what flags name, as seen by one rank (0 in a dry run), and the length of the run; return notices.
 
     Raises:
         ValueError: something would end the run later; the error names the flag, the value and the remedy.
     """
     transformer = config.transformer
-    expert_tensor_parallel = transformer.expert_tensor_parallel_size
     if config.balance.balance_policy != "none":
-        assert expert_tensor_parallel is not None
-        expert_node_size(topology, transformer.expert_model_parallel_size, expert_tensor_parallel)
+        assert transformer.expert_tensor_parallel_size is not None
+        expert_node_size(topology, transformer.expert_model_parallel_size, transformer.expert_tensor_parallel_size)
     whole = transformer.tensor_model_parallel_size * transformer.context_parallel_size
     stages = transformer.pipeline_model_parallel_size
     length = run_length(config.train, topology.world_size // (whole * stages))
@@ -125,9 +115,3 @@ def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: in
     # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
     stage = rank * stages // topology.world_size
     return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))
-
-
-def _check_shared_memory(config: RunConfig, launch: job.Launch) -> None:
-    assert config.train.micro_batch_size is not None and config.model.seq_length is not None
-    microbatch = batch_bytes(config.train.micro_batch_size, config.model.seq_length)
-    limits.shared_memory(config.data.num_workers, microbatch, launch.local_world_size)

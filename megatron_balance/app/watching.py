@@ -7,9 +7,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_balance.build.balancer import calibrated_job
-from megatron_balance.config.log_config import LogConfig
+from megatron_balance.config.training_config import LogConfig
 from megatron_balance.device import memory
-from megatron_balance.job.errors import raise_everywhere
+from megatron_balance.job.errors import everywhere
 from megatron_balance.observe.calibration_log import CalibrationLog
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.optional import Attempts
@@ -29,98 +29,81 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
     config = run.config
     done = run.progress.iteration
     rank = dist.get_rank()
-    recordings = _Recordings(run)
-    error = None
-    try:
-        recordings.open()
-    except ValueError as failure:
-        error = failure
-    raise_everywhere(error)
-    profiler = build_profiler(config.profiling, config.log.tensorboard_dir, rank, done)
-    history = _history(run) if config.profiling.record_memory_history else None
-
-    def after_step(report: StepReport) -> None:
-        recordings.after_step(report)
+    with contextlib.ExitStack() as closing:
+        records = everywhere(lambda: list(_open_records(run, closing)))
+        profiler = build_profiler(config.profiling, config.log.tensorboard_dir, rank, done)
         if profiler is not None:
-            profiler.after_step(report.iteration)
-        if history is not None and report.iteration % config.log.log_interval == 0:
-            history()
-        if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
-            line = memory.line(config.log.log_device_memory_used)
-            print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
-        manual_gc_after_step(config.train, report.iteration)
+            closing.callback(profiler.close)
+        history = _history(run) if config.profiling.record_memory_history else None
 
-    with contextlib.closing(recordings), manual_gc(config.train):
-        try:
-            yield after_step
-        finally:
+        def after_step(report: StepReport) -> None:
+            for record in records:
+                record(report)
             if profiler is not None:
-                profiler.close()
+                profiler.after_step(report.iteration)
+            if history is not None and report.iteration % config.log.log_interval == 0:
+                history()
+            if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
+                line = memory.line(config.log.log_device_memory_used)
+                print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
+            manual_gc_after_step(config.train, report.iteration)
+
+        with manual_gc(config.train):
+            yield after_step
 
 
-class _Recordings:
-    """Writes what flags ask for: the experts of each token, loads and placements, calibration, a timeline."""
+def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:
+    """Open what flags ask for: the experts of each token, loads and placements, calibration, a timeline.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.trace: RoutingTrace | None = None
-        self.loads: LoadLog | None = None
-        self.factors: CalibrationLog | None = None
-        self.timeline: Timeline | None = None
+    Yield functions to call after every iteration. A resumed run continues from a checkpoint: earlier records must be on
+    disk by then.
 
-    def open(self) -> None:
-        """Open the files.
+    Raises:
+        ValueError: a file cannot be written, or does not fit this run.
+    """
+    config = run.config
+    rank = dist.get_rank()
+    done = run.progress.iteration
+    balancer = run.balancer
+    log_directory = config.balance.balance_log_dir
+    if config.log.moe_routing_trace_path is not None:
+        path = Path(config.log.moe_routing_trace_path)
+        trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, first_step=done)
+        closing.callback(trace.flush, last=True)
+        yield lambda report: trace.flush()
+    if log_directory is not None and run.groups.ep.rank() == 0:
+        loads = LoadLog(Path(log_directory), rank, done + 1)
+        closing.callback(loads.flush, last=True)
+        intervals = [one for one in (config.log.log_interval, config.checkpoint.save_interval) if one]
 
-        Raises:
-            ValueError: one of them cannot be written, or does not fit this run.
-        """
-        run = self.run
-        rank = dist.get_rank()
-        done = run.progress.iteration
-        settings = run.config.balance
-        trace_path = run.config.log.moe_routing_trace_path
-        if trace_path is not None:
-            path = Path(trace_path)
-            self.trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, first_step=done)
-        if settings.balance_log_dir is not None and run.groups.ep.rank() == 0:
-            self.loads = LoadLog(Path(settings.balance_log_dir), rank, done + 1)
-        if run.balancer is not None and run.balancer.record is not None:
-            run.balancer.record.check_start(done + 1)
-        elif settings.balance_calibrate == "on" and settings.balance_log_dir is not None and rank == 0:
-            self.factors = CalibrationLog(Path(settings.balance_log_dir), calibrated_job(run.config), done + 1)
-        if settings.balance_timeline is not None and run.balancer is not None:
-            self.timeline = run.balancer.timeline = Timeline(Path(settings.balance_timeline), rank)
+        def add_loads(report: StepReport) -> None:
+            if balancer is not None and balancer.layers:
+                loads.add(report.iteration, balancer.loads())
+                if any(report.iteration % interval == 0 for interval in intervals):
+                    loads.flush()
 
-    def after_step(self, report: StepReport) -> None:
-        """Record an iteration. A resumed run continues from a checkpoint: earlier records must be on disk by then."""
-        run = self.run
-        intervals = (run.config.log.log_interval, run.config.checkpoint.save_interval)
-        if self.trace is not None:
-            self.trace.flush()
-        if self.loads is not None and run.balancer is not None and run.balancer.layers:
-            self.loads.add(report.iteration, run.balancer.loads())
-            if any(report.iteration % interval == 0 for interval in intervals if interval):
-                self.loads.flush()
-        if self.factors is not None:
-            self.factors.add(report.iteration, report.calibration)
-            self.factors.flush()
-        if self.timeline is not None and report.iteration % run.config.log.log_interval == 0:
-            self.timeline.flush()
+        yield add_loads
+    if balancer is not None and balancer.record is not None:
+        balancer.record.check_start(done + 1)
+    elif config.balance.balance_calibrate == "on" and log_directory is not None and rank == 0:
+        factors = CalibrationLog(Path(log_directory), calibrated_job(config), done + 1)
+        closing.callback(factors.flush, last=True)
 
-    def close(self) -> None:
-        """Write what is left."""
-        for record in (self.trace, self.loads, self.factors, self.timeline):
-            if record is not None:
-                record.flush(last=True)
+        def add_factors(report: StepReport) -> None:
+            factors.add(report.iteration, report.calibration)
+            factors.flush()
+
+        yield add_factors
+    if config.balance.balance_timeline is not None and balancer is not None:
+        timeline = balancer.timeline = Timeline(Path(config.balance.balance_timeline), rank)
+        closing.callback(timeline.flush, last=True)
+        yield lambda report: timeline.flush() if report.iteration % config.log.log_interval == 0 else None
 
 
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
     """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
 
-    The optimizer allocates its state in the first iteration that does not overflow.
-
-    Args:
-        done: number of iterations before this job.
+    The optimizer allocates its state in the first iteration that does not overflow. `done` came before this job.
     """
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0
@@ -147,7 +130,6 @@ def build_progress_log(run: Run, log: RunLog) -> ProgressLog | None:
     config = run.config
     if not config.log.log_progress or config.checkpoint.save is None or dist.get_rank() != 0:
         return None
-    assert config.model.seq_length is not None
     progress = ProgressLog(
         Path(config.checkpoint.save),
         flops_per_sample=log.flops_per_sample,

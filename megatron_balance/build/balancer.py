@@ -1,13 +1,12 @@
 """Builds the Balancer, which keeps a built model's experts where the policy wants them."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.build.profiles import microbatch_tokens
@@ -22,7 +21,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split, plan_loop
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
-from megatron_balance.observe.calibration_log import CalibrationRecord, Job, read_record
+from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import policy_options, split_of
@@ -64,44 +63,60 @@ def build_balancer(
     """
     config = wiring.config
     groups = wiring.groups
-    settings = wiring.config.balance
+    settings = config.balance
     if settings.balance_policy == "none":
         return None
+    minutes = config.launch.distributed_timeout_minutes
     by_chunk = [_moe_layers(chunk) for chunk in model]
     layers = {number: layer for chunk in by_chunk for number, layer in chunk.items()}
-    owners = _owners(config, groups)
-    guest_bytes = sum(layer.experts.allocate_guests(owners.guest_slots) for layer in layers.values())
+    num_experts = config.transformer.num_moe_experts
+    assert num_experts is not None
+    # No more guest slots than experts that a rank does not own
+    slots = min(settings.balance_guest_slots, num_experts - num_experts // groups.ep.size())
+    owners = Placement.identity(num_experts, groups.ep.size(), slots)
+    guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
     policy, planner = _planning(config, policy)
     # Collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
-    sharers = groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
-    states = {}
-    for number, layer in layers.items():
-        parameters = list(layer.experts.parameters())
-        state = 0.0
-        fields = tuple
-        if optimizer is not None:
-            fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
-            state = state_bytes(optimizer, parameters, sharers) / owners.home_slots
-        overlap = _overlap(config, profile, model, number)
-        manager = _manager(
-            wiring, policy, layer, owners=owners, profile=profile, overlap=overlap, state_bytes_per_expert=state
+    overlaps = _overlaps(config, profile, model)
+    states = {
+        number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer)
+        for number, layer in layers.items()
+    }
+
+    @functools.cache
+    def schedule(microbatches: int) -> Schedule:
+        return lower(
+            hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
+            [list(chunk) for chunk in by_chunk],
+            settings.balance_overlap,
+            exact=settings.balance_load == "exact",
+            late=settings.moe_flex_rows == "bound",
+            reduce_early=config.ddp.overlap_grad_reduce,
         )
-        states[number] = LayerState(manager, layer.experts, overlap, fields)
+
+    twin = new_twin(groups.ep, world(), minutes)
+    connect(twin)
+    mover = None
+    if settings.balance_ownership == "transfer":
+        stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
+        connect(stage)
+        mover = ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
+    calibration = settings.balance_calibrate
     balancer = Balancer(
         group=groups.ep,
-        trans_agg=_trans_agg(config, groups),
+        trans_agg=TransAgg(twin),
         layers=states,
-        schedule=_schedule(config, groups, by_chunk),
+        schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        mover=_expert_mover(config, groups) if settings.balance_ownership == "transfer" else None,
+        mover=mover,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
         shares=not isinstance(policy, PolicyProcess),
-        calibrates=settings.balance_calibrate != "off",
-        record=_record(config),
+        calibrates=calibration != "off",
+        record=None if calibration in ("off", "on") else read_record(calibration, calibrated_job(config)),
     )
     hooks.install(balancer, layers, model, config.transformer)
     return balancer
@@ -112,61 +127,10 @@ def calibrated_job(config: RunConfig) -> Job:
     return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
 
 
-def _record(config: RunConfig) -> CalibrationRecord | None:
-    """Return the calibration to repeat, if `--balance-calibrate` names one."""
-    path = config.balance.balance_calibrate
-    return None if path in ("off", "on") else read_record(path, calibrated_job(config))
-
-
-def _owners(config: RunConfig, groups: ProcessGroupCollection) -> Placement:
-    """Return the placement with every expert on its owner alone, and no more guest slots than there are experts."""
-    num_ranks = groups.ep.size()
-    num_experts = config.transformer.num_moe_experts
-    assert num_experts is not None
-    slots = min(config.balance.balance_guest_slots, num_experts - num_experts // num_ranks)
-    return Placement.identity(num_experts, num_ranks, slots)
-
-
-def _schedule(
-    config: RunConfig, groups: ProcessGroupCollection, by_chunk: Sequence[Iterable[int]]
-) -> Callable[[int], Schedule]:
-    """Return a cached function from the number of microbatches to this pipeline stage's schedule.
-
-    Args:
-        by_chunk: numbers of the MoE layers of each model chunk.
-    """
-
-    @functools.cache
-    def schedule(microbatches: int) -> Schedule:
-        return lower(
-            hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
-            [list(chunk) for chunk in by_chunk],
-            config.balance.balance_overlap,
-            exact=config.balance.balance_load == "exact",
-            late=config.balance.moe_flex_rows == "bound",
-            reduce_early=config.ddp.overlap_grad_reduce,
-        )
-
-    return schedule
-
-
-def _trans_agg(config: RunConfig, groups: ProcessGroupCollection) -> TransAgg:
-    twin = new_twin(groups.ep, world(), config.launch.distributed_timeout_minutes)
-    connect(twin)
-    return TransAgg(twin)
-
-
-def _expert_mover(config: RunConfig, groups: ProcessGroupCollection) -> ExpertMover:
-    minutes = config.launch.distributed_timeout_minutes
-    stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
-    connect(stage)
-    return ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
-
-
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
     """Return the policy, ready to plan, and the planner that calls it."""
     name = config.balance.balance_policy
-    seconds = patience(config.launch.distributed_timeout_minutes)
+    seconds = config.launch.patience
     policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
     if not isinstance(policy, PolicyProcess):
         return policy, Planner(seconds, name=name)
@@ -174,31 +138,18 @@ def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner
     return policy, Planner(seconds, policy.stop, name)
 
 
-def patience(timeout_minutes: float) -> float:
-    """Return how many seconds to wait for a helper, such as a policy, before giving it up.
-
-    It is half of the timeout, so that a stalled helper is named before the ranks that wait for it are.
-    """
-    return timeout_minutes * 60 / 2
-
-
-def _manager(
+def _layer_state(
     wiring: Wiring,
-    policy: Policy,
     layer: BalancedMoELayer,
-    *,
-    owners: Placement,
-    profile: ClusterProfile,
     overlap: Overlap,
-    state_bytes_per_expert: float,
-) -> Manager:
-    """Return a layer's manager, and set how the layer's hosts share tokens.
-
-    Args:
-        state_bytes_per_expert: parameters and optimizer state on one rank.
-    """
+    policy: Policy,
+    owners: Placement,
+    optimizer: MegatronOptimizer | None,
+) -> LayerState:
+    """Return the state of a layer, with its manager, and set how the layer's hosts share tokens."""
     config = wiring.config
     exchange = wiring.exchange
+    profile = wiring.profiles.experts
     settings = config.balance
     transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
@@ -206,12 +157,18 @@ def _manager(
     layer.split = cast(Split, split_of(policy)) if split == "policy" else split
     layer.node_size = profile.node_size
     parameters = list(layer.experts.parameters())
+    fields = tuple
+    state = 0.0
+    if optimizer is not None:
+        fields = functools.partial(expert_fields, optimizer, parameters, config.ddp.overlap_param_gather)
+        sharers = wiring.groups.expt_dp.size() if config.ddp.use_distributed_optimizer else 1
+        state = state_bytes(optimizer, parameters, sharers) / owners.home_slots
     cost = CostModel(
         profile=profile,
         token_bytes=exchange.bytes_per_row(transformer.hidden_size, transformer.params_dtype),
         param_bytes=sum(parameter.nbytes for parameter in parameters) / owners.home_slots,
         grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
-        state_bytes=state_bytes_per_expert,
+        state_bytes=state,
         coding=exchange.compressed_share * (codec.encode.seconds_per_token + codec.decode.seconds_per_token),
         split=layer.split,
         degrees=find_degrees(config.comm.moe_comm_chunks),
@@ -220,7 +177,7 @@ def _manager(
     if owners.guest_slots:
         cost.prepare()
         plan_loop.prepare()
-    return Manager(
+    manager = Manager(
         policy=policy,
         cost=cost,
         predictor=Predictor(settings.balance_predictor),
@@ -228,23 +185,25 @@ def _manager(
         interval=settings.balance_interval,
         transfers=settings.balance_ownership == "transfer",
     )
+    return LayerState(manager, layer.experts, overlap, fields)
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
     """Return a model chunk's MoE layers by layer number, ascending."""
-    found: dict[int, BalancedMoELayer] = {}
-    for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
-        found[number_of(layer)] = layer
-    return found
+    return {number_of(layer): layer for layer in chunk.modules() if isinstance(layer, BalancedMoELayer)}
 
 
-def _overlap(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module], number: int) -> Overlap:
-    """Return the computation between an MoE layer and the previous one, which can hide the layer's Trans and Agg."""
-    index, chunk = next((index, chunk) for index, chunk in enumerate(model) if number in _moe_layers(chunk))
-    before = [other for other in _moe_layers(chunk) if other < number]
-    numbers = [number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)]
-    dense = sum(max(before, default=0) < other < number for other in numbers)
-    length = config.model.seq_length
-    assert length is not None
-    seconds = non_expert_seconds(profile, config.transformer, microbatch_tokens(config), length, dense)
-    return Overlap(*seconds, experts=bool(before) or any(map(_moe_layers, model[:index])))
+def _overlaps(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module]) -> dict[int, Overlap]:
+    """Return by number the computation between each MoE layer and the one before, which can hide its Trans and Agg."""
+    overlaps: dict[int, Overlap] = {}
+    tokens = microbatch_tokens(config)
+    for chunk in model:
+        moe = _moe_layers(chunk)
+        dense = 0
+        numbers = {number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)}
+        for number in sorted(numbers | moe.keys()):
+            if number in moe:
+                seconds = non_expert_seconds(profile, config.transformer, tokens, config.model.seq_length, dense)
+                overlaps[number] = Overlap(*seconds, experts=bool(overlaps))
+            dense = 0 if number in moe else dense + 1
+    return overlaps

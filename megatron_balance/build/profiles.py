@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,6 @@ MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""
 
 Log = Callable[[str], None]
-"""Receives one line for the user."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ class Profiles:
     def _read_or_measured(self) -> ClusterProfile:
         config = self.config
         groups = self.groups
-        num_ranks = self.groups.ep.size()
+        num_ranks = groups.ep.size()
         wanted = config.balance.balance_profile
         node_size = self.node_size(groups.ep)
         shards = groups.expt_tp.size()
@@ -122,10 +121,7 @@ def first_rank_log() -> Log | None:
 
 def microbatch_tokens(config: RunConfig) -> int:
     """Return the tokens of a microbatch on each context-parallel rank."""
-    samples = config.train.micro_batch_size
-    length = config.model.seq_length
-    assert samples is not None and length is not None
-    return samples * length // config.transformer.context_parallel_size
+    return config.train.micro_batch_size * config.model.seq_length // config.transformer.context_parallel_size
 
 
 def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
@@ -134,7 +130,7 @@ def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
     tokens = microbatch_tokens(config)
     copies = groups.tp.size()
     if transformer.sequence_parallel:
-        tokens = tokens // copies
+        tokens //= copies
         copies = 1
     factor = transformer.moe_expert_capacity_factor or 1.0
     if not transformer.moe_pad_expert_input_to_capacity:
@@ -159,11 +155,8 @@ def measure_cluster(
     """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
 
     Experts are timed from an eighth of a rank's mean load per microbatch to twice that load. Random number generators
-    keep their state, so that a run trains the same whether its profile was measured now or earlier.
-
-    Args:
-        node_size: expert-parallel ranks on one node (see `expert_node_size`).
-        log: receives lines of progress; None on ranks that do not log.
+    keep their state, so that a run trains the same whether its profile was measured now or earlier. `node_size` counts
+    expert-parallel ranks.
     """
     transformer = copy.copy(config.transformer)
     transformer.perform_initialization = False
@@ -180,6 +173,7 @@ def measure_cluster(
     if (name := config.comm.moe_comm_codec) != "none":
         rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
         codecs[name] = functools.partial(codec_passes, load_codec(name), **rows)
+    sizes = [weight.numel() for weight in experts.weights_of(0)]
     load = max(MINIMAL_LOAD, layer_shape(config, groups).tokens * transformer.moe_router_topk)
     profile = measure(
         groups.ep,
@@ -189,7 +183,7 @@ def measure_cluster(
         tokens=[load // 8, load // 4, load // 2, load, 2 * load],
         device=device,
         dtype=transformer.params_dtype,
-        shares=_shares(experts.weights_of(0)),
+        shares=[size / sum(sizes) for size in sizes],
         sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
         codecs=codecs,
         log=log,
@@ -199,27 +193,19 @@ def measure_cluster(
     return dataclasses.replace(profile, parallel=measure_schedules(config, groups, log))
 
 
-def _shares(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return each tensor's share of all elements."""
-    whole = sum(tensor.numel() for tensor in tensors)
-    return [tensor.numel() / whole for tensor in tensors]
-
-
 def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
     """Measure the terms in which `schedule_choices` differ (Parm, section V-A); every rank of the job calls it."""
-    saa_group = None
     transformer = config.transformer
     shape = layer_shape(config, groups)
-    if "s2" in schedule_choices(config, groups):
-        saa_group = new_saa_group(config, groups)
+    saa_group = new_saa_group(config, groups) if "s2" in schedule_choices(config, groups) else None
     direct, gathering = (
         ParallelDispatch(SCHEDULES[name], groups, transformer.sequence_parallel, saa_group)
         for name in ("s1" if saa_group is None else "s2", "megatron")
     )
     device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
 
     def call(line: str, num_bytes: int) -> Call:
-        rows = {"hidden": transformer.hidden_size, "dtype": transformer.params_dtype, "device": device}
         return schedule_call(gathering if line == "gathered" else direct, line, num_bytes, **rows)
 
     try:

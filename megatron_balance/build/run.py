@@ -1,6 +1,7 @@
 """Builds a run: RunConfig -> model, optimizer, hooks, schedule, data and balancer."""
 
 import copy
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -123,20 +124,15 @@ def build_run(
 
 
 def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatches: Callable[[], int]) -> None:
-    """Let `--moe-router-force-workload` choose the experts, unless it is `none`.
-
-    Args:
-        microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
-    """
+    """Let `--moe-router-force-workload` choose the experts; `microbatches` is the same as for `build_balancer`."""
     config = wiring.config
-    progress = wiring.progress
-    if config.balance.moe_router_force_workload == "none":
+    name = config.balance.moe_router_force_workload
+    if name == "none":
         return
     divided = wiring.dispatch.splits_tokens or config.transformer.sequence_parallel
-    assert config.model.seq_length is not None
     part = BatchPart.of(wiring.groups, config.model.seq_length, divided)
-    workload = Workload(config.balance.moe_router_force_workload, config.train.seed)
-    force_routing(model, workload, part, step=lambda: progress.iteration, microbatches=microbatches)
+    workload = Workload(name, config.train.seed)
+    force_routing(model, workload, part, step=lambda: wiring.progress.iteration, microbatches=microbatches)
 
 
 def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel]:
@@ -144,30 +140,29 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
     config = wiring.config
     groups = wiring.groups
     pieces = config.transformer.virtual_pipeline_model_parallel_size
-    stages = [None] if pieces is None else range(pieces)
-    blocks = [build_block_spec(wiring, stage) for stage in stages]
     model = [
         DistributedDataParallel(
             config=config.transformer,
             ddp_config=config.ddp,
-            module=_in_training_precision(_build_chunk(wiring, vocab_size, block, stage), config),
+            module=_build_chunk(wiring, vocab_size, stage),
             # The gradients of later chunks are ready first, so buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
         )
-        for block, stage in zip(blocks, stages, strict=True)
+        for stage in ([None] if pieces is None else range(pieces))
     ]
     remember(model)
     return model
 
 
-def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodules, stage: int | None) -> GPTModel:
+def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn.Module:
+    """Return a model chunk in the precision of training; `stage` is its virtual pipeline stage, if there are any."""
     config = wiring.config
+    block = build_block_spec(wiring, stage)
     groups = wiring.groups
     chunks = config.transformer.virtual_pipeline_model_parallel_size
     first = is_pp_first_stage(groups.pp) and not stage
     last = is_pp_last_stage(groups.pp) and (stage is None or chunks is None or stage == chunks - 1)
-    assert config.model.max_position_embeddings is not None
     model = (GPTModel if config.transformer.mtp_num_layers is None else PredictingModel)(
         config=config.transformer,
         # GPTModel also takes the submodules of a block, although its annotation does not list them
@@ -198,10 +193,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, block: TransformerBlockSubmodu
             skip_lone_sums(experts)
             mark_experts(experts, groups)
     mark_shards(model, groups)
-    return model.cuda(torch.cuda.current_device())
-
-
-def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Module:
+    model.cuda(torch.cuda.current_device())
     if not config.transformer.bf16 and not config.transformer.fp16:
         return model
     converted = Float16Module(config.transformer, model)
@@ -210,11 +202,7 @@ def _in_training_precision(model: GPTModel, config: RunConfig) -> torch.nn.Modul
 
 
 def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return megatron-core's GPT block of this pipeline stage, with our MoE layer unless `--moe-layer-impl megatron`.
-
-    Args:
-        stage: the virtual pipeline stage, if there are any.
-    """
+    """Return megatron-core's GPT block of this (virtual) stage, with our layer unless `--moe-layer-impl megatron`."""
     shape = wiring.config.transformer
     block = get_gpt_decoder_block_spec(
         shape,
@@ -242,11 +230,7 @@ def _own_layers(specs: Sequence[ModuleSpec], wiring: Wiring) -> list[ModuleSpec]
 def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: int | None) -> ModuleSpec | None:
     """Return megatron-core's spec of multi-token prediction, whose layers are like the model's last one.
 
-    Args:
-        block: the stage's own layers.
-
-    Returns:
-        None except in the last pipeline stage of a run with `--mtp-num-layers`.
+    It is None except in the last pipeline stage of a run with `--mtp-num-layers`. `block` has the stage's own layers.
     """
     config = wiring.config.transformer
     if config.mtp_num_layers is None:
@@ -264,18 +248,15 @@ def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: i
 
 def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
     """Return a transformer layer's spec with BalancedMoELayer instead of MoELayer; a dense layer's spec unchanged."""
-    layer: Any = copy.copy(spec.submodules)
+    layer: Any = spec.submodules
     module, submodules = parts(layer.mlp)
     if module is not MoELayer:
         return spec
-    spec = copy.copy(spec)
-    submodules = copy.copy(submodules)
-    spec.submodules = layer
     gemm = expert_gemm(wiring.config.balance.moe_expert_gemm)
-    submodules.experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
-    layer.mlp = ModuleSpec(
+    experts = ModuleSpec(module=GroupedExperts, params={"gemm": gemm})
+    mlp = ModuleSpec(
         module=BalancedMoELayer,
-        submodules=submodules,
+        submodules=dataclasses.replace(submodules, experts=experts),
         params={
             "parallel": wiring.dispatch,
             "balance": wiring.config.balance,
@@ -284,7 +265,7 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
             "chunks": wiring.chunks,
         },
     )
-    return spec
+    return dataclasses.replace(spec, submodules=dataclasses.replace(layer, mlp=mlp))
 
 
 def parts(spec: ModuleSpec | functools.partial) -> tuple[Any, Any]:
@@ -327,7 +308,7 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
 def connect_hooks(wiring: Wiring, model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Set the hooks that megatron-core's schedules read from the transformer config."""
     config = wiring.config
-    hooks = wiring.config.transformer
+    hooks = config.transformer
     hooks.grad_scale_func = optimizer.scale_loss
     if config.log.timing_log_level:
         hooks.timers = config.optimizer.timers = Timers(config.log.timing_log_level, config.log.timing_log_option)
@@ -363,7 +344,9 @@ def _finalize_copies(
         routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
-        copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
+        weights: list[Any] = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
+        # Experts have an `allreduce` of False
+        copied = [one for one in weights if not one.tensor_model_parallel and getattr(one, "allreduce", True)]
     if not copied:
         return
     gradients = [weight.main_grad for weight in copied]
@@ -372,11 +355,6 @@ def _finalize_copies(
     flat /= dispatch.repeats
     for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(reduced)
-
-
-def _is_copied(weight: Any) -> bool:
-    """Return whether all tensor-parallel ranks hold a copy of a parameter, which is never so for experts."""
-    return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
 def _one_or_all(functions: list[Callable]) -> Any:

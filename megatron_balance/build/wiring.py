@@ -80,11 +80,10 @@ def _dispatch(profiles: Profiles) -> ParallelDispatch:
     config = profiles.config
     groups = profiles.groups
     schedule = config.comm.moe_parallel_schedule
-    saa_group = None
     if schedule == "auto":
         schedule = _faster_schedule(profiles)
-    if schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config):
-        saa_group = new_saa_group(config, groups)
+    overlaps = schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config)
+    saa_group = new_saa_group(config, groups) if overlaps else None
     return ParallelDispatch(SCHEDULES[schedule], groups, config.transformer.sequence_parallel, saa_group)
 
 
@@ -101,7 +100,7 @@ def _faster_schedule(profiles: Profiles) -> str:
     config = profiles.config
     groups = profiles.groups
     log = first_rank_log() or (lambda line: None)
-    names = schedule_choices(profiles.config, profiles.groups)
+    names = schedule_choices(config, groups)
     if len(names) == 1:
         log(f"--moe-parallel-schedule auto: {names[0]}, because the schedules do not differ in this layout")
         return names[0]
@@ -118,14 +117,14 @@ def _faster_schedule(profiles: Profiles) -> str:
 
 def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
     comm = profiles.config.comm
-    wire = dispatch.exchange_group
+    group = dispatch.exchange_group
     minutes = profiles.config.launch.distributed_timeout_minutes
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
-        wire,
+        group,
         # On demand: only some all-to-alls need the groups of nodes or a profile, and both are collective
-        nodes=lambda: new_node_groups(wire, world(), profiles.node_size(wire), minutes),
-        profile=lambda: profiles.of(wire),
+        nodes=lambda: new_node_groups(group, world(), profiles.node_size(group), minutes),
+        profile=lambda: profiles.of(group),
         log=first_rank_log(),
     )
     return token_exchange(all_to_all, load_codec(comm.moe_comm_codec), comm.moe_comm_codec_directions)
@@ -135,18 +134,17 @@ def _chunk_choice(
     profiles: Profiles, dispatch: ParallelDispatch, exchange: TokenExchange, progress: Progress
 ) -> ChunkChoice | None:
     config = profiles.config
-    comm = profiles.config.comm
-    transformer = profiles.config.transformer
+    comm = config.comm
+    transformer = config.transformer
     if comm.moe_comm_chunks == "1" or exchange.probs.group.size() == 1:
         return None
-    decide: Decide
     order = comm.moe_comm_order
     scheduler = find_order(order)
     if scheduler is None:
         token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         # Guests' weights arrive before the first chunk computes
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
-        decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
+        decide: Decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:
         profile = profiles.of(dispatch.exchange_group)
         model = TaskModel(

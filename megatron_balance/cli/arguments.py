@@ -5,11 +5,13 @@ Parsing and checking need no process group: every rank does both before it joins
 """
 
 import argparse
+import ast
 import dataclasses
 import functools
 import math
+import operator
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,35 @@ from megatron_balance.checkpoint import saved_flags
 from megatron_balance.cli.checks import REQUIRED, check, data_in_files
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.flag_groups import DIVIDED, GROUPS, field_help
-from megatron_balance.cli.layer_frequency import parse_layer_frequency
 from megatron_balance.cli.parser import HelpFormatter, Parser
 from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config.flags import add_flag, add_flags, build, flag_of, in_words
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
+
+_OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
+
+
+def _layers(text: str) -> int | list[int]:
+    """Parse an integer N, or a list expression of zeros and ones such as `([0]*1+[1]*23)`."""
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: give an integer or a list like ([0]*1+[1]*23)") from error
+    if value >= 1 if isinstance(value, int) else value and all(entry in (0, 1) for entry in value):
+        return value
+    raise argparse.ArgumentTypeError(f"{text[:80]!r}: give a positive integer or a list of zeros and ones")
+
+
+def _evaluate(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    raise ValueError("not allowed")
 
 
 def _window(text: str) -> tuple[int, int]:
@@ -43,12 +67,7 @@ def _window(text: str) -> tuple[int, int]:
     return left, right
 
 
-PRECISIONS = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.uint8,
-}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 OPTIMIZER_PRECISIONS = {
     "main_grads_dtype": ("fp32", "bf16"),
@@ -67,15 +86,15 @@ TURNED_OFF = (
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "window_size": {"type": _window, "nargs": None, "metavar": "LEFT,RIGHT"},
-    "moe_layer_freq": {"type": parse_layer_frequency, "default": 1, "metavar": "LAYERS"},
+    "moe_layer_freq": {"type": _layers, "default": 1, "metavar": "LAYERS"},
     "moe_router_load_balancing_type": {
         "nargs": "+",
         "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         "default": "aux_loss",
     },
     "cp_comm_type": {"nargs": "+", "choices": ["p2p", "all_gather", "a2a", "a2a+p2p"], "default": ["p2p"]},
-    "no_rope_freq": {"type": parse_layer_frequency, "metavar": "LAYERS"},
-    "window_attn_skip_freq": {"type": parse_layer_frequency, "metavar": "LAYERS"},
+    "no_rope_freq": {"type": _layers, "metavar": "LAYERS"},
+    "window_attn_skip_freq": {"type": _layers, "metavar": "LAYERS"},
     "moe_aux_loss_coeff": {"type": float, "nargs": "+", "default": 0.0},
     "pipeline_model_parallel_layout": {"type": str, "metavar": "LAYOUT"},
     "attention_softmax_in_fp32": {"action": "store_true", "default": False},
@@ -122,34 +141,26 @@ def build_parser() -> Parser:
         "--yaml-cfg", metavar="FILE", help="Read flags from a YAML file; flags on the command line override them."
     )
     fields = {field.name: cls for cls in reversed(DIVIDED) for field in dataclasses.fields(cls)}
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for title, shown in GROUPS.items():
-        if isinstance(shown, str):
-            for name in shown.split():
-                if name in fields:
-                    cls = fields[name]
-                    add_flag(groups[title], cls, name, field_help(cls).get(name, ""), MEGATRON_FLAGS.get(name, {}))
-        else:
-            add_flags(groups[title], shown, field_help(shown))
-    for flag, (name, value) in SHORTHANDS.items():
-        group = next(one for one in groups.values() if any(action.dest == name for action in one._group_actions))
-        text = f"Short for {flag_of(name)} {value}."
-        group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
-    _mark_required(parser)
+        group = parser.add_argument_group(title)
+        if isinstance(shown, type):
+            add_flags(group, shown, field_help(shown))
+            continue
+        for name in filter(fields.__contains__, shown):
+            add_flag(group, fields[name], name, field_help(fields[name]).get(name, ""), MEGATRON_FLAGS.get(name, {}))
+        for flag, (name, value) in SHORTHANDS.items():
+            if name in shown:
+                text = f"Short for {flag_of(name)} {value}."
+                group.add_argument(flag, action="store_const", dest=name, const=value, help=text)
+    for names in REQUIRED:
+        *others, last = map(flag_of, names.split())
+        text = f"One of {', '.join(others)} and {last} is required." if others else "Required."
+        for action in parser._actions:
+            if action.dest in names.split():
+                action.help = f"{action.help} {text}"
     parser.add_without_effect(ACCEPTED)
     parser.refuse_values()
     return parser
-
-
-def _mark_required(parser: Parser) -> None:
-    """Append to the help of each required flag that it, or one of several flags, is required."""
-    actions = {action.dest: action for action in parser._actions}
-    for names in REQUIRED:
-        some = [actions[name] for name in names.split()]
-        *others, last = [action.option_strings[0] for action in some]
-        text = f"One of {', '.join(others)} and {last} is required." if others else "Required."
-        for action in some:
-            action.help = f"{action.help} {text}"
 
 
 def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
@@ -179,7 +190,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         config = _run_config(line)
     except (AssertionError, ImportError, RuntimeError) as error:
         raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
-    return Parsed(config, without_effect(given) + line.notices, _as_written(parser, vars(args)))
+    return Parsed(config, line.notices, _as_written(parser, vars(args)))
 
 
 def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
@@ -190,12 +201,7 @@ def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
-    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file.
-
-    Raises:
-        ValueError: the file is not a mapping of flags to values.
-        SystemExit: argparse's own errors about a value in the file.
-    """
+    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file."""
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
         return []
@@ -219,21 +225,13 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
     """Return the value of every flag that has an effect, as text."""
     written: dict[str, str] = {}
-    seen = {"yaml_cfg"}
-    for action in parser._actions:
-        # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
-        if action.dest in values and action.dest not in seen and not action.dest.startswith("--"):
-            value = values[action.dest]
+    # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
+    for name, action in reversed({action.dest: action for action in reversed(parser._actions)}.items()):
+        if name in values and name != "yaml_cfg" and not name.startswith("--"):
+            value = values[name]
             text = ("given" if value == action.const else "") if action.nargs == 0 else in_words(value)
             written[action.option_strings[0]] = text or "not given"
-            seen.add(action.dest)
     return written
-
-
-def without_effect(given: Collection[str]) -> list[str]:
-    """Return a notice for each of the given flags that is accepted without effect."""
-    reasons = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
-    return [f"{flag}: {reason}" for flag, reason in reasons.items() if flag in given]
 
 
 def _run_config(line: CommandLine) -> RunConfig:

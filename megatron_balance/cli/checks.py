@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine, check_watching, choose_fusions
-from megatron_balance.cli.moe_checks import check_moe, token_dispatcher
-from megatron_balance.cli.upstream_flags import NO_EFFECT_WITHOUT
+from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine
+from megatron_balance.cli.moe_checks import check_moe
+from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.machine import Machine
@@ -61,36 +61,29 @@ AT_MOST = {
 
 MOST_MICROBATCHES = 1 << 16
 
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
 OTHER_LAYOUTS = (
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *VIRTUAL_STAGES,
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 """Fields that divide the layers among pipeline stages without `--pipeline-model-parallel-layout`."""
 
-MAX_DIGITS = 4
-"""Of the numbers in a pipeline layout; megatron-core writes repetitions out."""
-
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
 
 NO_EFFECT_WITHOUT_POLICY = tuple(
-    field.name
-    for field in fields(BalanceConfig)
-    if field.name.startswith("balance_") and field.name != "balance_policy"
+    field.name for field in fields(BalanceConfig) if re.match(r"balance_(?!policy$)", field.name)
 )
 
 
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
-    """Check the flags against each other and the machine, and derive the settings that follow from them.
+    """Check the flags against each other and the machine; return them with the settings that follow, and notices.
 
     Args:
         values: every flag's value by field name.
         given: fields whose flags the user wrote.
-        machine: processes and libraries.
-
-    Returns:
-        The values with all derived settings, and notices for the log.
 
     Raises:
         ValueError: the error names the flag, its value and the remedy.
@@ -98,6 +91,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
     line = CommandLine(values, given, machine)
+    without_effect = {entry.partition(" ")[0]: reason for entry, reason in ACCEPTED.items()}
+    line.notices += [f"{flag}: {reason}" for flag, reason in without_effect.items() if flag in given]
     if line.tokenizer_type is None and line.vocab_file and line.merge_file:
         line.tokenizer_type = "GPT2BPETokenizer"
         line.notices.append("--vocab-file and --merge-file without --tokenizer-type: using GPT2BPETokenizer")
@@ -108,7 +103,6 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     refuse_idle(line)
     _check_conditions(line)
     check_machine(line)
-    check_watching(line)
     data_parallel = _data_parallel_size(line)
     _check_model(line)
     line.expert_tensor_parallel_size = line.expert_tp
@@ -122,12 +116,10 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     line.global_batch_size = _global_batch_size(line, data_parallel, virtual)
     line.max_position_embeddings = line.max_position_embeddings or line.seq_length
     if line.seq_length > line.max_position_embeddings:
-        positions = line.flags.max_position_embeddings
-        raise ValueError(f"{positions}: must be at least {line.flags.seq_length}")
-    line.moe_token_dispatcher_type = token_dispatcher(line)
+        positions = line["max_position_embeddings"]
+        raise ValueError(f"{positions}: must be at least {line['seq_length']}")
     line.moe_shared_expert_overlap = line.moe_shared_expert_overlap and line.moe_layer_impl == "megatron"
     _check_data(line)
-    choose_fusions(line)
     line.virtual_pipeline_model_parallel_size = virtual
     line.overlap_p2p_comm = virtual is not None and line.overlap_p2p_comm
     # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
@@ -136,7 +128,6 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
 
 
 def _check_required(line: CommandLine) -> None:
-    flag = line.flags
     absent = {name for name, value in vars(line).items() if value is None or value is False}
     missing = [" or ".join(map(flag_of, names.split())) for names in REQUIRED if absent.issuperset(names.split())]
     if missing:
@@ -151,18 +142,17 @@ def _check_required(line: CommandLine) -> None:
     for name, most in AT_MOST.items():
         value = getattr(line, name)
         if value is not None and value > most:
-            raise ValueError(f"{flag[name]}: give at most {most}")
+            raise ValueError(f"{line[name]}: give at most {most}")
     if line.distributed_timeout_minutes <= 0:
-        raise ValueError(f"{flag.distributed_timeout_minutes}: give more than 0")
+        raise ValueError(f"{line['distributed_timeout_minutes']}: give more than 0")
 
 
 def at_least(line: CommandLine, least: int, names: Collection[str]) -> None:
     """Refuse values of these fields that are less than `least`."""
-    flag = line.flags
     for name in names:
         value = getattr(line, name)
         if value is not None and value < least:
-            raise ValueError(f"{flag[name]}: give at least {least}")
+            raise ValueError(f"{line[name]}: give at least {least}")
 
 
 def refuse_idle(line: CommandLine) -> None:
@@ -195,62 +185,69 @@ def _check_conditions(line: CommandLine) -> None:
 
 
 def _data_parallel_size(line: CommandLine) -> int:
-    flag = line.flags
     size = line.machine.world_size
     tensor = line.tensor_model_parallel_size
     stages = line.pipeline_model_parallel_size
     context = line.context_parallel_size
     if size % (tensor * stages * context):
         raise ValueError(
-            f"{flag.tensor_model_parallel_size} x {flag.pipeline_model_parallel_size}{_times_context(line)}: must "
-            f"divide the number of processes ({size}); change them or the number of processes"
+            f"{line['tensor_model_parallel_size']} x {line['pipeline_model_parallel_size']}{_times_context(line)}: "
+            f"must divide the number of processes ({size}); change them or the number of processes"
         )
     experts = line.expert_model_parallel_size * line.expert_tp
     if size % (experts * stages):
         raise ValueError(
-            f"{flag.expert_model_parallel_size} x expert tensor parallelism {line.expert_tp} x "
-            f"{flag.pipeline_model_parallel_size}: must divide the number of processes ({size}); lower one of "
+            f"{line['expert_model_parallel_size']} x expert tensor parallelism {line.expert_tp} x "
+            f"{line['pipeline_model_parallel_size']}: must divide the number of processes ({size}); lower one of "
             "them (--expert-tensor-parallel-size 1)"
         )
     if line.use_tp_pp_dp_mapping and stages > 1 and experts != tensor * context:
         raise ValueError(
-            f"--use-tp-pp-dp-mapping: with {flag.pipeline_model_parallel_size}, experts and attention must have "
-            f"as many replicas: {flag.expert_model_parallel_size} x expert tensor parallelism {line.expert_tp} "
-            f"must be {flag.tensor_model_parallel_size} x {flag.context_parallel_size}; or leave it out"
+            f"--use-tp-pp-dp-mapping: with {line['pipeline_model_parallel_size']}, experts and attention must have "
+            f"as many replicas: {line['expert_model_parallel_size']} x expert tensor parallelism {line.expert_tp} "
+            f"must be {line['tensor_model_parallel_size']} x {line['context_parallel_size']}; or leave it out"
         )
     return size // (tensor * stages * context)
 
 
 def _times_context(line: CommandLine) -> str:
-    return f" x {line.flags.context_parallel_size}" if line.context_parallel_size > 1 else ""
+    return f" x {line['context_parallel_size']}" if line.context_parallel_size > 1 else ""
 
 
 def _check_model(line: CommandLine) -> None:
     """Check the model's shape, its activation and its precision."""
-    flag = line.flags
     heads = line.num_attention_heads
     tensor = line.tensor_model_parallel_size
     context = line.context_parallel_size
     if line.hidden_size % heads and line.kv_channels is None:
-        raise ValueError(f"{flag.hidden_size}: must be a multiple of {flag.num_attention_heads}")
+        raise ValueError(f"{line['hidden_size']}: must be a multiple of {line['num_attention_heads']}")
     groups = line.num_query_groups if line.group_query_attention else None
     if groups is not None and (groups < 1 or heads % groups):
-        raise ValueError(f"{flag.num_query_groups}: must divide {flag.num_attention_heads}")
+        raise ValueError(f"{line['num_query_groups']}: must divide {line['num_attention_heads']}")
     if heads % tensor:
-        raise ValueError(f"{flag.num_attention_heads}: must be a multiple of {flag.tensor_model_parallel_size}")
+        raise ValueError(f"{line['num_attention_heads']}: must be a multiple of {line['tensor_model_parallel_size']}")
     if context > 1 and line.seq_length % (2 * context):
-        raise ValueError(f"{flag.seq_length}: must be a multiple of 2 x {flag.context_parallel_size}")
+        raise ValueError(f"{line['seq_length']}: must be a multiple of 2 x {line['context_parallel_size']}")
     if line.sequence_parallel and line.seq_length % (tensor * context):
         raise ValueError(
-            f"{flag.seq_length}: with --sequence-parallel it must be a multiple of "
-            f"{flag.tensor_model_parallel_size}{_times_context(line)}"
+            f"{line['seq_length']}: with --sequence-parallel it must be a multiple of "
+            f"{line['tensor_model_parallel_size']}{_times_context(line)}"
         )
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         layers = getattr(line, name)
         if isinstance(layers, list) and len(layers) != line.num_layers:
-            raise ValueError(f"{flag_of(name)}: the list has {len(layers)} entries for {flag.num_layers}")
+            raise ValueError(f"{flag_of(name)}: the list has {len(layers)} entries for {line['num_layers']}")
     if line.qk_layernorm_across_heads:
-        _check_norm_across_heads(line, groups)
+        for name in ("qk_layernorm", "qk_l2_norm"):
+            if getattr(line, name):
+                raise ValueError(f"--qk-layernorm-across-heads and {line[name]}: choose one norm")
+        if line.normalization != "RMSNorm":
+            raise ValueError(f"{line['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm")
+        if groups and groups % tensor:
+            raise ValueError(
+                f"{line['num_query_groups']}: with --qk-layernorm-across-heads it must be a multiple of "
+                f"{line['tensor_model_parallel_size']}"
+            )
     if line.multi_latent_attention:
         _check_latent_attention(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
@@ -270,31 +267,18 @@ def _check_model(line: CommandLine) -> None:
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
 
 
-def _check_norm_across_heads(line: CommandLine, groups: int | None) -> None:
-    flag = line.flags
-    for name in ("qk_layernorm", "qk_l2_norm"):
-        if getattr(line, name):
-            raise ValueError(f"--qk-layernorm-across-heads and {flag[name]}: choose one norm")
-    if line.normalization != "RMSNorm":
-        raise ValueError(f"{flag.normalization}: --qk-layernorm-across-heads needs --normalization RMSNorm")
-    if groups and groups % line.tensor_model_parallel_size:
-        raise ValueError(
-            f"{flag.num_query_groups}: with --qk-layernorm-across-heads it must be a multiple of "
-            f"{flag.tensor_model_parallel_size}"
-        )
-
-
 def _check_latent_attention(line: CommandLine) -> None:
-    flag = line.flags
     tensor = line.tensor_model_parallel_size
     if line.position_embedding_type != "rope":
         raise ValueError(
-            f"{flag.position_embedding_type}: --multi-latent-attention has rotary embeddings itself; use "
+            f"{line['position_embedding_type']}: --multi-latent-attention has rotary embeddings itself; use "
             "--position-embedding-type rope"
         )
     # Without it, megatron-core sums the gradients of the queries' norm over ranks that have all of them
     if tensor > 1 and not line.sequence_parallel:
-        raise ValueError(f"{flag.tensor_model_parallel_size}: with --multi-latent-attention, add --sequence-parallel")
+        raise ValueError(
+            f"{line['tensor_model_parallel_size']}: with --multi-latent-attention, add --sequence-parallel"
+        )
     # Without Transformer Engine, these projections are split, too
     widths = {
         "--q-lora-rank": line.q_lora_rank or 0,
@@ -302,7 +286,7 @@ def _check_latent_attention(line: CommandLine) -> None:
     }
     for name, width in widths.items():
         if width % tensor:
-            raise ValueError(f"{name} {width}: must be a multiple of {flag.tensor_model_parallel_size}")
+            raise ValueError(f"{name} {width}: must be a multiple of {line['tensor_model_parallel_size']}")
     for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
         if getattr(line, name):
             raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
@@ -310,7 +294,6 @@ def _check_latent_attention(line: CommandLine) -> None:
 
 def _virtual_pipeline_size(line: CommandLine) -> int | None:
     """Return the number of model chunks in each pipeline stage; None without the interleaved schedule."""
-    flag = line.flags
     if line.pipeline_model_parallel_layout is not None:
         return _layout_chunks(line)
     stages = line.pipeline_model_parallel_size
@@ -318,9 +301,8 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
     layers = line.num_layers + ends
     uneven = line.num_layers_in_first_pipeline_stage or line.num_layers_in_last_pipeline_stage
     if layers % stages and not uneven:
-        raise ValueError(f"--num-layers {layers}: must be a multiple of {flag.pipeline_model_parallel_size}")
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    wanted = [name for name in names if getattr(line, name) is not None]
+        raise ValueError(f"--num-layers {layers}: must be a multiple of {line['pipeline_model_parallel_size']}")
+    wanted = [name for name in VIRTUAL_STAGES if getattr(line, name) is not None]
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -328,11 +310,11 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
     (name,) = wanted
     value = getattr(line, name)
     if stages == 1:
-        raise ValueError(f"{flag[name]}: needs --pipeline-model-parallel-size above 1")
+        raise ValueError(f"{line[name]}: needs --pipeline-model-parallel-size above 1")
     _refuse_batched_messages(line, "the interleaved schedule")
     held = layers // stages
     if value < 1 or uneven or held % value:
-        raise ValueError(f"{flag[name]}: must divide the {held} layers of a stage")
+        raise ValueError(f"{line[name]}: must divide the {held} layers of a stage")
     return value if name == "num_virtual_stages_per_pipeline_rank" else held // value
 
 
@@ -348,11 +330,12 @@ def _layout_chunks(line: CommandLine) -> int | None:
     """Check `--pipeline-model-parallel-layout` and return the number of model chunks in each stage, as above."""
     text = line.pipeline_model_parallel_layout
     stages = line.pipeline_model_parallel_size
-    flag = line.flags.pipeline_model_parallel_layout
+    flag = line["pipeline_model_parallel_layout"]
     for name in OTHER_LAYOUTS:
         if getattr(line, name):
             raise ValueError(f"{flag_of(name)}: not with {flag}; leave one of them out")
-    if any(len(number) > MAX_DIGITS for number in re.findall(r"\d+", text)):
+    # megatron-core writes repetitions out
+    if re.search(r"\d{5}", text):
         raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
     try:
         layout = PipelineParallelLayerLayout.from_str(text, stages)
@@ -375,15 +358,14 @@ def _layout_chunks(line: CommandLine) -> int | None:
 
 def _check_prediction(line: CommandLine, virtual: int) -> None:
     """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
-    flag = line.flags
     if line.position_embedding_type == "learned_absolute":
         raise ValueError(
-            f"{flag.position_embedding_type}: {flag.mtp_num_layers} shifts tokens by a place; use rope (or none "
+            f"{line['position_embedding_type']}: {line['mtp_num_layers']} shifts tokens by a place; use rope (or none "
             "for a model without positions)"
         )
     if line.recompute_granularity == "full" and (line.recompute_method, line.recompute_num_layers) != ("uniform", 1):
         raise ValueError(
-            f"{flag.recompute_method} {flag.recompute_num_layers}: with {flag.mtp_num_layers} use "
+            f"{line['recompute_method']} {line['recompute_num_layers']}: with {line['mtp_num_layers']} use "
             "--recompute-method uniform --recompute-num-layers 1"
         )
     ends = line.account_for_embedding_in_pipeline_split + line.account_for_loss_in_pipeline_split
@@ -391,36 +373,34 @@ def _check_prediction(line: CommandLine, virtual: int) -> None:
     if line.account_for_loss_in_pipeline_split and line.num_layers + ends == chunks:
         raise ValueError(
             "--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which "
-            f"{flag.mtp_num_layers} copies; leave it out"
+            f"{line['mtp_num_layers']} copies; leave it out"
         )
 
 
 def _global_batch_size(line: CommandLine, data_parallel: int, virtual: int | None) -> int:
-    flag = line.flags
     step = line.micro_batch_size * data_parallel
     total = line.global_batch_size or step
     microbatches = total // step
     if total % step:
         raise ValueError(
-            f"{flag.global_batch_size}: must be a multiple of {step}, which is {flag.micro_batch_size} times the "
+            f"{line['global_batch_size']}: must be a multiple of {step}, which is {line['micro_batch_size']} times the "
             f"data-parallel size {data_parallel}"
         )
     if microbatches > MOST_MICROBATCHES:
         raise ValueError(
-            f"{flag.global_batch_size}: makes {microbatches} microbatches of {step}; give at most "
+            f"{line['global_batch_size']}: makes {microbatches} microbatches of {step}; give at most "
             f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
         )
     if virtual and microbatches % line.pipeline_model_parallel_size:
         raise ValueError(
             f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches "
-            f"({microbatches}) that is a multiple of {flag.pipeline_model_parallel_size}"
+            f"({microbatches}) that is a multiple of {line['pipeline_model_parallel_size']}"
         )
     return total
 
 
 def _check_data(line: CommandLine) -> None:
     """Check the sources of samples, and set the default of `--split` for a single blend."""
-    flag = line.flags
     per_split = any((line.train_data_path, line.valid_data_path, line.test_data_path))
     if bool(line.data_path) + per_split + line.mock_data != 1:
         raise ValueError("give one of --data-path, --train-data-path (with --valid-/--test-data-path) and --mock-data")
@@ -428,7 +408,7 @@ def _check_data(line: CommandLine) -> None:
         raise ValueError("--split: goes with --data-path; leave it out with --train-data-path")
     for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
         if getattr(line, name) and line.data_cache_path is None:
-            raise ValueError(f"{flag[name]}: also give --data-cache-path")
+            raise ValueError(f"{line[name]}: also give --data-cache-path")
     if line.data_path and line.dataloader_fast_cache_load:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
     if line.data_path and line.split is None:
@@ -438,9 +418,6 @@ def _check_data(line: CommandLine) -> None:
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the values of `--data-path`, or of the paths per split, that files hold; empty if no file is given.
-
-    Args:
-        values: all flags by field name.
 
     Raises:
         ValueError: a file cannot be read or has another form, or a flag gives the same data.
@@ -453,24 +430,18 @@ def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
         if not found["data_path"]:
             raise ValueError(f"--data-args-path {blend}: names no data; write the words of --data-path into it")
     if per_split is not None:
-        found |= _data_per_split(per_split)
+        blends = read_object(per_split, MOST_BYTES, "--per-split-data-args-path")
+        for split in ("train", "valid", "test"):
+            words = blends.get(split, [])
+            words = words.split() if isinstance(words, str) else words
+            if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
+                said = f"{split} is {json.dumps(words)[:80]}; give a list, or a text of words"
+                raise ValueError(f"--per-split-data-args-path {per_split}: {said}")
+            found[f"{split}_data_path"] = [str(word) for word in words]
+        if not found["train_data_path"]:
+            raise ValueError(f"--per-split-data-args-path {per_split}: has no data under the key train")
     for name in found:
         if values[name]:
             source = "--data-args-path" if name == "data_path" else "--per-split-data-args-path"
             raise ValueError(f"{source} and {flag_of(name)}: give one of them")
-    return found
-
-
-def _data_per_split(path: str) -> dict[str, list[str]]:
-    flag = f"--per-split-data-args-path {path}"
-    blends = read_object(path, MOST_BYTES, "--per-split-data-args-path")
-    found = {}
-    for split in ("train", "valid", "test"):
-        words = blends.get(split, [])
-        words = words.split() if isinstance(words, str) else words
-        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words):
-            raise ValueError(f"{flag}: {split} is {json.dumps(words)[:80]}; give a list, or a text of words")
-        found[f"{split}_data_path"] = [str(word) for word in words]
-    if not found["train_data_path"]:
-        raise ValueError(f"{flag}: has no data under the key train")
     return found

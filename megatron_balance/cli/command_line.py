@@ -11,10 +11,8 @@ from megatron_balance.device.machine import Machine
 class CommandLine(argparse.Namespace):
     """Every flag's value as an attribute with the name of its field. Checks replace values that they derive.
 
-    Args:
-        values: the flags' values by field name.
-        given: fields whose flags the user wrote.
-        machine: the processes and the libraries that the flags are checked against.
+    As an item, it is the flag as it is written, for messages: `line["num_layers"]` is `--num-layers 4`. `given` are the
+    fields whose flags the user wrote.
     """
 
     def __init__(self, values: Mapping[str, Any], given: Collection[str], machine: Machine) -> None:
@@ -23,7 +21,10 @@ class CommandLine(argparse.Namespace):
         self.machine = machine
         self.notices: list[str] = []
         """Sentences for the log, about decisions made for the user."""
-        self.flags = WrittenFlags(self)
+
+    def __getitem__(self, name: str) -> str:
+        value = getattr(self, name)
+        return flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {in_words(value)}".rstrip()
 
     def get(self, name: str) -> Any:
         """Return the value of a field that only some versions of megatron-core have; None if it is absent."""
@@ -38,17 +39,3 @@ class CommandLine(argparse.Namespace):
     def has_engine(self) -> bool:
         """Whether Transformer Engine can be used."""
         return self.machine.cuda and self.machine.transformer_engine
-
-
-class WrittenFlags:
-    """For messages: each attribute is a flag as it is written, with its current value, such as `--num-experts 8`."""
-
-    def __init__(self, line: CommandLine) -> None:
-        self._line = line
-
-    def __getattr__(self, name: str) -> str:
-        value = getattr(self._line, name)
-        return flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {in_words(value)}".rstrip()
-
-    def __getitem__(self, name: str) -> str:
-        return getattr(self, name)

@@ -13,11 +13,7 @@ INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 
 def check_machine(line: CommandLine) -> None:
-    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults.
-
-    Raises:
-        ValueError: a requested feature or an installed package does not work here; the error names the remedy.
-    """
+    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults."""
     machine = line.machine
     if line.distributed_backend == "nccl" and not machine.cuda:
         if "distributed_backend" in line.given:
@@ -37,6 +33,8 @@ def check_machine(line: CommandLine) -> None:
     _check_packages(line)
     _note_connections(line)
     _check_context_parallelism(line)
+    _check_watching(line)
+    _choose_fusions(line)
 
 
 def _check_packages(line: CommandLine) -> None:
@@ -84,12 +82,11 @@ def _note_connections(line: CommandLine) -> None:
     if line.balance_policy != "none" and line.balance_overlap == "blockwise":
         hidden.append("--balance-overlap blockwise")
     if line.moe_comm_chunks != "1":
-        hidden.append(line.flags.moe_comm_chunks)
+        hidden.append(line["moe_comm_chunks"])
     if not (line.machine.cuda and line.machine.connections == "1" and line.num_moe_experts and hidden):
         return
-    kept = ""
-    if line.tensor_model_parallel_size > 1:
-        kept = f", unless what {line.flags.tensor_model_parallel_size} overlaps with it matters more"
+    tensor = line["tensor_model_parallel_size"]
+    kept = f", unless what {tensor} overlaps with it matters more" if line.tensor_model_parallel_size > 1 else ""
     line.notices.append(
         f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
         f"little, because messages that wait hold up the experts behind them; unset it{kept}"
@@ -99,12 +96,12 @@ def _note_connections(line: CommandLine) -> None:
 def _check_context_parallelism(line: CommandLine) -> None:
     """Refuse a context parallelism that this machine's attention does not compute."""
     context = line.context_parallel_size
-    flag = line.flags.context_parallel_size
+    flag = line["context_parallel_size"]
     (kind, *others) = line.cp_comm_type
     if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
         raise ValueError(
-            f"{line.flags.cp_comm_type}: entries that differ between layers are not supported; give one for all"
+            f"{line['cp_comm_type']}: entries that differ between layers are not supported; give one for all"
         )
     sizes = line.hierarchical_context_parallel_sizes or []
     written = f"--hierarchical-context-parallel-sizes {in_words(sizes)}"
@@ -130,13 +127,13 @@ def _check_context_parallelism(line: CommandLine) -> None:
             exchanging = flag if kind == "a2a" else f"{sharing} (--hierarchical-context-parallel-sizes)"
             raise ValueError(
                 f"{flag_of(name)} {count}: with --cp-comm-type {kind} it must be a multiple of "
-                f"{line.flags.tensor_model_parallel_size} x {exchanging}; or use --cp-comm-type p2p"
+                f"{line['tensor_model_parallel_size']} x {exchanging}; or use --cp-comm-type p2p"
             )
     if kind == "a2a" and line.transformer_impl == "local" and line.softmax_type != "vanilla":
-        raise ValueError(f"{line.flags.softmax_type}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
+        raise ValueError(f"{line['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 
 
-def choose_fusions(line: CommandLine) -> None:
+def _choose_fusions(line: CommandLine) -> None:
     """Set for each fused kernel whether it is both requested and available."""
     machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
@@ -163,43 +160,33 @@ def choose_fusions(line: CommandLine) -> None:
         setattr(line, name, real and getattr(line, name) and machine.fuses(name))
 
 
-def check_watching(line: CommandLine) -> None:
-    """Check the flags of logs and profilers; add a notice for those without an effect on this machine.
-
-    Raises:
-        ValueError: something cannot be watched this way; the error names the remedy.
-    """
-    flag = line.flags
+def _check_watching(line: CommandLine) -> None:
+    """Check the flags of logs and profilers; add a notice for those without an effect on this machine."""
     machine = line.machine
     if line.profile:
-        _check_profile(line)
+        steps = f"{line['profile_step_start']} {line['profile_step_end']}"
+        if not 0 <= line.profile_step_start < line.profile_step_end:
+            raise ValueError(f"{steps}: give 0 or more, and a later end")
+        if line.use_pytorch_profiler and line.tensorboard_dir is None:
+            raise ValueError("--use-pytorch-profiler: also give --tensorboard-dir, where it writes traces")
+        if not line.use_pytorch_profiler and not machine.cuda:
+            raise ValueError("--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler")
+        absent = [rank for rank in line.profile_ranks if not 0 <= rank < machine.world_size]
+        if absent:
+            line.notices.append(f"--profile-ranks {in_words(absent)}: no such rank among {machine.world_size}")
     if line.record_memory_history and not machine.cuda:
         raise ValueError("--record-memory-history: records memory of a CUDA device; leave it out on a CPU")
     if line.log_device_memory_used and not machine.cuda:
         line.notices.append("--log-device-memory-used has no effect without CUDA")
     if line.log_memory_interval is not None and line.log_memory_interval % line.log_interval:
-        raise ValueError(f"{flag.log_memory_interval}: must be a multiple of {flag.log_interval}")
+        raise ValueError(f"{line['log_memory_interval']}: must be a multiple of {line['log_interval']}")
     if line.manual_gc_interval < 0:
-        raise ValueError(f"{flag.manual_gc_interval}: give 0 (never) or more")
+        raise ValueError(f"{line['manual_gc_interval']}: give 0 (never) or more")
     if not line.wandb_project:
         return
     if not machine.wandb:
-        raise ValueError(f"{flag.wandb_project}: needs the package wandb; pip install wandb, or leave the flag out")
+        raise ValueError(f"{line['wandb_project']}: needs the package wandb; pip install wandb, or leave the flag out")
     if line.wandb_exp_name == "":
         raise ValueError("--wandb-exp-name: is empty; give the run a name, or leave the flag out")
     if not (line.wandb_save_dir or line.save):
-        raise ValueError(f"{flag.wandb_project}: also give --wandb-save-dir or --save, for its local files")
-
-
-def _check_profile(line: CommandLine) -> None:
-    flag = line.flags
-    if not 0 <= line.profile_step_start < line.profile_step_end:
-        raise ValueError(f"{flag.profile_step_start} {flag.profile_step_end}: give 0 or more, and a later end")
-    if line.use_pytorch_profiler and line.tensorboard_dir is None:
-        raise ValueError("--use-pytorch-profiler: also give --tensorboard-dir, where it writes traces")
-    if not line.use_pytorch_profiler and not line.machine.cuda:
-        raise ValueError("--profile: starts CUDA's profiler; on a CPU, also give --use-pytorch-profiler")
-    size = line.machine.world_size
-    absent = [rank for rank in line.profile_ranks if not 0 <= rank < size]
-    if absent:
-        line.notices.append(f"--profile-ranks {in_words(absent)}: no such rank among {size}")
+        raise ValueError(f"{line['wandb_project']}: also give --wandb-save-dir or --save, for its local files")

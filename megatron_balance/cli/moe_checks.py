@@ -26,78 +26,74 @@ IDLE_IN_BALANCED = {
 
 
 def check_moe(line: CommandLine) -> None:
-    """Check the flags of MoE layers and balancing, and set the inner width of experts.
-
-    Raises:
-        ValueError: the error names the flag, its value and the remedy.
-    """
-    flag = line.flags
+    """Check the flags of MoE layers and balancing; set the inner width of experts and the token dispatcher."""
     experts = line.num_moe_experts
     if experts is None:
-        return _check_without_experts(line)
+        for name in ("expert_model_parallel_size", "balance_policy"):
+            if getattr(line, name) not in (1, "none"):
+                raise ValueError(f"{line[name]}: needs --num-experts")
+        idle = sorted(flag_of(name) for name in line.given if name.startswith("moe_"))
+        line.notices += [f"{flag} has no effect without --num-experts" for flag in idle]
+        return
     if experts < 1 or experts % line.expert_model_parallel_size:
-        raise ValueError(f"{flag.num_moe_experts}: must be a multiple of {flag.expert_model_parallel_size}")
+        raise ValueError(f"{line['num_moe_experts']}: must be a multiple of {line['expert_model_parallel_size']}")
     if not 1 <= line.moe_router_topk <= experts:
-        raise ValueError(f"{flag.moe_router_topk}: choose 1 to {flag.num_moe_experts}")
+        raise ValueError(f"{line['moe_router_topk']}: choose 1 to {line['num_moe_experts']}")
     if line.moe_pad_expert_input_to_capacity and line.moe_expert_capacity_factor is None:
         raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
     if line.moe_token_dispatcher_type == "flex" and not line.machine.cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if line.moe_shared_expert_intermediate_size is not None and line.add_bias_linear:
         raise ValueError(
-            f"{flag.moe_shared_expert_intermediate_size}: megatron-core's shared experts have no biases; also give "
+            f"{line['moe_shared_expert_intermediate_size']}: megatron-core's shared experts have no biases; also give "
             "--disable-bias-linear"
         )
     if line.moe_layer_impl == "balanced":
-        _check_balanced_layer(line)
+        for name in NOT_BALANCED:
+            if line.get(name):
+                raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+        idle = {name: instead for name, instead in IDLE_IN_BALANCED.items() if line.get(name)}
+        line.notices += [f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {idle[name]}" for name in idle]
+        # megatron-core accepts the recomputation of moe_act only together with this flag
+        if "moe_grouped_gemm" in line.given and "moe_act" not in (line.recompute_modules or ()):
+            reason = "the balanced MoE layer always computes in one grouped GEMM"
+            line.notices.append(f"--moe-grouped-gemm has no effect: {reason}")
     elif line.moe_expert_gemm != "default":
-        raise ValueError(f"{flag.moe_expert_gemm}: needs --moe-layer-impl balanced")
+        raise ValueError(f"{line['moe_expert_gemm']}: needs --moe-layer-impl balanced")
     if line.moe_flex_rows == "bound":
         _check_rows_bound(line)
     _check_schedule(line)
     if line.balance_policy != "none":
         _check_policy(line)
     if line.moe_router_force_workload != "none":
-        _check_forced_workload(line)
+        flag = line["moe_router_force_workload"]
+        for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
+            if getattr(line, name):
+                raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+        # One type, or a list
+        if "sinkhorn" in line.moe_router_load_balancing_type:
+            raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
     if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
-        _check_group_scores(line)
+        flag = line["moe_router_group_score_topk"]
+        groups = line.moe_router_num_groups
+        if not 1 <= line.moe_router_group_score_topk <= experts // groups:
+            size = f"1 to {experts // groups}, the number of experts of each of {groups} groups"
+            raise ValueError(f"{flag}: choose {size}")
+        if line.moe_router_fusion:
+            raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
     if line.moe_ffn_hidden_size is None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
-
-
-def _check_without_experts(line: CommandLine) -> None:
-    if line.expert_model_parallel_size > 1:
-        raise ValueError(f"{line.flags.expert_model_parallel_size}: needs --num-experts")
-    if line.balance_policy != "none":
-        raise ValueError(f"{line.flags.balance_policy}: needs --num-experts")
-    idle = sorted(flag_of(name) for name in line.given if name.startswith("moe_"))
-    line.notices.extend(f"{flag} has no effect without --num-experts" for flag in idle)
-
-
-def _check_balanced_layer(line: CommandLine) -> None:
-    """Check that no flag asks for a feature that `--moe-layer-impl balanced` lacks."""
-    for name in NOT_BALANCED:
-        if line.get(name):
-            raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
-    for name, instead in IDLE_IN_BALANCED.items():
-        if line.get(name):
-            line.notices.append(f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {instead}")
-    # megatron-core accepts the recomputation of moe_act only together with this flag
-    if "moe_grouped_gemm" in line.given and "moe_act" not in (line.recompute_modules or ()):
-        line.notices.append(
-            "--moe-grouped-gemm has no effect: the balanced MoE layer always computes in one grouped GEMM"
-        )
+    line.moe_token_dispatcher_type = _token_dispatcher(line)
 
 
 def _check_rows_bound(line: CommandLine) -> None:
     """Check what `--moe-flex-rows bound` requires; flow/layer.py checks the device and the widths."""
-    wanted = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
-    for name, value in wanted.items():
-        if getattr(line, name) != value:
-            given = getattr(line, name)
-            raise ValueError(f"--moe-flex-rows bound: needs {flag_of(name)} {value}, not {given}; or use counted")
+    dispatcher = line.moe_token_dispatcher_type
+    backend = line.moe_flex_dispatcher_backend
     needs = {
+        f"--moe-token-dispatcher-type flex, not {dispatcher}": dispatcher == "flex",
+        f"--moe-flex-dispatcher-backend hybridep, not {backend}": backend == "hybridep",
         "--moe-layer-impl balanced": line.moe_layer_impl == "balanced",
         "--disable-bias-linear": not line.add_bias_linear,
         "--moe-expert-gemm default": line.moe_expert_gemm == "default",
@@ -115,7 +111,6 @@ def _check_rows_bound(line: CommandLine) -> None:
 
 def _check_schedule(line: CommandLine) -> None:
     """Check what the parallel schedules require (flow/parallel_schedule.py)."""
-    flag = line.flags
     schedule = line.moe_parallel_schedule
     tensor = line.tensor_model_parallel_size
     expert_tp = line.expert_tp
@@ -134,35 +129,36 @@ def _check_schedule(line: CommandLine) -> None:
             raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
     if schedule == "s2" and line.sequence_parallel:
         raise ValueError(
-            f"--sequence-parallel: not with {flag.moe_parallel_schedule}, which routes all tokens on every "
+            f"--sequence-parallel: not with {line['moe_parallel_schedule']}, which routes all tokens on every "
             "tensor-parallel rank; use --moe-parallel-schedule s1, or leave out --sequence-parallel"
         )
     if schedule == "s2" and line.expert_model_parallel_size * expert_tp % tensor:
         raise ValueError(
-            f"{flag.moe_parallel_schedule}: {flag.tensor_model_parallel_size} must divide "
-            f"{flag.expert_model_parallel_size} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
+            f"{line['moe_parallel_schedule']}: {line['tensor_model_parallel_size']} must divide "
+            f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
             "--moe-parallel-schedule s1"
         )
     context = line.context_parallel_size
     if schedule in ("s1", "auto") and same_tokens and line.seq_length % (tensor * context):
-        parallel = flag.tensor_model_parallel_size + (f" x {flag.context_parallel_size}" if context > 1 else "")
-        raise ValueError(f"{flag.seq_length}: with {flag.moe_parallel_schedule} it must be a multiple of {parallel}")
+        parallel = line["tensor_model_parallel_size"] + (f" x {line['context_parallel_size']}" if context > 1 else "")
+        raise ValueError(
+            f"{line['seq_length']}: with {line['moe_parallel_schedule']} it must be a multiple of {parallel}"
+        )
     if "moe_parallel_saa" in line.given and schedule not in ("s2", "auto"):
-        raise ValueError(f"--no-moe-parallel-saa: has no effect with {flag.moe_parallel_schedule}; leave it out")
+        raise ValueError(f"--no-moe-parallel-saa: has no effect with {line['moe_parallel_schedule']}; leave it out")
     if schedule in ("megatron", "baseline") and same_tokens:
         line.notices.append(
-            f"{flag.moe_parallel_schedule} without --sequence-parallel: experts compute every token {tensor} times; "
+            f"{line['moe_parallel_schedule']} without --sequence-parallel: experts compute every token {tensor} times; "
             "use --moe-parallel-schedule s1, or --sequence-parallel"
         )
 
 
 def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
-    flag = line.flags
     if line.moe_parallel_schedule != "megatron":
-        raise ValueError(f"{flag.moe_parallel_schedule}: needs --moe-layer-impl balanced")
+        raise ValueError(f"{line['moe_parallel_schedule']}: needs --moe-layer-impl balanced")
     if same_tokens:
         raise ValueError(
-            f"{flag.tensor_model_parallel_size}: with --moe-layer-impl megatron also give --sequence-parallel"
+            f"{line['tensor_model_parallel_size']}: with --moe-layer-impl megatron also give --sequence-parallel"
         )
     if line.expert_model_parallel_size == 1 and line.expert_tp != line.tensor_model_parallel_size:
         raise ValueError(
@@ -174,7 +170,7 @@ def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
 
 def _check_policy(line: CommandLine) -> None:
     """Check the flags that every placement policy needs, then what the policy itself needs."""
-    flag = line.flags.balance_policy
+    flag = line["balance_policy"]
     name = line.balance_policy
     parallel = line.expert_model_parallel_size
     # A user's policy is constructed only in its own process
@@ -198,7 +194,16 @@ def _check_policy(line: CommandLine) -> None:
     read = () if policy is None else policy.options.values()
     for option in sorted(option_fields().intersection(line.given).difference(read)):
         raise ValueError(f"{flag_of(option)}: has no effect with {flag}; leave it out")
-    _check_capacities(line, parallel)
+    if line.balance_capacities is not None:
+        capacities = line.balance_capacities
+        low, high, _ = RANGES["rate"]
+        mean = sum(capacities) / len(capacities)
+        if mean and not all(math.isfinite(one) and low <= one / mean <= high for one in capacities):
+            wanted = f"give numbers above 0, {low:g} to {high:g} times their mean"
+            raise ValueError(f"{line['balance_capacities']}: {wanted}")
+        if len(capacities) != parallel:
+            wanted = f"give one number per expert-parallel rank, {parallel} in all"
+            raise ValueError(f"{line['balance_capacities']}: {wanted}")
     if policy is not None:
         if policy.sets_quotas and line.balance_token_split == "local_first":
             raise ValueError(
@@ -220,20 +225,6 @@ def _check_policy(line: CommandLine) -> None:
         )
 
 
-def _check_capacities(line: CommandLine, num_ranks: int) -> None:
-    capacities = line.balance_capacities
-    if capacities is None:
-        return
-    low, high, _ = RANGES["rate"]
-    mean = sum(capacities) / len(capacities)
-    if mean and not all(math.isfinite(capacity) and low <= capacity / mean <= high for capacity in capacities):
-        raise ValueError(f"{line.flags.balance_capacities}: give numbers above 0, {low:g} to {high:g} times their mean")
-    if len(capacities) != num_ranks:
-        raise ValueError(
-            f"{line.flags.balance_capacities}: give one number per expert-parallel rank, {num_ranks} in all"
-        )
-
-
 def _check_transfer(line: CommandLine) -> None:
     flag = "--balance-ownership transfer"
     if line.balance_load == "exact":
@@ -248,7 +239,7 @@ def _check_transfer(line: CommandLine) -> None:
         )
     if line.tensor_model_parallel_size > 1 and line.add_bias_linear:
         raise ValueError(
-            f"{line.flags.tensor_model_parallel_size}: with {flag} also give --disable-bias-linear: transfers of "
+            f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear: transfers of "
             "biases are not tested under tensor parallelism"
         )
     if line.use_precision_aware_optimizer:
@@ -258,36 +249,9 @@ def _check_transfer(line: CommandLine) -> None:
         )
 
 
-def _check_forced_workload(line: CommandLine) -> None:
-    """Check that no flag conflicts with `--moe-router-force-workload`."""
-    flag = line.flags.moe_router_force_workload
-    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
-    balancing = line.moe_router_load_balancing_type
-    if "sinkhorn" in ([balancing] if isinstance(balancing, str) else balancing):
-        raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
-
-
-def _check_group_scores(line: CommandLine) -> None:
-    """Check what `--moe-router-group-score-topk` requires (flow/routers.py)."""
-    flag = line.flags.moe_router_group_score_topk
-    groups = line.moe_router_num_groups
-    size = line.num_moe_experts // groups
-    if not 1 <= line.moe_router_group_score_topk <= size:
-        raise ValueError(f"{flag}: choose 1 to {size}, the number of experts of each of {groups} groups")
-    if line.moe_router_fusion:
-        raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
-
-
-def token_dispatcher(line: CommandLine) -> str:
-    """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel.
-
-    Call it after `check_moe`; errors are the same.
-    """
+def _token_dispatcher(line: CommandLine) -> str:
+    """Return the type of the token dispatcher: the flag's, or `alltoall` if other flags choose how tokens travel."""
     wanted = line.moe_token_dispatcher_type
-    if line.num_moe_experts is None:
-        return wanted
     gloo = line.distributed_backend == "gloo"
     uneven = line.moe_layer_impl == "megatron" and not line.moe_pad_expert_input_to_capacity
     if line.expert_tp > 1 and uneven and gloo and wanted == "alltoall":
@@ -300,11 +264,18 @@ def token_dispatcher(line: CommandLine) -> str:
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
-    _check_chunks(line)
+    chunks = line.moe_comm_chunks
+    find_degrees(chunks)
+    for name in ("moe_comm_order", "moe_comm_refit_interval"):
+        if name in line.given and chunks == "1":
+            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
+    if find_order(line.moe_comm_order) is None and chunks != "auto":
+        flag = line["moe_comm_order"]
+        raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")
     if not chosen:
         return wanted
     _check_exchange(line, gloo)
-    flags = " ".join(line.flags[name] for name in chosen)
+    flags = " ".join(line[name] for name in chosen)
     if line.moe_layer_impl != "balanced":
         raise ValueError(f"{flags}: needs --moe-layer-impl balanced")
     if wanted != "alltoall" and "moe_token_dispatcher_type" in line.given:
@@ -335,14 +306,3 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
         raise ValueError(
             f"--moe-comm-codec {codec}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none"
         )
-
-
-def _check_chunks(line: CommandLine) -> None:
-    chunks = line.moe_comm_chunks
-    find_degrees(chunks)
-    for name in ("moe_comm_order", "moe_comm_refit_interval"):
-        if name in line.given and chunks == "1":
-            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
-    if find_order(line.moe_comm_order) is None and chunks != "auto":
-        flag = line.flags.moe_comm_order
-        raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")

@@ -5,17 +5,14 @@ import functools
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
-from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, REFUSED_VALUES, refused_values, why_unknown
+from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, NOT_INSTALLED, REFUSED_VALUES, refusal, refused_values
 from megatron_balance.config.flags import did_you_mean
 from megatron_balance.files.reading import KIB, read_text
 from megatron_balance.job.endings import Ending
 from megatron_balance.messages import cleaned
-
-MAX_FILE_BYTES = 64 * KIB
-"""Maximum size of a file of flags."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -67,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         """
         for entry, reason in entries.items():
             flag, _, value = entry.partition(" ")
-            kind = str if value.isupper() else only(value.split("|"), reason)
+            kind = str if value.isupper() else functools.partial(_one_of, value.split("|"), reason)
             keywords: dict[str, Any] = {"type": kind} if value else {"action": "store_true"}
             self.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **keywords)
 
@@ -77,12 +74,12 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(flag)
             if action is not None and action.choices:
                 reasons = refused_values(flag, list(action.choices))
-                action.type = all_but(reasons, action.type or str)
+                action.type = functools.partial(_none_of, reasons)
                 action.choices = [choice for choice in action.choices if choice not in reasons]
 
     def why_unknown(self, flag: str) -> str | None:
         """Return the reason why this parser does not have a flag; None if there is none to give."""
-        return why_unknown(flag)
+        return refusal(flag) or (NOT_INSTALLED if flag in IN_SOME_VERSIONS else None)
 
     def expanded(self, words: Iterable[str]) -> list[str]:
         """Return the command line with each `@FILE` replaced by the flags in it; `#` starts a comment in the file."""
@@ -90,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
     def _flags_in(self, path: str) -> list[str]:
         try:
-            lines = read_text(path, MAX_FILE_BYTES).splitlines()
+            lines = read_text(path, 64 * KIB).splitlines()
         except ValueError as error:
             self.error(f"@{error}")
         flags = []
@@ -107,10 +104,9 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit as argparse does, but with an Ending."""
-        if message:
-            self._print_message(message, sys.stderr)
         ending = Ending(status)
         if message:
+            self._print_message(message, sys.stderr)
             ending.reason = message.removeprefix(f"{self.prog}: error: ").strip()
         raise ending
 
@@ -119,12 +115,11 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
-        flags = (word.partition("=")[0] for word in unknown)
-        refused = {flag: reason for flag in flags if (reason := self.why_unknown(flag))}
-        if refused:
+        flags = [word.partition("=")[0] for word in unknown]
+        if refused := {flag: reason for flag in flags if (reason := self.why_unknown(flag))}:
             self.error("; ".join(f"{flag}: {reason}" for flag, reason in refused.items()))
         if unknown:
-            words = (word + did_you_mean(word.partition("=")[0], self) for word in unknown)
+            words = (word + did_you_mean(flag, self) for word, flag in zip(unknown, flags, strict=True))
             self.error(f"unrecognized arguments: {' '.join(words)}")
         return values
 
@@ -132,24 +127,15 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{self.source}{message}")
 
 
-def only(values: Sequence[str], reason: str) -> Callable[[str], str]:
-    """Return a converter that accepts only these values."""
-
-    def convert(text: str) -> str:
-        if text not in values:
-            raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
-        return text
-
-    return convert
+def _one_of(values: Collection[str], reason: str, text: str) -> str:
+    """Convert the value of a flag of upstream's that accepts only these values here."""
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
+    return text
 
 
-def all_but(reasons: Mapping[str, str], kind: Any) -> Callable[[str], Any]:
-    """Return a converter that refuses some of upstream's values, each with its reason."""
-
-    @functools.wraps(kind)
-    def convert(text: str) -> Any:
-        if text in reasons:
-            raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
-        return kind(text)
-
-    return convert
+def _none_of(reasons: Mapping[str, str], text: str) -> str:
+    """Convert the value of a flag of upstream's that does not accept these values here, each for its reason."""
+    if text in reasons:
+        raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
+    return text

@@ -29,62 +29,57 @@ def read_flags(path: str, parser: Parser) -> list[str]:
     """
     root = read_yaml(path, "--yaml-cfg")
     try:
-        return [token for flag in _Flags(parser).read(root) for token in flag] if root else []
+        return [*_flags(root, parser, {})] if root else []
     except ValueError as error:
         raise ValueError(f"--yaml-cfg {path}: {cleaned(error, 300)}") from error
 
 
-class _Flags:
-    """Reader of the mapping, which remembers the flags that it has seen."""
-
-    def __init__(self, parser: Parser) -> None:
-        self.parser = parser
-        self.actions = {flag: action for action in parser._actions for flag in action.option_strings}
-        self.seen: dict[str, str] = {}
-
-    def read(self, section: yaml.Node) -> Iterator[list[str]]:
-        """Yield the flags in a mapping and in its sections."""
-        if not isinstance(section, yaml.MappingNode):
-            raise ValueError("is not a mapping; write one `flag-name: value` per line")
-        for key, value in section.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _error(key, "is not a name; write `flag-name: value`")
-            flag = f"--{key.value.replace('_', '-')}"
-            if flag not in self.actions and isinstance(value, yaml.MappingNode):
-                yield from self.read(value)
-            else:
-                yield self._flag(key, flag, value)
-
-    def _flag(self, key: yaml.ScalarNode, flag: str, value: yaml.Node) -> list[str]:
-        action = self.actions.get(flag)
-        if action is None and (reason := self.parser.why_unknown(flag)):
+def _flags(section: yaml.Node, parser: Parser, seen: dict[str, str]) -> Iterator[str]:
+    """Yield the flags in a mapping and in its sections; `seen` has the keys by field name."""
+    if not isinstance(section, yaml.MappingNode):
+        raise ValueError("is not a mapping; write one `flag-name: value` per line")
+    for key, value in section.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _error(key, "is not a name; write `flag-name: value`")
+        flag = f"--{key.value.replace('_', '-')}"
+        action = parser._option_string_actions.get(flag)
+        if action is None and isinstance(value, yaml.MappingNode):
+            yield from _flags(value, parser, seen)
+            continue
+        if action is None and (reason := parser.why_unknown(flag)):
             raise _error(key, reason)
         if action is None or flag in ("--help", "--yaml-cfg"):
-            raise _error(
-                key, f"is not a flag that a file can give{did_you_mean(flag, self.parser)}; --help shows all flags"
-            )
-        if action.dest in self.seen:
-            raise _error(key, f"was given as {self.seen[action.dest]} before; keep one of them")
-        self.seen[action.dest] = key.value
-        if isinstance(value, yaml.ScalarNode) and value.tag == NULL:
-            return []
-        if action.nargs == 0:
-            if not isinstance(value, yaml.ScalarNode) or value.tag != BOOL:
-                raise _error(key, "is a switch; write true or false")
-            return [flag] if yaml.SafeLoader.bool_values[value.value.lower()] else []
-        if isinstance(value, yaml.SequenceNode):
-            if action.nargs is None or not value.value:
-                raise _error(key, "takes a value, not this list")
-            return [flag, *(_text(key, item, in_list=True) for item in value.value)]
+            meant = did_you_mean(flag, parser)
+            raise _error(key, f"is not a flag that a file can give{meant}; --help shows all flags")
+        if action.dest in seen:
+            raise _error(key, f"was given as {seen[action.dest]} before; keep one of them")
+        seen[action.dest] = key.value
+        yield from _words(key, flag, value, action.nargs)
+
+
+def _words(key: yaml.ScalarNode, flag: str, value: yaml.Node, nargs: int | str | None) -> list[str]:
+    """Return a flag and its values as words of a command line."""
+    if value.tag == NULL:
+        return []
+    if nargs == 0:
+        if value.tag != BOOL:
+            raise _error(key, "is a switch; write true or false")
+        return [flag] if yaml.SafeLoader.bool_values[value.value.lower()] else []
+    if not isinstance(value, yaml.SequenceNode):
         return [f"{flag}={_text(key, value)}"]
+    if nargs is None or not value.value:
+        raise _error(key, "takes a value, not this list")
+    words = [_text(key, item) for item in value.value]
+    for word in words:
+        if word.startswith(("-", "@")):
+            raise _error(key, f"{word[:80]!r} in the list would be taken for a flag, or for a file of flags")
+    return [flag, *words]
 
 
-def _text(key: yaml.ScalarNode, value: yaml.Node, in_list: bool = False) -> str:
+def _text(key: yaml.ScalarNode, value: yaml.Node) -> str:
     """Return a scalar as it is written in the file."""
     if not isinstance(value, yaml.ScalarNode) or value.tag in (BOOL, NULL):
         raise _error(key, "takes a number or text here; put text such as yes, no, on, off in quotes")
-    if in_list and value.value.startswith(("-", "@")):
-        raise _error(key, f"{value.value[:80]!r} in the list would be taken for a flag, or for a file of flags")
     return value.value
 
 

@@ -1,12 +1,8 @@
-"""Dataclass fields -> command-line flags.
+"""Dataclass fields -> command-line flags, for megatron-core's config dataclasses and for ours.
 
-One mechanism serves megatron-core's config dataclasses and ours: the field's name is the flag's name, its annotation
-is the type, and its docstring (the string literal below it) is the help text. Where a flag differs from its field,
-`field(metadata={"argparse_meta": {...}})` holds the arguments of `argparse.add_argument`, and `arg_names` for the
-flag's names; megatron-core's own dataclasses carry the same metadata.
-
-A help text is one paragraph, which ends with the default: "Default: 2.". Lines after it begin with `- ` and describe
-one value each: "- demi: Lends experts ...".
+The field's name is the flag's name, its annotation is the type, and its docstring (the string literal below it) is the
+help: one paragraph, and lines that begin with `- ` and describe one value each. Where a flag differs from its field,
+the field's metadata `argparse_meta` have arguments of `argparse.add_argument`, and `arg_names` for the flag's names.
 """
 
 import argparse
@@ -17,6 +13,7 @@ import enum
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import textwrap
 import types
@@ -27,7 +24,6 @@ from typing import Any
 from megatron_balance.messages import described
 
 FlagGroup = argparse._ArgumentGroup | argparse.ArgumentParser
-"""What flags are added to."""
 
 ROLES = {
     **dict.fromkeys(("dir", "save", "load", "checkpoint"), "DIR"),
@@ -80,16 +76,11 @@ def field_docs(cls: type) -> dict[str, str]:
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-                and isinstance(following.value.value, str)
-            ):
-                lines = re.split(r"\n\s*(?=- )", following.value.value)
-                docs[statement.target.id] = "\n".join(" ".join(line.split()) for line in lines)
+        for statement, following in itertools.pairwise(body.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    lines = re.split(r"\n\s*(?=- )", text)
+                    docs[name] = "\n".join(" ".join(line.split()) for line in lines)
     return docs
 
 
@@ -97,10 +88,7 @@ def add_flags(group: FlagGroup, cls: type, texts: Mapping[str, str] | None = Non
     """Add one flag per field of dataclass `cls` and return the names of the added fields.
 
     Private fields, fields whose type has no text form (callables, process groups, ...) and fields that the parser
-    already has are left out.
-
-    Args:
-        texts: help by field name; by default, the docstrings of the fields.
+    already has are left out. `texts` is the help by field name; by default, the docstrings of the fields.
     """
     texts = field_docs(cls) if texts is None else texts
     taken = {action.dest for action in group._actions}
@@ -111,11 +99,9 @@ def add_flags(group: FlagGroup, cls: type, texts: Mapping[str, str] | None = Non
 def add_flag(
     group: FlagGroup, cls: type, name: str, text: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
 ) -> bool:
-    """Add the flag of a field of dataclass `cls`; return False if its type has no text form.
+    """Add the flag of a field of dataclass `cls`, with `text` and the default as its help.
 
-    Args:
-        text: the help, to which the default is added.
-        metadata: arguments of `add_argument` that override those of the field.
+    `metadata` override those of the field. Return False if the field's type has no text form.
     """
     field = {field.name: field for field in dataclasses.fields(cls)}[name]
     meta = dict(field.metadata.get("argparse_meta", {})) | dict(metadata)
@@ -126,18 +112,15 @@ def add_flag(
     flags = meta.pop("arg_names", None) or _names(name, negated=options.get("action") == "store_false")
     keywords: dict[str, Any] = {"help": text, **options, **meta, "dest": name}
     if "action" not in keywords:
-        keywords["help"] = with_default(text, keywords["default"])
+        # A default of None is described in the text
+        if shown := in_words(keywords["default"]):
+            paragraph, newline, values = text.partition("\n")
+            keywords["help"] = f"{paragraph} Default: {shown}.{newline}{values}".lstrip()
         if not keywords.get("choices"):
             keywords.setdefault("metavar", metavar(name, keywords.get("type")))
     keywords["help"] = keywords["help"].replace("%", "%%")
     group.add_argument(*flags, **keywords)
     return True
-
-
-def flag_names(field: dataclasses.Field) -> list[str]:
-    """Return the names of a field's flag on the command line, as far as the field itself defines them."""
-    meta = field.metadata.get("argparse_meta", {})
-    return list(meta.get("arg_names", ())) or _names(field.name, negated=_default(field) is True)
 
 
 def build(cls: type, values: Mapping[str, Any], **given: Any) -> Any:
@@ -154,31 +137,20 @@ def flag_of(name: str) -> str:
 def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
     """Return a suggestion to append to an error about an unknown flag; empty if no flag of `parser` is similar.
 
-    A similar flag has almost the same letters in every word, or the same last words: `--codec` and
-    `--balance-comm-codec` are similar to --moe-comm-codec. A first word that no flag has, such as `logits` in
-    `--logits-save-dir`, means something else. Otherwise, it is the shortest flag that has all words: `--moe-topk` is
-    similar to --moe-router-topk.
+    A similar flag has almost the same letters, or the same last words: `--codec` and `--balance-comm-codec` are similar
+    to --moe-comm-codec. A first word that no flag has, such as `logits` in `--logits-save-dir`, means something else.
+    Otherwise, it is the shortest flag that has all words: `--moe-topk` is similar to --moe-router-topk.
     """
-    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
-    names = [name for action in shown for name in action.option_strings]
-    similar = [[name for name in difflib.get_close_matches(flag, names, n=1, cutoff=0.8) if _misspelled(flag, name)]]
+    names = [name for one in parser._actions if one.help is not argparse.SUPPRESS for name in one.option_strings]
+    words = flag.removeprefix("--").split("-")
+    similar = [difflib.get_close_matches(flag, names, n=1, cutoff=0.85)]
     if flag.startswith("--"):
-        words = flag[2:].split("-")
-        last = max(1, len(words) - 1) if {*words[:1]} <= {word for name in names for word in name.split("-")} else 1
+        last = max(1, len(words) - 1) if any(words[0] in name.split("-") for name in names) else 1
         endings = ["-" + "-".join(words[start:]) for start in range(last)]
         similar += [[name for name in names if name.endswith(ending)] for ending in endings]
-        with_all = [name for name in names if {*words} <= {*name[2:].split("-")}]
+        with_all = [name for name in names if {*words} <= {*name.split("-")}]
         similar.append([name for name in with_all if len(name) == min(map(len, with_all))])
     return next((f" (did you mean {found[0]}?)" for found in similar if len(found) == 1), "")
-
-
-def _misspelled(flag: str, name: str) -> bool:
-    """Return whether the words in which two flags differ have almost the same letters."""
-    one = flag.split("-")
-    other = name.split("-")
-    pairs = (one, other), (other, one)
-    ours, theirs = ("".join(word for word in words if word not in others) for words, others in pairs)
-    return not ours or not theirs or difflib.SequenceMatcher(None, ours, theirs).ratio() >= 0.6
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
@@ -199,10 +171,10 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _names(name: str, negated: bool) -> list[str]:
-    if name in FLAG_NAMES:
-        return [FLAG_NAMES[name]]
+    if name in FLAG_NAMES or not negated:
+        return [flag_of(name)]
     spelled = name.replace("_", "-")
-    return [f"--no-{spelled}", f"--disable-{spelled}"] if negated else [f"--{spelled}"]
+    return [f"--no-{spelled}", f"--disable-{spelled}"]
 
 
 def metavar(name: str, kind: Callable[[str], Any] | None) -> str:
@@ -215,13 +187,6 @@ def in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(in_words, value))
     return "" if value is None else value.name if isinstance(value, enum.Enum) else str(value)
-
-
-def with_default(text: str, default: Any) -> str:
-    """Return a help text with the default after its first paragraph; a default of None is described in the text."""
-    paragraph, newline, values = text.partition("\n")
-    shown = in_words(default)
-    return f"{paragraph} Default: {shown}.{newline}{values}".lstrip() if shown else text
 
 
 def with_values(text: str, known: Mapping[str, type]) -> str:

@@ -1,8 +1,8 @@
 """Every setting of a run, as frozen dataclasses. A field's docstring is its `--help`.
 
 megatron-core's `TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig` are used unchanged. The
-classes here, in training_config.py and in log_config.py hold our own flags and those that Megatron-LM defines outside
-megatron-core. `RunConfig` contains all of them: nothing below the entry point reads parsed arguments.
+classes here and in training_config.py hold our own flags and those that Megatron-LM defines outside megatron-core.
+`RunConfig` contains all of them: nothing below the entry point reads parsed arguments.
 
 A field of `flag_field(None)` whose type excludes None is required, or derived by cli/checks.py: it has a value in every
 RunConfig.
@@ -17,13 +17,19 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.config.flags import flag_field
-from megatron_balance.config.log_config import LogConfig, ProfilingConfig
 from megatron_balance.config.training_config import (
     CheckpointConfig,
     DataConfig,
+    LogConfig,
+    ProfilingConfig,
     SchedulerConfig,
     TokenizerConfig,
     TrainConfig,
+)
+
+WORKLOADS = (
+    *("none", "balanced", "hot_experts", "hot_rank", "spread_hot_experts", "ragged_sources", "zero_load"),
+    *("rotating_hotspot", "burst", "W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"),
 )
 
 
@@ -107,25 +113,7 @@ class BalanceConfig:
     balance_explain: bool = False
     """Print each change of a placement, with the layer's predicted times before and after it."""
 
-    moe_router_force_workload: Literal[
-        "none",
-        "balanced",
-        "hot_experts",
-        "hot_rank",
-        "spread_hot_experts",
-        "ragged_sources",
-        "zero_load",
-        "rotating_hotspot",
-        "burst",
-        "W0",
-        "W1",
-        "W2",
-        "W3",
-        "W4",
-        "W5",
-        "W6",
-        "W7",
-    ] = "none"
+    moe_router_force_workload: str = flag_field("none", choices=WORKLOADS)
     """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on
     the workload, --seed and the iteration, not on the layout. W0 to W7 are those of Megatron-LM's imbalance benchmark.
     - W0: all experts in turn.
@@ -285,6 +273,12 @@ class LaunchConfig:
     cluster: str | None = flag_field(None, metavar="FILE")
     """Description of the cluster (YAML, see configs/clusters) into which the layout must fit: --dry-run compares its
     number of nodes and a GPU's memory with what the job needs. Default: --balance-profile, if it is such a file."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a helper, such as a policy: half of the timeout, so that a stalled helper is named before
+        the ranks that wait for it are."""
+        return self.distributed_timeout_minutes * 60 / 2
 
 
 @dataclass(frozen=True, kw_only=True)

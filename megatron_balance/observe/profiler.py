@@ -12,7 +12,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
 
-from megatron_balance.config.log_config import ProfilingConfig
+from megatron_balance.config.training_config import ProfilingConfig
 from megatron_balance.observe.optional import Attempts
 
 _NO_SPAN = contextlib.nullcontext()

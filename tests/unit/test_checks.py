@@ -12,8 +12,10 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.device.machine import Machine
 from tests.unit.commands import CPU, GPU, argv, checked_on, parse
 
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+
+@pytest.mark.parametrize("world_size", [1, 8])
 def test_good_command_line(world_size: int) -> None:
     config, notices, _ = parse(f"--expert-model-parallel-size {world_size} --moe-ffn-hidden-size 64", world_size)
     assert config.train.global_batch_size == 2 * world_size
@@ -26,29 +28,12 @@ def test_good_command_line(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", 16),
-        ("--global-batch-size 48", 48),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 8),
-        ("--pipeline-model-parallel-size 4", 4),
-        ("--expert-model-parallel-size 8", 16),
-    ],
-)
-def test_global_batch_size(flags: str, expected: int) -> None:
-    assert parse(flags).config.train.global_batch_size == expected
-
-
-@pytest.mark.parametrize(
     ("flags", "dense", "experts"),
     [
         ("", 192, 192),
         ("--swiglu", 128, 128),
-        ("--swiglu --hidden-size 64", 128, 128),
         ("--swiglu --hidden-size 1024", 2688, 2688),
-        ("--ffn-hidden-size 80", 80, 80),
         ("--swiglu --ffn-hidden-size 80", 80, 80),
-        ("--moe-ffn-hidden-size 32", 192, 32),
         ("--moe-ffn-hidden-size 32 --swiglu", 128, 32),
     ],
 )
@@ -56,18 +41,6 @@ def test_inner_widths(flags: str, dense: int, experts: int) -> None:
     config, notices, _ = parse(flags)
     assert (config.transformer.ffn_hidden_size, config.transformer.moe_ffn_hidden_size) == (dense, experts)
     assert any("--moe-ffn-hidden-size" in notice for notice in notices) == ("--moe-ffn" not in flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "activation", "gated"),
-    [
-        *(("", F.gelu, False), ("--swiglu", F.silu, True), ("--squared-relu", squared_relu, False)),
-        ("--quick-geglu", quick_gelu, True),
-    ],
-)
-def test_activation(flags: str, activation: object, gated: bool) -> None:
-    config = parse(flags).config.transformer
-    assert (config.activation_func, config.gated_linear_unit) == (activation, gated)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +64,21 @@ def test_precision(flags: str, dtype: torch.dtype, grads_in_fp32: bool) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", 1),
-        ("--moe-layer-impl megatron --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear", 2),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 1),
+        ("", None),
+        ("--pipeline-model-parallel-size 2", None),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --num-layers 12", 3),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --num-layers 16", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 16", 2),
+        ("--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --num-layers 3", None),
     ],
 )
-def test_expert_tensor_parallel_size(flags: str, expected: int) -> None:
-    assert parse(flags).config.transformer.expert_tensor_parallel_size == expected
+def test_virtual_pipeline_size(flags: str, expected: int | None) -> None:
+    config = parse(f"{flags} --global-batch-size 32").config
+    assert config.transformer.virtual_pipeline_model_parallel_size == expected
+    # Only the interleaved schedule aligns gathers
+    interleaved = expected is not None
+    assert config.transformer.overlap_p2p_comm == config.ddp.align_param_gather == interleaved
+    assert config.transformer.batch_p2p_comm != interleaved
 
 
 def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
@@ -157,6 +138,12 @@ def test_fusions_need_cuda() -> None:
 @pytest.mark.parametrize(
     ("flags", "attribute", "expected"),
     [
+        ("", "activation_func", F.gelu),
+        ("--swiglu", "activation_func", F.silu),
+        ("--squared-relu", "activation_func", squared_relu),
+        ("--quick-geglu", "activation_func", quick_gelu),
+        ("--squared-relu", "gated_linear_unit", False),
+        ("--quick-geglu", "gated_linear_unit", True),
         ("--moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type", "sinkhorn"),
         ("--moe-aux-loss-coeff 1e-2", "moe_aux_loss_coeff", 1e-2),
         ("--num-query-groups 2", "num_query_groups", 4),
@@ -165,10 +152,19 @@ def test_fusions_need_cuda() -> None:
         ("--no-rope-freq [0,1]*2 --position-embedding-type rope", "no_rope_freq", [0, 1, 0, 1]),
         ("--window-attn-skip-freq 2", "window_attn_skip_freq", 2),
         ("--recompute-activations", "recompute_granularity", "selective"),
+        ("", "expert_tensor_parallel_size", 1),
+        (f"{TENSOR} --moe-layer-impl megatron --disable-bias-linear", "expert_tensor_parallel_size", 2),
+        (f"{TENSOR} --expert-tensor-parallel-size 1", "expert_tensor_parallel_size", 1),
+        ("", "global_batch_size", 16),
+        ("--global-batch-size 48", "global_batch_size", 48),
+        (f"{TENSOR} --expert-tensor-parallel-size 1", "global_batch_size", 8),
+        ("--pipeline-model-parallel-size 4", "global_batch_size", 4),
+        ("--expert-model-parallel-size 8", "global_batch_size", 16),
     ],
 )
-def test_transformer_values(flags: str, attribute: str, expected: object) -> None:
-    assert getattr(parse(flags).config.transformer, attribute) == expected
+def test_values(flags: str, attribute: str, expected: object) -> None:
+    config = parse(flags).config
+    assert getattr(config.train if attribute == "global_batch_size" else config.transformer, attribute) == expected
 
 
 @pytest.mark.parametrize(

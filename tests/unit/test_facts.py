@@ -102,7 +102,7 @@ def test_the_source_of_a_policy_is_a_fact(tmp_path: Path, monkeypatch: pytest.Mo
     sources = []
     for text in ("one = 1", "two = 2"):
         _written(tmp_path / "planner.py", text)
-        sources.append(facts._modules(config)["the source of planner"])
+        sources.append(facts.gather(config, {}, Topology(1, 1))["the source of planner"])
     assert len({*sources, "not found"}) == 3
 
 

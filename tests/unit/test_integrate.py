@@ -10,13 +10,8 @@ from megatron_balance.app.integrate import Balancing, add_balance_args, attach
 from megatron_balance.config.run_config import BalanceConfig, CommConfig
 
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_moe_experts": 8,
-    "moe_token_dispatcher_type": "alltoall",
-    "expert_model_parallel_size": 4,
-    "add_bias_linear": False,
+    **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8},
+    **{"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 4, "add_bias_linear": False},
 }
 
 

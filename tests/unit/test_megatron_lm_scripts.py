@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_balance.cli import arguments
-from megatron_balance.cli.arguments import build_parser
+from megatron_balance.cli.arguments import build_parser, given_fields
 from megatron_balance.cli.checks import check
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.device.machine import Machine
@@ -26,10 +25,7 @@ def parse(words: list[str], ranks: int) -> CommandLine:
             values = vars(parser.parse_args(words))
     except SystemExit as error:
         raise ValueError(said.getvalue()) from error
-    given = arguments.given_fields(parser, words)
-    line = check(values, given, machine)
-    line.notices[:0] = arguments.without_effect(given)
-    return line
+    return check(values, given_fields(parser, words), machine)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())

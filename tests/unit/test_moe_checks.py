@@ -4,41 +4,24 @@ import pytest
 
 from megatron_balance.cli.checks import NO_EFFECT_WITHOUT_POLICY
 from megatron_balance.config.flags import flag_of
+from megatron_balance.config.run_config import WORKLOADS
 from megatron_balance.planning.policies import registered
 from megatron_balance.workloads.synthetic import NAMES
 from tests.unit.commands import parse
 
 EP4 = "--expert-model-parallel-size 4"
 TOP2 = f"{EP4} --balance-policy top2"
-TRANSFER = f"{TOP2} --balance-ownership transfer"
-CHUNKS = f"{EP4} --moe-comm-chunks 2"
-SHARDED = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --disable-bias-linear"
-FORCED = "--moe-router-force-workload hot_rank"
-REMEDY = "or give package.module:Class"
 
 VALUES = {
-    "balance_guest_slots": "2",
-    "balance_interval": "1",
-    "balance_load": "exact",
-    "balance_predictor": "ema",
-    "balance_token_split": "proportional",
-    "balance_profile": "auto",
-    "balance_calibrate": "calibration.jsonl",
-    "balance_explain": "",
-    "balance_log_dir": "loads",
-    "balance_overlap": "blockwise",
-    "balance_timeline": "traces",
-    "balance_ownership": "transfer",
+    **{"balance_guest_slots": "2", "balance_interval": "1", "balance_load": "exact", "balance_predictor": "ema"},
+    **{"balance_token_split": "proportional", "balance_profile": "auto", "balance_calibrate": "calibration.jsonl"},
+    **{"balance_explain": "", "balance_log_dir": "loads", "balance_overlap": "blockwise"},
+    **{"balance_timeline": "traces", "balance_ownership": "transfer"},
 }
 OPTION_VALUES = {
-    "balance_alpha": "0.5",
-    "balance_threshold": "1.5",
-    "balance_metric": "variance",
-    "balance_vexperts_per_rank": "5",
-    "balance_demi_slots": "4",
-    "balance_demi_weights": "linear",
-    "balance_demi_hosts": "3",
-    "balance_capacities": "1.0 1.0 2.0 0.5",
+    **{"balance_alpha": "0.5", "balance_threshold": "1.5", "balance_metric": "variance"},
+    **{"balance_vexperts_per_rank": "5", "balance_demi_slots": "4", "balance_demi_weights": "linear"},
+    **{"balance_demi_hosts": "3", "balance_capacities": "1.0 1.0 2.0 0.5"},
 }
 """Values of flags that only some policies read."""
 
@@ -75,7 +58,7 @@ def test_calibrated_plans_are_recorded() -> None:
 
 @pytest.mark.parametrize("flag", ["--balance-explain", "--balance-profile builtin"])
 def test_balance_flags_that_chunks_read(flag: str) -> None:
-    parsed = parse(f"{CHUNKS} {flag}")
+    parsed = parse(f"{EP4} --moe-comm-chunks 2 {flag}")
     assert parsed.config.comm.moe_comm_chunks == "2"
     assert any("--moe-comm-chunks 2: --moe-token-dispatcher-type alltoall" in notice for notice in parsed.notices)
 
@@ -92,45 +75,38 @@ def test_policies(policy: str) -> None:
     assert parse(f"{EP4} --balance-policy {policy} {slots}").config.balance.balance_policy == policy
 
 
-def test_hot_experts_need_no_more_slots_than_a_rank_has_strangers() -> None:
-    flags = "--expert-model-parallel-size 2 --num-experts 4 --balance-policy top3"
-    assert parse(flags).config.balance.balance_guest_slots == 2
+TWO_EXPERTS = "--expert-model-parallel-size 2 --num-experts 2 --balance-policy top2"
 
 
-@pytest.mark.parametrize("slots", [1, 6])
-def test_as_many_guests_as_there_are_strangers(slots: int) -> None:
-    flags = f"{EP4} --balance-policy fastermoe --balance-guest-slots {slots}"
+@pytest.mark.parametrize(
+    ("flags", "slots"),
+    [
+        ("--expert-model-parallel-size 2 --num-experts 4 --balance-policy top3", 2),
+        (f"{EP4} --balance-policy fastermoe --balance-guest-slots 1", 1),
+        (f"{EP4} --balance-policy fastermoe --balance-guest-slots 6", 6),
+        (TWO_EXPERTS, 2),
+    ],
+)
+def test_guest_slots(flags: str, slots: int) -> None:
     assert parse(flags).config.balance.balance_guest_slots == slots
 
 
-def test_two_experts_and_the_default_of_two_guest_slots() -> None:
-    flags = "--expert-model-parallel-size 2 --num-experts 2 --balance-policy top2"
-    assert parse(flags).config.balance.balance_guest_slots == 2
+def test_no_more_guest_slots_than_a_rank_has_strangers() -> None:
     with pytest.raises(ValueError, match=r"^--balance-guest-slots 2: .* needs 1 to 1, "):
-        parse(f"{flags} --balance-guest-slots 2")
+        parse(f"{TWO_EXPERTS} --balance-guest-slots 2")
 
 
-@pytest.mark.parametrize("workload", NAMES)
-def test_workloads(workload: str) -> None:
-    settings = parse(f"--moe-router-force-workload {workload}").config.balance
-    assert settings.moe_router_force_workload == workload
+def test_workloads() -> None:
+    assert ("none", *NAMES) == WORKLOADS
 
 
-def test_unknown_workload(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        parse("--moe-router-force-workload tepid")
-    assert error.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "tepid" in line]
-    assert "--moe-router-force-workload" in line and all(workload in line for workload in NAMES)
+SHARED = "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32 --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        (
-            "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 32 --disable-bias-linear",
-            "--moe-comm-chunks auto",
-        ),
+        (SHARED, "--moe-comm-chunks auto"),
         ("--use-fused-weighted-squared-relu --squared-relu", "compute the activation themselves"),
     ],
 )

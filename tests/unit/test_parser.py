@@ -3,9 +3,7 @@
 import pytest
 
 from megatron_balance.cli.arguments import parse_args
-from megatron_balance.device.machine import Machine
-
-CPU = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
+from tests.unit.commands import CPU
 
 
 @pytest.mark.parametrize(

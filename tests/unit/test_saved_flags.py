@@ -9,24 +9,15 @@ import pytest
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.saved_flags import CHECKPOINT_FIELDS
-from megatron_balance.cli.arguments import Parsed, parse_args
-from megatron_balance.cli.checks import Machine
-
-GOOD = (
-    "--hidden-size 48 --num-attention-heads 4 --seq-length 32 --num-layers 2 --num-experts 8 --micro-batch-size 2 "
-    "--train-iters 20 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data"
-)
-
-
-def parsed(flags: str) -> Parsed:
-    return parse_args(f"{GOOD} {flags}".split(), Machine(1, cuda=False, transformer_engine=False, apex=False))
+from megatron_balance.cli.arguments import parse_args
+from tests.unit.commands import CPU, parse
 
 
 def checkpoint(directory: Path, flags: str) -> Path:
     """Write a checkpoint that contains only its flags."""
     path = directory / "iter_0000003"
     path.mkdir()
-    (path / saved_flags.FILE).write_text(saved_flags.to_json(parsed(flags).config))
+    (path / saved_flags.FILE).write_text(saved_flags.to_json(parse(flags).config))
     return path
 
 
@@ -51,7 +42,7 @@ TAKEN = {
 @pytest.mark.parametrize(("name", "flags", "value"), [(name, *given) for name, given in TAKEN.items()], ids=TAKEN)
 def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, flags: str, value: Any) -> None:
     checkpoint(tmp_path, flags)
-    config = parsed(f"--load {tmp_path} --use-checkpoint-args").config
+    config = parse(f"--load {tmp_path} --use-checkpoint-args").config
     found = json.loads(saved_flags.to_json(config))
     assert [section[name] for section in found.values() if name in section] == [value]
 
@@ -59,14 +50,14 @@ def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, fl
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [1.0, math.inf]])
 def test_settings_that_json_does_not_have_are_left_out(tmp_path: Path, value: Any) -> None:
     """megatron-core 0.19 has limits that are infinite by default."""
-    config = parse_args(GOOD.split(), Machine(1, cuda=False, transformer_engine=False, apex=False)).config
+    config = parse().config
     before = saved_flags.to_json(config)
     config.optimizer.clip_grad = value
     assert json.loads(before)["optimizer"].keys() - json.loads(saved_flags.to_json(config))["optimizer"].keys() == {
         "clip_grad"
     }
     (tmp_path / saved_flags.FILE).write_text(saved_flags.to_json(config))
-    assert saved_flags.read(tmp_path)["num_layers"] == 2
+    assert saved_flags.read(tmp_path)["num_layers"] == 4
 
 
 STRANGE = {
@@ -92,7 +83,7 @@ def test_a_checkpoint_with_strange_flags(tmp_path: Path, name: str, value: Any) 
     path.write_text(json.dumps(content))
     run = [*f"--micro-batch-size 2 --train-iters 20 --lr 1e-3 --mock-data --load {tmp_path}".split()]
     with pytest.raises(ValueError, match=saved_flags.flag_of(name)):
-        parse_args([*run, "--use-checkpoint-args"], Machine(1, cuda=False, transformer_engine=False, apex=False))
+        parse_args([*run, "--use-checkpoint-args"], CPU)
 
 
 @pytest.mark.parametrize(

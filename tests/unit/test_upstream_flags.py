@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import flags_page
 from megatron_balance.cli.arguments import build_parser, parse_args
-from megatron_balance.cli.checks import Machine
 from megatron_balance.cli.upstream_flags import (
     ACCEPTED,
     IN_SOME_VERSIONS,
@@ -25,10 +24,11 @@ from megatron_balance.cli.upstream_flags import (
     refusal,
     refused_values,
 )
-from megatron_balance.config.flags import flag_names
+from megatron_balance.config.flags import _default, _names
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.training import data
 from tests.megatron_lm_scripts import COPIES
+from tests.unit.commands import CPU, argv
 
 INSTALLED = COPIES[__shortversion__]
 
@@ -70,11 +70,6 @@ OTHER_DEFAULTS = {"--profile-ranks": "as in 0.16.1"} if __shortversion__ != "0.1
 OURS = ("--dry-run", "--balance-*", "--moe-comm-*", "--no-moe-parallel-*", "--moe-router-force-*", "--moe-routing-*")
 """Patterns for flags of our own features; REFUSED may list these although upstream has no such flags."""
 
-SIZE = {"num-layers": 4, "hidden-size": 48, "num-attention-heads": 4, "seq-length": 32, "num-experts": 8}
-TRAINING = {"micro-batch-size": 2, "train-iters": 20, "lr": 1e-3, "tokenizer-type": "NullTokenizer", "vocab-size": 127}
-GOOD = ["--mock-data", *(f"--{flag}={value}" for flag, value in (SIZE | TRAINING).items())]
-MACHINE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
-
 
 def test_the_copies_are_whole() -> None:
     assert {version: len(flags) for version, flags in COPIES.items()} == {"0.16.1": 651, "0.19.2": 807}
@@ -93,7 +88,7 @@ def test_no_entry_is_idle() -> None:
         name
         for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
         for field in dataclasses.fields(cls)
-        for name in flag_names(field)
+        for name in _names(field.name, negated=_default(field) is True)
     ]
     known = [*SPELLINGS, *fields]
     idle = [pattern for pattern in PATTERNS if not any(fnmatchcase(flag, pattern) for flag in known)]
@@ -174,9 +169,9 @@ def test_accepted_flags_take_what_upstream_takes(flag: str) -> None:
 
 
 def test_accepted_flags_are_noticed_and_change_nothing() -> None:
-    good = [*GOOD, "--position-embedding-type=rope"]
-    plain = parse_args(good, MACHINE)
-    given = parse_args([*good, *(text for flag in ACCEPTED_VALUES for text in accepted_arguments(flag))], MACHINE)
+    good = argv("--position-embedding-type rope")
+    plain = parse_args(good, CPU)
+    given = parse_args([*good, *(text for flag in ACCEPTED_VALUES for text in accepted_arguments(flag))], CPU)
     expected = [f"{entry.partition(' ')[0]}: {reason}" for entry, reason in ACCEPTED.items()]
     assert given.notices == expected + plain.notices
     assert settings_of(given.config) == settings_of(plain.config)
@@ -206,7 +201,8 @@ def test_shorthands() -> None:
 def test_data_flags_reach_megatron_core() -> None:
     flags = "--num-dataset-builder-threads 3 --mid-level-dataset-surplus 0.5 --no-mmap-bin-files --data-cache-path x"
     flags += " --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --allow-ambiguous-pad-tokens"
-    config = data._dataset_config(parse_args([*GOOD, *flags.split()], MACHINE).config, SimpleNamespace(vocab_size=127))
+    parsed = parse_args(argv(f"--mock-data {flags}"), CPU)
+    config = data._dataset_config(parsed.config, SimpleNamespace(vocab_size=127))
     assert (config.num_dataset_builder_threads, config.mid_level_dataset_surplus) == (3, 0.5)
     assert (config.mmap_bin_files, config.fast_cache_load) == (False, True)
     assert config.defer_npy_index_mmap and config.allow_ambiguous_pad_tokens
@@ -243,5 +239,5 @@ def test_help_shows_supported_flags_only() -> None:
 )
 def test_numbers_are_finite(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args([*GOOD, *text.split()], MACHINE)
+        parse_args(argv(text), CPU)
     assert text.split("=")[0].split()[0] in capsys.readouterr().err

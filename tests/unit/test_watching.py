@@ -17,8 +17,7 @@ from torch.profiler import ProfilerAction
 from megatron_balance.app.watching import memory_is_due
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.config.log_config import LogConfig, ProfilingConfig
-from megatron_balance.config.training_config import TrainConfig
+from megatron_balance.config.training_config import LogConfig, ProfilingConfig, TrainConfig
 from megatron_balance.device import memory
 from megatron_balance.observe.balance import spread
 from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler, record_function
