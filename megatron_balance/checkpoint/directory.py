@@ -21,10 +21,9 @@ from pathlib import Path
 
 from megatron_balance.checkpoint import manifest
 from megatron_balance.files.reading import KIB, read_bounded
-from megatron_balance.files.writing import sync, writing
+from megatron_balance.files.writing import sync, write_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TRACKER_BYTES = KIB
 COMPLETE = re.compile(r"iter_(\d{7,})")
 PROBE_BYTES = 1 << 20
 """Bytes written to find a full disk before the collective part of a save. Rank 0 writes less than that in that part."""
@@ -57,7 +56,7 @@ class CheckpointDirectory:
         path = self.root / TRACKER
         if not path.exists():
             return None
-        text = read_bounded(path, TRACKER_BYTES)
+        text = read_bounded(path, KIB)
         if not re.fullmatch(rb"\d{1,15}\s*", text):
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)
@@ -81,10 +80,7 @@ class CheckpointDirectory:
         """
 
         def finished(path: Path) -> int:
-            try:
-                return path.stat().st_mtime_ns
-            except FileNotFoundError:
-                return 0
+            return path.stat().st_mtime_ns if path.exists() else 0
 
         since = finished(self.root / TRACKER)
         later = [iteration for iteration in self.iterations() if iteration > tracked]
@@ -100,10 +96,8 @@ class CheckpointDirectory:
         path.mkdir()
         probe = path / "probe"
         try:
-            with writing(probe):
-                probe.write_bytes(b"\1" * PROBE_BYTES)
-                sync(probe)
-                probe.unlink()
+            write_file(probe, b"\1" * PROBE_BYTES)
+            probe.unlink()
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -130,14 +124,7 @@ class CheckpointDirectory:
 
     def _track(self, iteration: int) -> None:
         new = self.root / f"{TRACKER}.new"
-        try:
-            with writing(new), open(new, "w", encoding="ascii") as file:
-                file.write(str(iteration))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+        write_file(new, str(iteration).encode())
         os.replace(new, self.root / TRACKER)
         sync(self.root)
 
@@ -172,8 +159,7 @@ class CheckpointDirectory:
     def recover(self) -> list[str]:
         """Clean up after processes that died, and return one sentence for each leftover."""
         notices = []
-        entries = sorted(self.root.iterdir()) if self.root.is_dir() else []
-        for entry in entries:
+        for entry in sorted(self.root.glob("iter_*.*")):
             match = UNFINISHED.fullmatch(entry.name)
             if match is None:
                 continue

@@ -28,11 +28,6 @@ from megatron_balance.training.schedule import Length, scheduler_settings
 strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
 
 
-MAX_ATTEMPTS = 3
-"""Maximum number of searches of a directory whose checkpoints are deleted while they are read. Each search finds the
-newer checkpoints that the saving run has written in the meantime."""
-
-
 def sources(settings: CheckpointConfig) -> list[tuple[Path, bool]]:
     """Return the directories that a run may load from, in order, and whether it loads only the weights from each."""
     roots = ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True))
@@ -64,14 +59,15 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
     """Return the checkpoint to load, or None if the directory has none.
 
     This is the checkpoint of iteration `step`; by default, the newest sound one that the tracker does not rule out.
-
-    Before anything is loaded, every file is read once, each by one rank.
+    Every file is read once, each by one rank.
 
     Raises:
         CheckpointError: there are checkpoints, but none is sound, or the one of `step` is absent or damaged.
     """
+    deleted = True
     candidates = []
-    for _ in range(MAX_ATTEMPTS):
+    while deleted:
+        # Each search finds the newer checkpoints that the run which deletes older ones has saved in the meantime
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")
@@ -87,8 +83,6 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
             log.message(f"WARNING: the checkpoint of iteration {iteration} {reason}")
         if not candidates:
             return None
-        if not deleted:
-            break
     raise CheckpointError(
         f"{directory.root}: no sound checkpoint among iterations {candidates}; the damaged files are named above. "
         "Restore them, choose one with --ckpt-step, or start over with another directory"

