@@ -22,7 +22,7 @@ from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
 from megatron_balance.checkpoint.safe_pickle import COMMON
-from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
+from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy
 from megatron_balance.files.writing import write_file
 from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
@@ -84,8 +84,8 @@ class Checkpoints:
         """
         if not self.save_directory.is_held:
             self.save_directory.prepare()
-        for notice in self.save_directory.notices:
-            self.log.message(f"note: {notice}")
+        while self.save_directory.notices:
+            self.log.message(f"note: {self.save_directory.notices.pop(0)}")
 
     def after_step(self, last: bool) -> None:
         """Poll, and save if this iteration is due. After the `last` iteration, return once everything is on disk."""
@@ -110,8 +110,7 @@ class Checkpoints:
             f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} "
             "format"
         )
-        if not self.save_directory.is_held:
-            self.save_directory.prepare()
+        self.prepare()
         self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
@@ -120,8 +119,6 @@ class Checkpoints:
         save = _Save(iteration, self.run.progress.consumed_samples, time.perf_counter())
         with self._undone_on_failure(save):
             save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
-            reason = write_obstacle(save.staged)
-            raise_everywhere(OSError(reason) if reason else None)
             save.writer = self._plan(save.staged)
             raise_everywhere(outcome(save.writer.start))
         return save
@@ -143,11 +140,16 @@ class Checkpoints:
                 # A strategy keeps the distribution of its first save, and owners may have changed since
                 self._strategy = None
         first = self._strategy is None
+        if first:
+            strategy = ShardStrategy("torch_dist", 1)
+            fully = self.settings.ckpt_fully_parallel_save
+            group = self.run.groups.dp_cp
+            self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, True) if fully else strategy
         try:
             request: Any = dist_checkpointing.save(
                 state | run_state.common_state(self.run, parts),
                 str(staged),
-                self._save_strategy(),
+                self._strategy,
                 # Every save has the same structure, so comparing it across ranks once is enough
                 validate_access_integrity=first,
                 async_sharded_save=True,
@@ -246,13 +248,6 @@ class Checkpoints:
             text = f"saving the checkpoint of iteration {save.iteration} failed ({remains}): {error}"
             raise CheckpointError(text) from error
 
-    def _save_strategy(self) -> ShardStrategy | FullyParallelSaveStrategyWrapper:
-        if self._strategy is None:
-            self._strategy = ShardStrategy("torch_dist", 1)
-            if self.settings.ckpt_fully_parallel_save:
-                self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, self.run.groups.dp_cp, True)
-        return self._strategy
-
     def load(self) -> None:
         """Load the newest sound checkpoint of `--load` into the run, if there is one.
 
@@ -265,7 +260,11 @@ class Checkpoints:
         for root, weights_only in sources(settings):
             found = find_sound(CheckpointDirectory(root), settings.ckpt_step, self.log)
             if found is not None:
-                self._load(found, weights_only)
+                origin, weights_only = load_checkpoint(self.run, found, self.log, weights_only)
+                if self.directory and root.resolve() == self.directory.root.resolve() and not weights_only:
+                    self.saved_iteration = self.run.progress.iteration
+                self.save_directory.resumed(found, origin, not weights_only)
+                self.log.message(f"  successfully loaded checkpoint from {found}")
                 break
         if self.save_directory.is_held and (others := on_first_rank(self.save_directory.others)):
             self.log.message(
@@ -277,10 +276,3 @@ class Checkpoints:
             if settings.exit_on_missing_checkpoint:
                 raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
             self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
-
-    def _load(self, path: Path, weights_only: bool) -> None:
-        origin, weights_only = load_checkpoint(self.run, path, self.log, weights_only)
-        if self.directory is not None and path.parent.resolve() == self.directory.root.resolve() and not weights_only:
-            self.saved_iteration = self.run.progress.iteration
-        self.save_directory.resumed(path, origin, not weights_only)
-        self.log.message(f"  successfully loaded checkpoint from {path}")

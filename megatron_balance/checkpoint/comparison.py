@@ -118,10 +118,8 @@ class Loaded(NamedTuple):
 
     progress: bool
     """The iteration, the position in the data, and the random numbers; False: the run starts anew."""
-
     schedule: bool
     """The state of the learning-rate and weight-decay schedule."""
-
     optimizer: bool
     """The optimizer's state."""
 

@@ -48,11 +48,7 @@ class CheckpointDirectory:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def tracked(self) -> int | None:
-        """Return the iteration that the tracker names; None without a tracker.
-
-        Raises:
-            ValueError: the tracker holds something else; the message names the file.
-        """
+        """Return the iteration that the tracker names; None without one; raise ValueError if it holds anything else."""
         path = self.root / TRACKER
         if not path.exists():
             return None
@@ -62,11 +58,7 @@ class CheckpointDirectory:
         return int(text)
 
     def chosen(self, step: int | None) -> Path:
-        """Return the checkpoint of iteration `step`, or of the tracker's iteration.
-
-        Raises:
-            ValueError: there is none, or the tracker is damaged.
-        """
+        """Return the checkpoint of iteration `step`, or of the tracker's; raise ValueError if there is none."""
         iteration = self.tracked() if step is None else step
         if iteration is None or not self.path(iteration).is_dir():
             raise ValueError(f"--load-dir {self.root}: holds no checkpoint of iteration {iteration}")
@@ -87,11 +79,7 @@ class CheckpointDirectory:
         return [iteration for iteration in later if finished(self.path(iteration) / manifest.NAME) > since]
 
     def stage(self, iteration: int) -> Path:
-        """Create an empty directory for this iteration's checkpoint, and return its path.
-
-        Raises:
-            OSError: the directory cannot be created, or the disk is full or almost full.
-        """
+        """Create an empty directory for an iteration; raise OSError if that fails or the disk is almost full."""
         path = self._aside(iteration, "saving")
         path.mkdir()
         probe = path / "probe"
@@ -107,26 +95,18 @@ class CheckpointDirectory:
         """Give a staged directory, complete and on disk, its final name, and update the tracker."""
         sync(staged)
         final = self.path(iteration)
-        replaced = None
+        replaced = self._aside(iteration, "replaced")
         if final.exists():
-            replaced = self._aside(iteration, "replaced")
+            # If this process dies before the next rename, `recover` renames it back
             os.rename(final, replaced)
-        try:
-            os.rename(staged, final)
-        except OSError:
-            if replaced is not None:
-                os.rename(replaced, final)
-            raise
+        os.rename(staged, final)
         sync(self.root)
-        self._track(iteration)
-        if replaced is not None:
-            shutil.rmtree(replaced)
-
-    def _track(self, iteration: int) -> None:
         new = self.root / f"{TRACKER}.new"
         write_file(new, str(iteration).encode())
         os.replace(new, self.root / TRACKER)
         sync(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
     def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
         """Delete old checkpoints of this run and return their iterations.
@@ -137,7 +117,7 @@ class CheckpointDirectory:
         """
         if keep_last is None and retain_interval is None:
             return []
-        own = [iteration for iteration in self.iterations() if manifest.run_of(self.path(iteration)) == run]
+        own = self.iterations_of_runs().get(run, [])
         old = [iteration for iteration in own if iteration <= newest][keep_last or 1 :]
         doomed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
         for iteration in doomed:
@@ -147,13 +127,11 @@ class CheckpointDirectory:
             shutil.rmtree(aside)
         return doomed
 
-    def iterations_of_other_runs(self, run: str) -> dict[str, list[int]]:
-        """Return the iterations of checkpoints of other runs, by run."""
-        found: dict[str, list[int]] = {}
+    def iterations_of_runs(self) -> dict[str | None, list[int]]:
+        """Return the iterations of checkpoints by run; None if a manifest cannot be read."""
+        found: dict[str | None, list[int]] = {}
         for iteration in self.iterations():
-            other = manifest.run_of(self.path(iteration))
-            if other is not None and other != run:
-                found.setdefault(other, []).append(iteration)
+            found.setdefault(manifest.run_of(self.path(iteration)), []).append(iteration)
         return found
 
     def recover(self) -> list[str]:

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+import psutil
+
 from megatron_balance.checkpoint.manifest import utc_now
 from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
@@ -59,16 +61,12 @@ class Owner:
     process: int
     since: str
     """When the process took the lease, for people."""
-
     job: str | None = None
     """The launcher's name of the job."""
-
     attempt: int = 0
     """How often the launcher has restarted the job."""
-
     machine: str = ""
     """The scope in which process numbers are unique: a boot of a kernel, and a PID namespace."""
-
     started: int = 0
     """When the process started, in the kernel's ticks since boot."""
 
@@ -104,12 +102,8 @@ class Owner:
         """Return whether `other` still runs; None if this process cannot find out."""
         if not self.machine or self.machine != other.machine:
             return None
-        try:
-            os.kill(other.process, 0)
-        except ProcessLookupError:
+        if not psutil.pid_exists(other.process):
             return False
-        except (OSError, OverflowError):
-            return None
         state = process_state(other.process)
         return None if state is None else state[0] not in "ZX" and state[1] == other.started
 
@@ -239,11 +233,22 @@ class Lease:
 
         threading.Thread(target=renew, name=f"lease of {self.root}", daemon=True).start()
 
-    def renew(self) -> bool:
-        """Renew the lease. Return False if this process no longer holds it."""
+    def renew(self, released: bool = False) -> bool:
+        """Renew the lease, or mark it as released. Return False if this process no longer holds it."""
         with self._changing:
             self._renewals += 1
-            return self._write()
+            if self.generation is None:
+                return False
+            try:
+                with open(self._path(self.generation), "r+b", buffering=0) as file:
+                    # After the directory was removed, another process may hold the same number
+                    if self._is_mine(file.read(BYTES)):
+                        file.seek(0)
+                        file.write(self._rendered(released))
+                        return True
+            except FileNotFoundError:
+                pass
+            return False
 
     def check(self) -> None:
         """Check that this process still holds the directory. Call it before every change to the checkpoints.
@@ -275,24 +280,9 @@ class Lease:
     def release(self) -> None:
         """Release the lease, unless it was lost, so that others can take the directory at once."""
         self._ending.set()
-        with self._changing, contextlib.suppress(OSError):
-            self._write(released=True)
+        with contextlib.suppress(OSError):
+            self.renew(released=True)
         self.generation = None
-
-    def _write(self, released: bool = False) -> bool:
-        """Overwrite this process's lease. Return False if this process no longer holds one."""
-        if self.generation is None:
-            return False
-        try:
-            with open(self._path(self.generation), "r+b", buffering=0) as file:
-                # After the directory was removed, another process may hold the same number
-                if not self._is_mine(file.read(BYTES)):
-                    return False
-                file.seek(0)
-                file.write(self._rendered(released))
-        except FileNotFoundError:
-            return False
-        return True
 
     def _rendered(self, released: bool = False) -> bytes:
         record = LeaseRecord(self.owner, self._token, self._renewals, released)

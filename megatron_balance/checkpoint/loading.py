@@ -34,23 +34,6 @@ def sources(settings: CheckpointConfig) -> list[tuple[Path, bool]]:
     return [(Path(root), weights_only) for root, weights_only in roots if root is not None]
 
 
-def check_there(settings: CheckpointConfig) -> None:
-    """Check that there is a checkpoint where the flags require one, without reading it. Not collective.
-
-    Raises:
-        ValueError: there is none; the error names the flag.
-    """
-    roots = [root for root, _ in sources(settings)]
-    there = {root: CheckpointDirectory(root).iterations() for root in roots}
-    if settings.ckpt_step is not None and roots and settings.ckpt_step not in there[roots[0]]:
-        raise ValueError(_no_step(settings.ckpt_step, roots[0], there[roots[0]]))
-    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(there.values()):
-        raise ValueError(
-            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
-            "iter_0000001 or the like"
-        )
-
-
 def _no_step(step: int, root: Path, iterations: list[int]) -> str:
     return f"--ckpt-step {step}: {root} holds iterations {iterations}; choose one of them"
 
@@ -135,9 +118,6 @@ def _damage(path: Path) -> str | None:
 def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tuple[manifest.Origin, bool]:
     """Load the checkpoint in `path` into the run.
 
-    Args:
-        weights_only: whether to load nothing but the weights.
-
     Returns:
         The checkpoint's origin, and whether only its weights were loaded: a converted model has nothing else.
 
@@ -197,11 +177,21 @@ def check_newest(config: RunConfig, length: Length) -> None:
     """Compare a run's flags with those of the checkpoint that it will load if no file is damaged. Not collective.
 
     Raises:
-        ValueError: flags differ that must not; the message names them, both values and the remedies.
+        ValueError: there is no checkpoint where flags require one, or flags differ that must not; the message names
+            them, both values and the remedies.
     """
-    for root, weights_only in sources(config.checkpoint):
+    settings = config.checkpoint
+    there = [(root, CheckpointDirectory(root).iterations()) for root, _ in sources(settings)]
+    if settings.ckpt_step is not None and there and settings.ckpt_step not in there[0][1]:
+        raise ValueError(_no_step(settings.ckpt_step, *there[0]))
+    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(found for _, found in there):
+        raise ValueError(
+            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
+            "iter_0000001 or the like"
+        )
+    for root, weights_only in sources(settings):
         try:
-            newest = saved_flags.newest_of(root, config.checkpoint.ckpt_step)
+            newest = saved_flags.newest_of(root, settings.ckpt_step)
             if newest is None:
                 continue
             saved = saved_flags.read(newest)

@@ -75,19 +75,12 @@ class Origin:
 
     run: str
     """Name of the run, created when it first starts and kept when it resumes."""
-
     host: str
-    """Host of the process that wrote the manifest; `started` and `saved` are read from its clock, in UTC."""
-
     started: str
-    """When that process started."""
-
+    """When the process on `host` that saved the checkpoint was started, in UTC."""
     saved: str
-    """When the checkpoint was saved."""
-
     parent: str
     """Checkpoint that the process was loaded from, and its run; empty for random weights."""
-
     versions: Mapping[str, str]
     """Package versions by name."""
 

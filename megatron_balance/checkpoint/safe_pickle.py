@@ -114,17 +114,16 @@ def read_metadata(directory: Path) -> Metadata:
     content = _read(path)
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        is_sound = (
-            type(metadata) is Metadata
-            and all(_is_description(*item) for item in metadata.state_dict_metadata.items())
-            and all(_is_place(*item) for item in metadata.storage_data.items())
-        )
+        kinds = {type(metadata)}
+        kinds |= {type(entry) for entry in (*metadata.state_dict_metadata.values(), *metadata.storage_data.values())}
+        if unknown := kinds - {Metadata, TensorStorageMetadata, BytesStorageMetadata, _StorageInfo}:
+            raise ValueError(f"has a {unknown.pop().__name__} in place of a checkpoint's metadata")
+        check_places(directory, metadata)
+        return metadata
+    except Damaged:
+        raise
     except Exception as error:
         raise Damaged(path, f"is not safe to read: {cleaned(error, 400)}") from error
-    if not is_sound:
-        raise Damaged(path, "has objects of other types than a checkpoint's metadata")
-    check_places(directory, metadata)
-    return metadata
 
 
 def _read_config(directory: Path) -> Any:
@@ -139,28 +138,13 @@ def _read_config(directory: Path) -> Any:
     return config
 
 
-def _is_description(name: object, entry: object) -> bool:
-    if type(entry) is not TensorStorageMetadata:
-        return type(name) is str and type(entry) is BytesStorageMetadata
-    sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
-    is_typed = isinstance(entry.properties.dtype, torch.dtype)
-    return type(name) is str and is_typed and all(type(size) is torch.Size for size in sizes)
-
-
-def _is_place(index: object, info: object) -> bool:
-    return (
-        type(index) is MetadataIndex
-        and type(info) is _StorageInfo
-        and (type(info.relative_path), type(info.offset), type(info.length)) == (str, int, int)
-        # They name code that would decode the bytes
-        and not getattr(info, "transform_descriptors", None)
-    )
-
-
 def check_places(directory: Path, metadata: Metadata) -> None:
-    """Raise Damaged unless all entries are inside the directory's files."""
+    """Raise Damaged unless all entries are, unencoded, inside the directory's files."""
     sizes = dict[str, int]()
     for index, info in metadata.storage_data.items():
+        # Descriptors would let a reader decode the bytes into others than those that are checked here
+        if getattr(info, "transform_descriptors", None):
+            raise Damaged(directory / ".metadata", f"{index.fqn} is encoded, which no checkpoint needs")
         if info.relative_path not in sizes:
             if not is_plain_name(info.relative_path):
                 raise Damaged(directory / ".metadata", f"{index.fqn} is in {info.relative_path!r}, elsewhere")

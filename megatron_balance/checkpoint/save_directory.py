@@ -26,18 +26,14 @@ class SaveDirectory:
 
     root: Path | None
     """None if the job saves nothing."""
-
     launch: Launch = field(default_factory=Launch.from_environment)
     _: KW_ONLY
     run: str = ""
     """Name of the run; the same on all ranks once `prepare` has returned."""
-
     parent: str = ""
     """Checkpoint that the run was loaded from; empty for random weights."""
-
     notices: list[str] = field(default_factory=list)
     """Leftovers that `prepare` found, one sentence each."""
-
     is_held: bool = False
     started: str = field(default_factory=utc_now)
     lease: Lease | None = None
@@ -106,8 +102,11 @@ class SaveDirectory:
     def others(self) -> str:
         """Describe the checkpoints of other runs in the directory; empty if there are none. Called on rank 0."""
         assert self.directory is not None
-        found = self.directory.iterations_of_other_runs(self.run)
-        return "; ".join(f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found.items())
+        found = self.directory.iterations_of_runs().items()
+        others = (
+            f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found if run not in (None, self.run)
+        )
+        return "; ".join(others)
 
     def origin(self) -> Origin:
         """Return the origin of a checkpoint that is saved now."""

@@ -101,11 +101,7 @@ def is_plain(value: Any) -> bool:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint, by field name.
-
-    Raises:
-        ValueError: the file is missing, or `to_json` did not write it; the message names the file.
-    """
+    """Return the settings of a checkpoint, by field name; raise ValueError if `to_json` did not write them."""
     path = checkpoint / FILE
     found = read_object(path, MIB)
     for name, section in found.items():
@@ -115,11 +111,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
 
 
 def as_flag(action: argparse.Action, value: Any) -> Any:
-    """Convert a checkpoint's value as if it had been given with its flag.
-
-    Raises:
-        ValueError: the flag does not accept the value.
-    """
+    """Convert a checkpoint's value as if it had been given with its flag; raise ValueError if that refuses it."""
     left_out = value is None and (action.default is None or not (action.choices or action.type in (int, float)))
     if left_out or (action.nargs == 0 and type(value) is bool):
         return value

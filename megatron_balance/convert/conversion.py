@@ -23,7 +23,7 @@ from megatron_balance.convert.megatron import MegatronCheckpoint
 from megatron_balance.convert.model import OUTPUT, TABLE, Model
 from megatron_balance.convert.pieces import Piece, PieceSource, Size
 from megatron_balance.convert.safetensors_files import CONFIG, Weights
-from megatron_balance.convert.settings import notices, run_config, trained_config
+from megatron_balance.convert.settings import run_config, trained_config
 from megatron_balance.files.reading import MIB, inside, read_object
 from megatron_balance.files.writing import staged, write_file
 
@@ -43,13 +43,11 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
     """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, with weights only.
 
     Args:
-        log: receives progress, and notices, which end in a newline: for example that layers of multi-token prediction
-            are left out.
+        log: receives progress, and notices, which end in a newline.
         without: patterns (`fnmatch`) of how the names of tensors to leave out begin.
 
     Raises:
-        ValueError: the model is unknown, its files do not match its config.json, or no tensor matches a pattern of
-            `without`; the message names them.
+        ValueError: the model is unknown, its files do not match its config.json, or no tensor matches a pattern.
         OSError: `target` cannot be written. Partial output is removed.
     """
     model, weights = checked_model(source, without, log)
@@ -98,15 +96,7 @@ def _leave_out(weights: Weights, patterns: Iterable[str]) -> int:
 
 
 def import_megatron(source: Path, target: Path, log: Log, step: int | None = None) -> None:
-    """Convert the weights of a Megatron-LM checkpoint into a checkpoint of iteration 0 in `target`.
-
-    Args:
-        step: iteration of the checkpoint; default: the latest.
-
-    Raises:
-        ValueError: the checkpoint is damaged or holds something else; the message names the problem.
-        OSError: `target` cannot be written. Partial output is removed.
-    """
+    """Convert the weights of a Megatron-LM checkpoint, by default the latest, like `import_model`."""
     checkpoint = MegatronCheckpoint(source, step)
     with _new_directory(target, log) as lease:
         files = _with_progress(checkpoint.files, log)
@@ -150,8 +140,7 @@ def _check_empty(target: Path, is_allowed: Callable[[Path], object] = lambda pat
     """Raise ValueError unless a directory is absent or empty, because output might follow an existing link."""
     if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"--save-dir {target}: is not a directory; choose another")
-    found = [path.name for path in target.iterdir() if not is_allowed(path)] if target.exists() else []
-    if found:
+    if found := [path.name for path in target.glob("*") if not is_allowed(path)]:
         raise ValueError(f"--save-dir {target}: is not empty: has {found[0]}; choose another, or remove what is there")
 
 
@@ -218,7 +207,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     trained = Model(config)
     if (padding := weights[table.key][0] - trained.vocabulary) > 0:
         log(f"{padding} rows of {table.key} are left out as padding: vocab_size is {trained.vocabulary}\n")
-    for notice in notices(trained, saved):
+    for notice in trained.notices(saved.get("moe_expert_capacity_factor")):
         log(f"{notice}\n")
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:

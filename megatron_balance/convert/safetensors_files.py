@@ -56,14 +56,13 @@ class StoredTensor(NamedTuple):
 
 
 class Weights:
-    """The tensors of a model's safetensors files, read one at a time."""
+    """The tensors of a model's safetensors files, read one at a time.
+
+    Raises:
+        ValueError: a file is missing or its header is invalid; the message names it.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files.
-
-        Raises:
-            ValueError: a file is missing or invalid; the message names it.
-        """
         if os.path.lexists(directory / ADAPTER):
             raise ValueError(
                 f"{directory / ADAPTER}: an adapter (LoRA), not a whole model; merge it into its base model (peft: "
@@ -127,13 +126,10 @@ class Weights:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
     def divide(self, name: str, parts: Mapping[str, tuple[int | slice, ...]]) -> None:
-        """Replace a tensor by parts of it.
+        """Replace a tensor by parts of it; raise ValueError if a part is also there as a tensor.
 
         Args:
             parts: index of each part in the tensor, by the part's name.
-
-        Raises:
-            ValueError: there is already a tensor of such a name.
         """
         tensor = self.tensors.pop(name)
         if twice := self.tensors.keys() & parts.keys():
@@ -143,11 +139,7 @@ class Weights:
             self.tensors[part] = tensor._replace(shape=tuple(whole[index].shape), part=index)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor.
-
-        Raises:
-            ValueError: the tensor can no longer be read, or contains NaN or infinity.
-        """
+        """Return one tensor; raise ValueError if it can no longer be read, or contains NaN or infinity."""
         stored = self.tensors[name]
         with self._opened(stored.file) as (path, opened):
             whole = stored.part is None

@@ -39,13 +39,9 @@ from megatron_balance.messages import cleaned
 
 
 class Reader:
-    """Reader of a checkpoint's tensors."""
+    """Reader of a checkpoint's tensors. Raises Damaged if a file is invalid or would run code."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Raises:
-            Damaged: a file is invalid or would run code; the message names it.
-        """
         metadata = read_metadata(directory)
         weights = {
             name: entry
@@ -62,14 +58,10 @@ class Reader:
         """Return a piece of one tensor. If the checkpoint has more rows (a padded vocabulary), return the first ones.
 
         Raises:
-            ValueError: the tensor is missing, or has another shape.
+            ValueError: the tensor has another shape.
         """
-        found = self.weights.get(piece.key)
-        if found is None:
-            raise ValueError(f"{piece.key}: not in the checkpoint")
-        rows, *inner = found.size
-        padded = not piece.at and rows > piece.shape[0] and tuple(inner) == piece.shape[1:]
-        if tuple(found.size) != piece.shape and not padded:
+        found = self.weights[piece.key]
+        if len(found.size) != len(piece.shape) or found.size[0] < piece.shape[0] or found.size[1:] != piece.shape[1:]:
             raise ValueError(f"{piece.key}: is {tuple(found.size)} in the checkpoint instead of {piece.shape}")
         chunk = chunk_of(piece)
         target = torch.empty(chunk.sizes, dtype=found.properties.dtype)

@@ -18,7 +18,7 @@ from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
 from megatron_balance.convert.pieces import rotary_pairs
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights
-from megatron_balance.convert.settings import notices, run_config, trained_config
+from megatron_balance.convert.settings import run_config, trained_config
 from tests import hf_models
 from tests.unit.published_models import PUBLISHED
 
@@ -277,7 +277,7 @@ def test_what_an_export_cannot_express_is_refused_by_flag() -> None:
     model = Model(BASES["qwen3_moe"])
     with pytest.raises(ValueError, match=r"cannot express --moe-router-topk-scaling-factor 2.0 \(.*can only mean 1.0"):
         trained_config(model, fields(model, moe_router_topk_scaling_factor=2.0), torch.float32)
-    assert list(notices(model, fields(model, moe_expert_capacity_factor=1.5))) == [
+    assert list(model.notices(1.5)) == [
         "--moe-expert-capacity-factor 1.5: the exported model has no capacity and drops no token"
     ]
 
