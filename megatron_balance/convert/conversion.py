@@ -229,7 +229,11 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
         tensors: expected names and sizes. Iteration stops once more are missing than an error can list.
         remedy: what to do about tensors that are not part of the model.
     """
-    wanted = dict(itertools.islice(tensors, len(found) + MAX_LISTED + 1))
+    wanted: dict[str, Size] = {}
+    for name, size in tensors:
+        wanted[name] = size
+        if len(wanted) > len(found) + MAX_LISTED:
+            break
     problems = {"missing": sorted(wanted.keys() - found.keys())}
     if len(problems["missing"]) <= MAX_LISTED:
         problems["not part of such a model"] = extra = sorted(found.keys() - wanted.keys())
