@@ -186,10 +186,7 @@ SPOILED = {
     ),
     "no size": (unset("max_position_embeddings"), ["config.json: max_position_embeddings: is missing"]),
     "no model": (reconfigure(model_type=["mixtral"]), ["model_type a list: not known"]),
-    "many experts": (
-        reconfigure(num_local_experts=10**9),
-        ["num_local_experts: 1000000000 is not an integer"],
-    ),
+    "many experts": (reconfigure(num_local_experts=10**9), ["num_local_experts: 1000000000 is not an integer"]),
     "many layers": (reconfigure(num_hidden_layers=10**9), ["num_hidden_layers: 1000000000 is not an integer from 1"]),
     "more of both": (
         reconfigure(num_hidden_layers=4096, num_local_experts=65536),
