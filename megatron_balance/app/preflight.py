@@ -12,7 +12,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
 from megatron_balance.build.profiles import read_profile
-from megatron_balance.checkpoint.loading import check_newest, check_there
+from megatron_balance.checkpoint.loading import check_newest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
@@ -110,7 +110,6 @@ def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: in
         check_regular(config.balance.balance_calibrate, "--balance-calibrate")
     if rank == 0:
         # The other ranks may see a new checkpoint of a shared file system a little later
-        check_there(config.checkpoint)
         check_newest(config, length)
     # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
     stage = rank * stages // topology.world_size

@@ -22,15 +22,9 @@ from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
 from megatron_balance.checkpoint.safe_pickle import COMMON
-from megatron_balance.checkpoint.save_directory import SaveDirectory, write_obstacle
-from megatron_balance.checkpoint.writer import (
-    CONFIG,
-    METADATA,
-    PartWriter,
-    ShardStrategy,
-    common_state_in_memory,
-)
-from megatron_balance.files.writing import writing
+from megatron_balance.checkpoint.save_directory import SaveDirectory
+from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy
+from megatron_balance.files.writing import write_file
 from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
 from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.observe.progress_log import ProgressLog
@@ -90,8 +84,8 @@ class Checkpoints:
         """
         if not self.save_directory.is_held:
             self.save_directory.prepare()
-        for notice in self.save_directory.notices:
-            self.log.message(f"note: {notice}")
+        while self.save_directory.notices:
+            self.log.message(f"note: {self.save_directory.notices.pop(0)}")
 
     def after_step(self, last: bool) -> None:
         """Poll, and save if this iteration is due. After the `last` iteration, return once everything is on disk."""
@@ -116,8 +110,7 @@ class Checkpoints:
             f"saving checkpoint at iteration {iteration:7d} to {self.directory.root} in {self.settings.ckpt_format} "
             "format"
         )
-        if not self.save_directory.is_held:
-            self.save_directory.prepare()
+        self.prepare()
         self.in_flight = self._start(self.directory, iteration)
         if not self.settings.async_save:
             self.finish()
@@ -125,10 +118,8 @@ class Checkpoints:
     def _start(self, directory: CheckpointDirectory, iteration: int) -> _Save:
         save = _Save(iteration, self.run.progress.consumed_samples, time.perf_counter())
         with self._undone_on_failure(save):
-            staged = save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
-            reason = write_obstacle(staged)
-            raise_everywhere(OSError(reason) if reason else None)
-            save.writer = self._plan(staged)
+            save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
+            save.writer = self._plan(save.staged)
             raise_everywhere(outcome(save.writer.start))
         return save
 
@@ -149,21 +140,25 @@ class Checkpoints:
                 # A strategy keeps the distribution of its first save, and owners may have changed since
                 self._strategy = None
         first = self._strategy is None
+        if first:
+            strategy = ShardStrategy("torch_dist", 1)
+            fully = self.settings.ckpt_fully_parallel_save
+            group = self.run.groups.dp_cp
+            self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, True) if fully else strategy
         try:
-            with common_state_in_memory() as common:
-                request: Any = dist_checkpointing.save(
-                    state | run_state.common_state(self.run, parts),
-                    str(staged),
-                    self._save_strategy(),
-                    # Every save has the same structure, so comparing it across ranks once is enough
-                    validate_access_integrity=first,
-                    async_sharded_save=True,
-                    content_metadata=run_state.CONTENT,
-                )
+            request: Any = dist_checkpointing.save(
+                state | run_state.common_state(self.run, parts),
+                str(staged),
+                self._strategy,
+                # Every save has the same structure, so comparing it across ranks once is enough
+                validate_access_integrity=first,
+                async_sharded_save=True,
+                content_metadata=run_state.CONTENT,
+            )
         except OSError as error:
             # Only this rank failed: the others wait in a collective of megatron-core's until the hang guard ends them
             raise RuntimeError(f"{staged}: planning the checkpoint failed: {error}") from error
-        return PartWriter(request, self.patience, *common)
+        return PartWriter(request, self.patience)
 
     def poll(self) -> None:
         """Complete the save in flight if every rank has written its part."""
@@ -218,10 +213,8 @@ class Checkpoints:
     def _commit(self, directory: CheckpointDirectory, save: _Save, written: list[tuple[list, dict]]) -> list[int]:
         assert save.writer is not None and save.staged is not None
         save.writer.describe([results for results, _ in written])
-        flags = save.staged / saved_flags.FILE
-        with writing(flags):
-            schedule = scheduler_settings(self.run.config, self.run.length)
-            flags.write_text(saved_flags.to_json(self.run.config, schedule), encoding="utf-8")
+        schedule = scheduler_settings(self.run.config, self.run.length)
+        write_file(save.staged / saved_flags.FILE, saved_flags.to_json(self.run.config, schedule).encode())
         files = {name: entry for _, entries in written for name, entry in entries.items()}
         common = [save.staged / name for name in COMMON_FILES if (save.staged / name).exists()]
         files |= {path.name: manifest.sync_and_digest(path) for path in common}
@@ -244,25 +237,16 @@ class Checkpoints:
         try:
             yield
         except (CheckpointError, LeaseLost, OSError, ValueError) as error:
-            reason = str(error)
             if save.writer is not None:
                 save.writer.stop()
             if (staged := save.staged) is not None:
                 # Wait until every rank has stopped its writers: none may write into the directory any more
                 gather(None)
-                if not on_first_rank(lambda: _removed(staged)):
-                    reason += f"; {staged} could not be removed"
-            left = [str(self.directory.path(older)) for older in self.directory.iterations()[:1]]
-            remains = f"{left[0]} is intact" if left else "there is no earlier one"
-            text = f"saving the checkpoint of iteration {save.iteration} failed ({remains}): {reason}"
+                on_first_rank(lambda: shutil.rmtree(staged, ignore_errors=True))
+            left = self.directory.iterations()
+            remains = f"{self.directory.path(left[0])} is intact" if left else "there is no earlier one"
+            text = f"saving the checkpoint of iteration {save.iteration} failed ({remains}): {error}"
             raise CheckpointError(text) from error
-
-    def _save_strategy(self) -> ShardStrategy | FullyParallelSaveStrategyWrapper:
-        if self._strategy is None:
-            self._strategy = ShardStrategy("torch_dist", 1)
-            if self.settings.ckpt_fully_parallel_save:
-                self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, self.run.groups.dp_cp, True)
-        return self._strategy
 
     def load(self) -> None:
         """Load the newest sound checkpoint of `--load` into the run, if there is one.
@@ -276,7 +260,11 @@ class Checkpoints:
         for root, weights_only in sources(settings):
             found = find_sound(CheckpointDirectory(root), settings.ckpt_step, self.log)
             if found is not None:
-                self._load(found, weights_only)
+                origin, weights_only = load_checkpoint(self.run, found, self.log, weights_only)
+                if self.directory and root.resolve() == self.directory.root.resolve() and not weights_only:
+                    self.saved_iteration = self.run.progress.iteration
+                self.save_directory.resumed(found, origin, not weights_only)
+                self.log.message(f"  successfully loaded checkpoint from {found}")
                 break
         if self.save_directory.is_held and (others := on_first_rank(self.save_directory.others)):
             self.log.message(
@@ -288,15 +276,3 @@ class Checkpoints:
             if settings.exit_on_missing_checkpoint:
                 raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
             self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")
-
-    def _load(self, path: Path, weights_only: bool) -> None:
-        origin, weights_only = load_checkpoint(self.run, path, self.log, weights_only)
-        if self.directory is not None and path.parent.resolve() == self.directory.root.resolve() and not weights_only:
-            self.saved_iteration = self.run.progress.iteration
-        self.save_directory.resumed(path, origin, not weights_only)
-        self.log.message(f"  successfully loaded checkpoint from {path}")
-
-
-def _removed(directory: Path) -> bool:
-    shutil.rmtree(directory, ignore_errors=True)
-    return not directory.exists()

@@ -5,10 +5,11 @@ other flags of the model and of the optimizer may change: they do not affect wha
 """
 
 import enum
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED
+from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED, flat
 from megatron_balance.config.flags import flag_of, in_words
 
 
@@ -117,10 +118,8 @@ class Loaded(NamedTuple):
 
     progress: bool
     """The iteration, the position in the data, and the random numbers; False: the run starts anew."""
-
     schedule: bool
     """The state of the learning-rate and weight-decay schedule."""
-
     optimizer: bool
     """The optimizer's state."""
 
@@ -144,12 +143,12 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
         saved: the checkpoint's settings by field name, as `saved_flags.read` returns them.
         mine: the run's settings by section and field, as `saved_flags.sections` returns them.
     """
-    flags = {name: value for section in mine.values() for name, value in section.items()}
-    kinds = {name: _kind(section, name, saved, flags) for section, fields in mine.items() for name in fields}
-    found: dict[Kind, list[str]] = {kind: [] for kind in Kind}
-    for name, kind in kinds.items():
-        if name in saved and saved[name] != flags[name]:
-            found[kind].append(_difference(name, flags[name], saved[name]))
+    flags = flat(mine)
+    found: dict[Kind, list[str]] = defaultdict(list)
+    for section, fields in mine.items():
+        for name, value in fields.items():
+            if name in saved and saved[name] != value:
+                found[_kind(section, name, saved, flags)].append(_difference(name, value, saved[name]))
     refused = []
     if found[Kind.WEIGHTS]:
         remedy = "leave them out" if flags["use_checkpoint_args"] else "change them, or give --use-checkpoint-args"
@@ -163,9 +162,7 @@ def compare(saved: Mapping[str, Any], mine: Mapping[str, Mapping[str, Any]], loa
     kinds_to_warn_of = [Kind.FUNCTION, *([Kind.TRAINING, Kind.DATA] if loaded.progress else [])]
     warned = [_sentence(kind, found) for kind in kinds_to_warn_of if found[kind]]
     if loaded.schedule:
-        schedules = _compare_schedules(saved, flags)
-        refused += schedules.refused
-        warned += schedules.warned
+        _compare_schedules(saved, flags, Differences(refused, warned))
     return Differences(refused, warned)
 
 
@@ -192,46 +189,38 @@ def _sentence(kind: Kind, found: Mapping[Kind, Sequence[str]]) -> str:
     return f"{kind.value}: {'; '.join(found[kind])}"
 
 
-def _difference(name: str, mine: Any, saved: Any) -> str:
-    flag = flag_of(name)
+def _difference(name: str, mine: Any, saved: Any, flag: str | None = None) -> str:
+    flag = flag or flag_of(name)
     if isinstance(mine, bool) and isinstance(saved, bool):
         given = mine != (name in NEGATED)
         return f"{flag} {'given: the checkpoint was saved without it' if given else 'missing: the checkpoint has it'}"
-    return f"{flag} {_words(mine)}: the checkpoint has {_words(saved)}"
+    return f"{flag} {in_words(mine) or 'not given'}: the checkpoint has {in_words(saved) or 'not given'}"
 
 
-def _words(value: Any) -> str:
-    return in_words(value) or "not given"
-
-
-def _compare_schedules(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> Differences:
-    """Compare the schedules of the learning rate and of weight decay, by megatron-core's rules."""
+def _compare_schedules(saved: Mapping[str, Any], mine: Mapping[str, Any], found: Differences) -> None:
+    """Add the differences of the schedules of the learning rate and of weight decay, by megatron-core's rules."""
 
     def differing(names: Mapping[str, str]) -> list[str]:
         return [
-            f"{flag} {_words(mine[name])}: the checkpoint has {_words(saved[name])}"
+            _difference(name, mine[name], saved[name], flag)
             for name, flag in names.items()
             if name in saved and saved[name] != mine[name]
         ]
 
     kept = differing(SCHEDULE_FLAGS)
-    own = differing(STATELESS_FLAGS)
     batches = [flags.get("global_batch_size") for flags in (mine, saved)]
     if kept and batches[0] != batches[1]:
         # Its default follows from the number of ranks, and a schedule in iterations follows from it
         kept.insert(0, _difference("global_batch_size", *batches))
-    flags = mine["override_opt_param_scheduler"]
-    checkpoint = mine["use_checkpoint_opt_param_scheduler"]
-    refused = []
-    if kept and not flags and not checkpoint:
-        refused.append(
+    follows = "the learning-rate or weight-decay schedule follows the"
+    if kept and mine["use_checkpoint_opt_param_scheduler"]:
+        found.warned.append(f"{follows} checkpoint: {'; '.join(kept)}")
+    elif kept and mine["override_opt_param_scheduler"]:
+        found.warned.append(f"{follows} flags: {'; '.join(kept)}")
+    elif kept:
+        found.refused.append(
             f"{Kind.SCHEDULE.value}: {'; '.join(kept)}; give --override-opt_param-scheduler to use the flags' "
             "schedule, or --use-checkpoint-opt_param-scheduler"
         )
-    followed = [("checkpoint", kept)] if checkpoint else [("flags", kept)] if flags else []
-    warned = [
-        f"the learning-rate or weight-decay schedule follows the {source}: {'; '.join(differences)}"
-        for source, differences in (*followed, ("flags", own))
-        if differences
-    ]
-    return Differences(refused, warned)
+    if own := differing(STATELESS_FLAGS):
+        found.warned.append(f"{follows} flags: {'; '.join(own)}")

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from megatron_balance.checkpoint import manifest
 from megatron_balance.files.reading import KIB, read_bounded
-from megatron_balance.files.writing import sync, writing
+from megatron_balance.files.writing import sync, write_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TRACKER_BYTES = KIB
 COMPLETE = re.compile(r"iter_(\d{7,})")
 PROBE_BYTES = 1 << 20
 """Bytes written to find a full disk before the collective part of a save. Rank 0 writes less than that in that part."""
@@ -49,25 +48,17 @@ class CheckpointDirectory:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def tracked(self) -> int | None:
-        """Return the iteration that the tracker names; None without a tracker.
-
-        Raises:
-            ValueError: the tracker holds something else; the message names the file.
-        """
+        """Return the iteration that the tracker names; None without one; raise ValueError if it holds anything else."""
         path = self.root / TRACKER
         if not path.exists():
             return None
-        text = read_bounded(path, TRACKER_BYTES)
+        text = read_bounded(path, KIB)
         if not re.fullmatch(rb"\d{1,15}\s*", text):
             raise ValueError(f"{path}: holds {text[:20]!r} instead of an iteration")
         return int(text)
 
     def chosen(self, step: int | None) -> Path:
-        """Return the checkpoint of iteration `step`, or of the tracker's iteration.
-
-        Raises:
-            ValueError: there is none, or the tracker is damaged.
-        """
+        """Return the checkpoint of iteration `step`, or of the tracker's; raise ValueError if there is none."""
         iteration = self.tracked() if step is None else step
         if iteration is None or not self.path(iteration).is_dir():
             raise ValueError(f"--load-dir {self.root}: holds no checkpoint of iteration {iteration}")
@@ -81,29 +72,20 @@ class CheckpointDirectory:
         """
 
         def finished(path: Path) -> int:
-            try:
-                return path.stat().st_mtime_ns
-            except FileNotFoundError:
-                return 0
+            return path.stat().st_mtime_ns if path.exists() else 0
 
         since = finished(self.root / TRACKER)
         later = [iteration for iteration in self.iterations() if iteration > tracked]
         return [iteration for iteration in later if finished(self.path(iteration) / manifest.NAME) > since]
 
     def stage(self, iteration: int) -> Path:
-        """Create an empty directory for this iteration's checkpoint, and return its path.
-
-        Raises:
-            OSError: the directory cannot be created, or the disk is full or almost full.
-        """
+        """Create an empty directory for an iteration; raise OSError if that fails or the disk is almost full."""
         path = self._aside(iteration, "saving")
         path.mkdir()
         probe = path / "probe"
         try:
-            with writing(probe):
-                probe.write_bytes(b"\1" * PROBE_BYTES)
-                sync(probe)
-                probe.unlink()
+            write_file(probe, b"\1" * PROBE_BYTES)
+            probe.unlink()
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -113,33 +95,18 @@ class CheckpointDirectory:
         """Give a staged directory, complete and on disk, its final name, and update the tracker."""
         sync(staged)
         final = self.path(iteration)
-        replaced = None
+        replaced = self._aside(iteration, "replaced")
         if final.exists():
-            replaced = self._aside(iteration, "replaced")
+            # If this process dies before the next rename, `recover` renames it back
             os.rename(final, replaced)
-        try:
-            os.rename(staged, final)
-        except OSError:
-            if replaced is not None:
-                os.rename(replaced, final)
-            raise
+        os.rename(staged, final)
         sync(self.root)
-        self._track(iteration)
-        if replaced is not None:
-            shutil.rmtree(replaced)
-
-    def _track(self, iteration: int) -> None:
         new = self.root / f"{TRACKER}.new"
-        try:
-            with writing(new), open(new, "w", encoding="ascii") as file:
-                file.write(str(iteration))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+        write_file(new, str(iteration).encode())
         os.replace(new, self.root / TRACKER)
         sync(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
     def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
         """Delete old checkpoints of this run and return their iterations.
@@ -150,7 +117,7 @@ class CheckpointDirectory:
         """
         if keep_last is None and retain_interval is None:
             return []
-        own = [iteration for iteration in self.iterations() if manifest.run_of(self.path(iteration)) == run]
+        own = self.iterations_of_runs().get(run, [])
         old = [iteration for iteration in own if iteration <= newest][keep_last or 1 :]
         doomed = [iteration for iteration in old if not retain_interval or iteration % retain_interval]
         for iteration in doomed:
@@ -160,20 +127,17 @@ class CheckpointDirectory:
             shutil.rmtree(aside)
         return doomed
 
-    def iterations_of_other_runs(self, run: str) -> dict[str, list[int]]:
-        """Return the iterations of checkpoints of other runs, by run."""
-        found: dict[str, list[int]] = {}
+    def iterations_of_runs(self) -> dict[str | None, list[int]]:
+        """Return the iterations of checkpoints by run; None if a manifest cannot be read."""
+        found: dict[str | None, list[int]] = {}
         for iteration in self.iterations():
-            other = manifest.run_of(self.path(iteration))
-            if other is not None and other != run:
-                found.setdefault(other, []).append(iteration)
+            found.setdefault(manifest.run_of(self.path(iteration)), []).append(iteration)
         return found
 
     def recover(self) -> list[str]:
         """Clean up after processes that died, and return one sentence for each leftover."""
         notices = []
-        entries = sorted(self.root.iterdir()) if self.root.is_dir() else []
-        for entry in entries:
+        for entry in sorted(self.root.glob("iter_*.*")):
             match = UNFINISHED.fullmatch(entry.name)
             if match is None:
                 continue

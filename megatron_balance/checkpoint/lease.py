@@ -16,7 +16,6 @@ A lease cannot protect against a holder that is suspended for minutes between it
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -28,7 +27,10 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+import psutil
+
 from megatron_balance.checkpoint.manifest import utc_now
+from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 NAME = re.compile(r"lease\.(\d{6,15})")
@@ -59,32 +61,31 @@ class Owner:
     process: int
     since: str
     """When the process took the lease, for people."""
-
     job: str | None = None
     """The launcher's name of the job."""
-
     attempt: int = 0
     """How often the launcher has restarted the job."""
-
     machine: str = ""
     """The scope in which process numbers are unique: a boot of a kernel, and a PID namespace."""
-
     started: int = 0
     """When the process started, in the kernel's ticks since boot."""
 
     @classmethod
     def here(cls, run: str, job: str | None = None, attempt: int = 0) -> "Owner":
         """Return this process as an owner."""
-        process = os.getpid()
-        state = process_state(process)
+        machine = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        state = process_state(os.getpid())
         return cls(
             run,
             host=socket.gethostname(),
-            process=process,
+            process=os.getpid(),
             since=utc_now(),
             job=job,
             attempt=attempt,
-            machine=_machine(),
+            machine=machine,
             started=state[1] if state else 0,
         )
 
@@ -101,22 +102,10 @@ class Owner:
         """Return whether `other` still runs; None if this process cannot find out."""
         if not self.machine or self.machine != other.machine:
             return None
-        try:
-            os.kill(other.process, 0)
-        except ProcessLookupError:
+        if not psutil.pid_exists(other.process):
             return False
-        except (OSError, OverflowError):
-            return None
         state = process_state(other.process)
         return None if state is None else state[0] not in "ZX" and state[1] == other.started
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
 
 
 def process_state(number: int) -> tuple[str, int] | None:
@@ -125,7 +114,7 @@ def process_state(number: int) -> tuple[str, int] | None:
         # The second field, in parentheses, may contain any character
         fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[19])
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return None
 
 
@@ -138,18 +127,13 @@ class LeaseRecord:
     renewals: int
     released: bool = False
 
-    def render(self) -> bytes:
-        content = json.dumps(dataclasses.asdict(self), indent=1).encode()
-        assert len(content) < BYTES, content
-        return content.ljust(BYTES - 1) + b"\n"
-
     @classmethod
     def parse(cls, raw: bytes) -> "LeaseRecord | None":
-        """Return the record, or None if `raw` is not the complete output of `render`."""
+        """Return the record, or None if `raw` is not a complete one."""
         try:
             content = json.loads(raw)
             return cls(Owner(**content.pop("owner")), **content)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
@@ -187,22 +171,16 @@ class Lease:
         generation = max(self._generations(), default=0)
         return (generation == 0 or self._is_free(generation)) and self._take(generation + 1)
 
-    def acquire(self, log: Callable[[str], object]) -> None:
+    def acquire(self, log: Callable[[str], object], attempt: Callable[[], bool] | None = None) -> None:
         """Call `attempt` until it succeeds, for little more than STALE_SECONDS. Log once which holder it waits for."""
         logged = False
-        while not self.attempt():
-            if not logged and (holder := self.waiting_for()):
-                log(holder)
+        while not (attempt or self.attempt)():
+            record = None if logged or self._seen is None else LeaseRecord.parse(self._seen[1])
+            if record is not None:
+                limit = self._limit(record)
+                log(f"{self.named}: waiting up to {limit:.0f} s to see whether {record.owner} still renews its lease")
                 logged = True
             time.sleep(POLL_SECONDS)
-
-    def waiting_for(self) -> str:
-        """Return a sentence that names the holder `attempt` waits for; empty if there is none yet."""
-        record = self._seen and LeaseRecord.parse(self._seen[1])
-        if not record:
-            return ""
-        limit = self._limit(record)
-        return f"{self.named}: waiting up to {limit:.0f} s to see whether {record.owner} still renews its lease"
 
     def _limit(self, other: LeaseRecord | None) -> float:
         return RESTART_SECONDS if other is not None and self.owner.follows(other.owner) else STALE_SECONDS
@@ -255,11 +233,22 @@ class Lease:
 
         threading.Thread(target=renew, name=f"lease of {self.root}", daemon=True).start()
 
-    def renew(self) -> bool:
-        """Renew the lease. Return False if this process no longer holds it."""
+    def renew(self, released: bool = False) -> bool:
+        """Renew the lease, or mark it as released. Return False if this process no longer holds it."""
         with self._changing:
             self._renewals += 1
-            return self._write()
+            if self.generation is None:
+                return False
+            try:
+                with open(self._path(self.generation), "r+b", buffering=0) as file:
+                    # After the directory was removed, another process may hold the same number
+                    if self._is_mine(file.read(BYTES)):
+                        file.seek(0)
+                        file.write(self._rendered(released))
+                        return True
+            except FileNotFoundError:
+                pass
+            return False
 
     def check(self) -> None:
         """Check that this process still holds the directory. Call it before every change to the checkpoints.
@@ -272,50 +261,36 @@ class Lease:
             held = self.generation
             assert held is not None
             try:
-                mine = LeaseRecord.parse(self._read(held) or b"")
-                if mine is None or mine.token != self._token or not self._take(held + 1):
-                    raise LeaseLost(self._lost())
+                if self._is_mine(self._read(held)) and self._take(held + 1):
+                    return
             except FileNotFoundError:
-                raise LeaseLost(self._lost()) from None
-
-    def _lost(self) -> str:
-        other = LeaseRecord.parse(self._read(max(self._generations(), default=0)) or b"")
-        if other is None or other.token == self._token:
-            return (
-                f"{self.named}: this run's lease is gone from there: the directory was removed or replaced, or another "
-                "file system is mounted"
+                # The directory is gone
+                pass
+            other = LeaseRecord.parse(self._read(max(self._generations(), default=0)) or b"")
+            if other is None or other.token == self._token:
+                raise LeaseLost(
+                    f"{self.named}: this run's lease is gone from there: the directory was removed or replaced, or "
+                    "another file system is mounted"
+                )
+            raise LeaseLost(
+                f"{self.named}: another run saves there ({other.owner}); it took the lease because this run had not "
+                "renewed it for too long"
             )
-        return (
-            f"{self.named}: another run saves there ({other.owner}); it took the lease because this run had not "
-            "renewed it for too long"
-        )
 
     def release(self) -> None:
         """Release the lease, unless it was lost, so that others can take the directory at once."""
         self._ending.set()
-        with self._changing, contextlib.suppress(OSError):
-            if self.generation is not None:
-                self._write(released=True)
+        with contextlib.suppress(OSError):
+            self.renew(released=True)
         self.generation = None
 
-    def _write(self, released: bool = False) -> bool:
-        """Overwrite this process's lease. Return False if this process no longer holds one."""
-        if self.generation is None:
-            return False
-        try:
-            with open(self._path(self.generation), "r+b", buffering=0) as file:
-                # After the directory was removed, another process may hold the same number
-                found = LeaseRecord.parse(file.read(BYTES))
-                if found is None or found.token != self._token:
-                    return False
-                file.seek(0)
-                file.write(self._rendered(released))
-        except FileNotFoundError:
-            return False
-        return True
-
     def _rendered(self, released: bool = False) -> bytes:
-        return LeaseRecord(self.owner, self._token, self._renewals, released).render()
+        record = LeaseRecord(self.owner, self._token, self._renewals, released)
+        return json.dumps(dataclasses.asdict(record), indent=1).encode().ljust(BYTES - 1) + b"\n"
+
+    def _is_mine(self, raw: bytes | None) -> bool:
+        found = LeaseRecord.parse(raw or b"")
+        return found is not None and found.token == self._token
 
     def _path(self, generation: int) -> Path:
         return self.root / f"lease.{generation:06d}"
@@ -329,38 +304,22 @@ class Lease:
 
     def _read(self, generation: int) -> bytes | None:
         try:
-            with open(self._path(generation), "rb") as file:
-                return file.read(BYTES)
+            return self._path(generation).read_bytes()
         except FileNotFoundError:
             return None
 
     def _create(self, generation: int) -> bool:
         path = self._path(generation)
-        created = False
         try:
-            with open(path, "xb") as file:
-                created = True
+            with writing(path), open(path, "xb") as file:
                 file.write(self._rendered())
         except FileExistsError:
             return False
-        except OSError as error:
-            if created:
-                self._remove(generation)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT) and generation > 1:
-                return self._inherit(generation)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        return True
-
-    def _inherit(self, generation: int) -> bool:
-        """Reuse the previous lease's file: on a full disk, a new holder could not create one, and must clean up."""
-        try:
-            os.link(self._path(generation - 1), self._path(generation))
-        except FileExistsError:
-            return False
-        with open(self._path(generation), "r+b", buffering=0) as file:
-            file.write(self._rendered())
+        except OSError:
+            # The disk may be full
+            self._remove(generation)
+            raise
         return True
 
     def _remove(self, generation: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(generation))
+        self._path(generation).unlink(missing_ok=True)

@@ -28,32 +28,10 @@ from megatron_balance.training.schedule import Length, scheduler_settings
 strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
 
 
-MAX_ATTEMPTS = 3
-"""Maximum number of searches of a directory whose checkpoints are deleted while they are read. Each search finds the
-newer checkpoints that the saving run has written in the meantime."""
-
-
 def sources(settings: CheckpointConfig) -> list[tuple[Path, bool]]:
     """Return the directories that a run may load from, in order, and whether it loads only the weights from each."""
     roots = ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True))
     return [(Path(root), weights_only) for root, weights_only in roots if root is not None]
-
-
-def check_there(settings: CheckpointConfig) -> None:
-    """Check that there is a checkpoint where the flags require one, without reading it. Not collective.
-
-    Raises:
-        ValueError: there is none; the error names the flag.
-    """
-    roots = [root for root, _ in sources(settings)]
-    there = {root: CheckpointDirectory(root).iterations() for root in roots}
-    if settings.ckpt_step is not None and roots and settings.ckpt_step not in there[roots[0]]:
-        raise ValueError(_no_step(settings.ckpt_step, roots[0], there[roots[0]]))
-    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(there.values()):
-        raise ValueError(
-            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
-            "iter_0000001 or the like"
-        )
 
 
 def _no_step(step: int, root: Path, iterations: list[int]) -> str:
@@ -64,14 +42,15 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
     """Return the checkpoint to load, or None if the directory has none.
 
     This is the checkpoint of iteration `step`; by default, the newest sound one that the tracker does not rule out.
-
-    Before anything is loaded, every file is read once, each by one rank.
+    Every file is read once, each by one rank.
 
     Raises:
         CheckpointError: there are checkpoints, but none is sound, or the one of `step` is absent or damaged.
     """
+    deleted = True
     candidates = []
-    for _ in range(MAX_ATTEMPTS):
+    while deleted:
+        # Each search finds the newer checkpoints that the run which deletes older ones has saved in the meantime
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")
@@ -87,8 +66,6 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
             log.message(f"WARNING: the checkpoint of iteration {iteration} {reason}")
         if not candidates:
             return None
-        if not deleted:
-            break
     raise CheckpointError(
         f"{directory.root}: no sound checkpoint among iterations {candidates}; the damaged files are named above. "
         "Restore them, choose one with --ckpt-step, or start over with another directory"
@@ -140,9 +117,6 @@ def _damage(path: Path) -> str | None:
 
 def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tuple[manifest.Origin, bool]:
     """Load the checkpoint in `path` into the run.
-
-    Args:
-        weights_only: whether to load nothing but the weights.
 
     Returns:
         The checkpoint's origin, and whether only its weights were loaded: a converted model has nothing else.
@@ -203,11 +177,21 @@ def check_newest(config: RunConfig, length: Length) -> None:
     """Compare a run's flags with those of the checkpoint that it will load if no file is damaged. Not collective.
 
     Raises:
-        ValueError: flags differ that must not; the message names them, both values and the remedies.
+        ValueError: there is no checkpoint where flags require one, or flags differ that must not; the message names
+            them, both values and the remedies.
     """
-    for root, weights_only in sources(config.checkpoint):
+    settings = config.checkpoint
+    there = [(root, CheckpointDirectory(root).iterations()) for root, _ in sources(settings)]
+    if settings.ckpt_step is not None and there and settings.ckpt_step not in there[0][1]:
+        raise ValueError(_no_step(settings.ckpt_step, *there[0]))
+    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(found for _, found in there):
+        raise ValueError(
+            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
+            "iter_0000001 or the like"
+        )
+    for root, weights_only in sources(settings):
         try:
-            newest = saved_flags.newest_of(root, config.checkpoint.ckpt_step)
+            newest = saved_flags.newest_of(root, settings.ckpt_step)
             if newest is None:
                 continue
             saved = saved_flags.read(newest)

@@ -8,8 +8,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
-import re
 import secrets
 import socket
 import time
@@ -18,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_balance.files.writing import sync, writing
+from megatron_balance.files.writing import sync, write_file
 from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"
@@ -27,9 +25,6 @@ FORMAT = 1
 _DIGEST_BYTES = 32
 PACKAGES = ("megatron-balance", "megatron-core", "torch")
 """Packages whose versions a checkpoint records."""
-
-_HEAD_BYTES = 1 << 14
-"""Enough bytes for everything before the list of files."""
 
 
 def new_run_name() -> str:
@@ -45,14 +40,25 @@ def utc_now() -> str:
 class Damaged(ValueError):
     """A file of a checkpoint differs from what was saved, or is not safe to read."""
 
-    def __init__(self, path: str | Path, reason: str) -> None:
+    def __init__(self, path: Path, reason: str) -> None:
         # Both become `args`, so that the exception survives being pickled and sent to other ranks
-        super().__init__(str(path), reason)
-        self.path = Path(path)
+        super().__init__(path, reason)
+        self.path = path
         self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[Path]:
+    """Inside the block, raise Damaged if the operating system cannot read the file."""
+    try:
+        yield path
+    except FileNotFoundError as error:
+        raise Damaged(path, "is absent: the checkpoint was not completed, or the file was lost") from error
+    except OSError as error:
+        raise Damaged(path, f"cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,12 @@ class Origin:
 
     run: str
     """Name of the run, created when it first starts and kept when it resumes."""
-
     host: str
-    """Host of the process that wrote the manifest; `started` and `saved` are read from its clock, in UTC."""
-
     started: str
-    """When that process started."""
-
+    """When the process on `host` that saved the checkpoint was started, in UTC."""
     saved: str
-    """When the checkpoint was saved."""
-
     parent: str
     """Checkpoint that the process was loaded from, and its run; empty for random weights."""
-
     versions: Mapping[str, str]
     """Package versions by name."""
 
@@ -109,7 +108,7 @@ class Manifest:
     files: Mapping[str, Entry]
 
 
-def digest(path: str | Path) -> Entry:
+def digest(path: Path) -> Entry:
     """Return the size and digest of a file; raise OSError if it cannot be read."""
     # Reading instead of a memory map: a file that is truncated meanwhile causes an error, not a SIGBUS
     with open(path, "rb", buffering=0) as file:
@@ -126,49 +125,38 @@ def sync_and_digest(path: Path) -> Entry:
     return entry
 
 
-def is_plain_name(name: object) -> bool:
+def is_plain_name(name: str) -> bool:
     """Return whether `name` names a file directly inside a directory, without a path."""
-    if not isinstance(name, str) or name in ("", ".", ".."):
-        return False
-    return name.isprintable() and not {"/", "\\"} & set(name)
+    return name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
 
 
-def write(directory: str | Path, iteration: int, origin: Origin, entries: Mapping[str, Entry]) -> None:
+def write(directory: Path, iteration: int, origin: Origin, entries: Mapping[str, Entry]) -> None:
     """Write the manifest of `directory` and wait until it is on disk.
 
     The caller makes the other files durable, and the directory's entries, including that of the manifest.
     """
-    assert all(is_plain_name(name) and name != NAME for name in entries), list(entries)
-    path = Path(directory) / NAME
-    with writing(path), open(path, "wb") as file:
-        file.write(_render(Manifest(iteration, origin, entries)))
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(directory / NAME, _render(Manifest(iteration, origin, entries)))
 
 
-def read(directory: str | Path) -> Manifest:
+def read(directory: Path) -> Manifest:
     """Return the manifest of `directory`.
 
     Raises:
         Damaged: the manifest is absent, unreadable, not a manifest, or not byte for byte what `write` wrote.
     """
-    path = Path(directory) / NAME
-    try:
+    path = directory / NAME
+    with reading(path):
         raw = path.read_bytes()
+    try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, this version reads {FORMAT}")
-        for name in content["files"]:
-            if not is_plain_name(name):
-                raise ValueError(f"{name!r} is not a name of a file inside the directory")
+        if outside := [name for name in content["files"] if not is_plain_name(name)]:
+            raise ValueError(f"{outside[0]!r} is not a name of a file inside the directory")
         files = {name: Entry(**entry) for name, entry in content["files"].items()}
         manifest = Manifest(content["iteration"], Origin(**content["origin"]), files)
         # Each content has exactly one rendering, so that any changed byte is detected, even in order or white space
         was_changed = _render(manifest) != raw
-    except FileNotFoundError as error:
-        raise Damaged(path, "is absent: the checkpoint was not completed, or the file was lost") from error
-    except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"is not a manifest: {error}") from error
     if was_changed:
@@ -176,17 +164,15 @@ def read(directory: str | Path) -> Manifest:
     return manifest
 
 
-def run_of(directory: str | Path) -> str | None:
-    """Return the name of a checkpoint's run, reading only the start of its manifest; None if it is not there."""
+def run_of(directory: Path) -> str | None:
+    """Return the name of a checkpoint's run; None if its manifest cannot be read."""
     try:
-        with open(Path(directory) / NAME, "rb") as file:
-            origin = re.search(rb'^  "origin": (\{.*\}),$', file.read(_HEAD_BYTES), re.MULTILINE)
-        return str(json.loads(origin[1])["run"]) if origin else None
-    except (OSError, ValueError, KeyError, RecursionError):
+        return read(directory).origin.run
+    except Damaged:
         return None
 
 
-def verify(directory: str | Path, names: Iterable[str]) -> None:
+def verify(directory: Path, names: Iterable[str]) -> None:
     """Compare the named files of `directory` with its manifest; sizes first, because they cost nothing.
 
     This reads every named file once, so ranks divide the names among themselves.
@@ -195,29 +181,20 @@ def verify(directory: str | Path, names: Iterable[str]) -> None:
         Damaged: a file is absent, not listed, or of another size or content; or the manifest itself is damaged.
     """
     files = read(directory).files
-    paths = [Path(directory) / name for name in names]
+    paths = [directory / name for name in names]
     for path in paths:
         if path.name not in files:
             raise Damaged(path, f"is not listed in {NAME}")
-        with _reading(path):
+        with reading(path):
             size = path.stat().st_size
         if size != files[path.name].bytes:
             raise Damaged(path, f"has {size} bytes, {files[path.name].bytes} when saved")
     for path in paths:
         entry = files[path.name]
-        with _reading(path):
+        with reading(path):
             found = digest(path)
         if found != entry:
             raise Damaged(path, f"content was changed: digest {found.blake2b}, {entry.blake2b} when saved")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise Damaged if the operating system cannot read a file."""
-    try:
-        yield
-    except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from error
 
 
 def _render(manifest: Manifest) -> bytes:

@@ -45,15 +45,13 @@ Parts = frozenset[str]
 """The parts saved or loaded in addition to the weights: a subset of `optimizer`, `rng`, `balancer` and `chunks`."""
 
 
-def layout(config: RunConfig) -> dict[str, int | str]:
+def layout(config: RunConfig) -> dict[str, Any]:
     """Return the parallel sizes, and unusual layers or ranks of stages: equal if per-rank state is to be valid."""
     transformer = config.transformer
-    unusual: dict[str, int | str] = {}
-    if transformer.pipeline_model_parallel_layout is not None:
-        unusual["stages"] = str(transformer.pipeline_model_parallel_layout)
-    if config.launch.use_tp_pp_dp_mapping:
-        unusual["order"] = "stages before replicas"
-    return unusual | {
+    stages = transformer.pipeline_model_parallel_layout
+    return {
+        **({} if stages is None else {"stages": str(stages)}),
+        **({"order": "stages before replicas"} if config.launch.use_tp_pp_dp_mapping else {}),
         "world_size": dist.get_world_size(),
         "tensor": transformer.tensor_model_parallel_size,
         "pipeline": transformer.pipeline_model_parallel_size,
@@ -109,7 +107,7 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     state: dict[str, Any] = dict(models)
     if "optimizer" in parts:
         allocate(run.optimizer)
-        with _reprs_without_values(), _paddings_counted(run.optimizer):
+        with _optimizer_patched(run.optimizer):
             optimizer = run.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
         half = run.config.transformer.bf16 or run.config.transformer.fp16
         _name_main_parameters(optimizer, models, half, is_loading)
@@ -135,26 +133,18 @@ def keep_own_biases(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _reprs_without_values() -> Iterator[None]:
-    """Shorten the `repr` of shards, which megatron-core writes to a debug log: a value would sync the device."""
+def _optimizer_patched(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside the block, mend how megatron-core describes an optimizer's state.
 
-    def name(shard: ShardedBase) -> str:
-        return shard.key
+    It writes the `repr` of shards to a debug log, where a value would sync the device.
 
-    with mock.patch.object(ShardedTensor, "__repr__", name), mock.patch.object(ShardedTensorFactory, "__repr__", name):
-        yield
-
-
-@contextlib.contextmanager
-def _paddings_counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let the distributed optimizer keep the padding at the end of each bucket when it gathers a buffer's state.
-
-    megatron-core removes the padding, but then looks for parameters at their places in the padded buffer. So the state
-    of all parameters behind a padded bucket would be that of their neighbors.
+    It removes the padding at the end of each of the distributed optimizer's buckets, but then looks for parameters at
+    their places in the padded buffer: all parameters behind a padded bucket would get the state of their neighbors.
     """
-    buffers = [buffer for part in optimizers(optimizer) for buffer in getattr(part, "buffers", ())]
     with contextlib.ExitStack() as stack:
-        for buffer in buffers:
+        for kind in (ShardedTensor, ShardedTensorFactory):
+            stack.enter_context(mock.patch.object(kind, "__repr__", lambda shard: shard.key))
+        for buffer in (buffer for part in optimizers(optimizer) for buffer in getattr(part, "buffers", ())):
             stack.enter_context(mock.patch.object(buffer, "numel_unpadded", buffer.numel))
             for bucket in buffer.buckets:
                 stack.enter_context(mock.patch.object(bucket, "numel_unpadded", bucket.grad_data.numel()))
@@ -212,13 +202,14 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
 
 def random_states() -> dict[str, Any]:
     """Return the states of all of this rank's generators, in plain containers and tensors."""
-    algorithm, keys, position, has_gauss, gauss = cast(tuple, np.random.get_state())
+    algorithm, keys, *rest = cast(tuple, np.random.get_state())
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     return {
         "python": random.getstate(),
-        "numpy": (str(algorithm), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "numpy": (str(algorithm), torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": dict(_tracker().get_states()),
+        "tracker": dict(tracker.get_states()),
     }
 
 
@@ -229,11 +220,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
-    _tracker().set_states(states["tracker"])
-
-
-def _tracker() -> Any:
-    return tensor_parallel.get_cuda_rng_tracker()
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states(states["tracker"])
 
 
 def _unwrapped(value: Any) -> Any:

@@ -1,22 +1,23 @@
 """The `--save` directory of a job: take its lease, check that every rank can write there, and clean up."""
 
-import contextlib
 import dataclasses
 import os
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import POLL_SECONDS, Lease, Owner
+from megatron_balance.checkpoint.lease import Lease, Owner
 from megatron_balance.checkpoint.manifest import Origin, new_run_name, utc_now
 from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.job.job import Launch
 from megatron_balance.messages import cleaned
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -25,22 +26,18 @@ class SaveDirectory:
 
     root: Path | None
     """None if the job saves nothing."""
-
     launch: Launch = field(default_factory=Launch.from_environment)
     _: KW_ONLY
     run: str = ""
     """Name of the run; the same on all ranks once `prepare` has returned."""
-
     parent: str = ""
     """Checkpoint that the run was loaded from; empty for random weights."""
-
     notices: list[str] = field(default_factory=list)
     """Leftovers that `prepare` found, one sentence each."""
-
     is_held: bool = False
     started: str = field(default_factory=utc_now)
     lease: Lease | None = None
-    """The lease, on rank 0 only."""
+    """The lease, which rank 0 holds for all."""
 
     @property
     def directory(self) -> CheckpointDirectory | None:
@@ -56,42 +53,25 @@ class SaveDirectory:
         self.run = self.run or on_first_rank(new_run_name)
         if self.root is None:
             return
-        logged = False
-        while not on_first_rank(self._attempt):
-            if self.lease is not None and not logged and (holder := self.lease.waiting_for()):
-                print(holder, flush=True)
-                logged = True
-            time.sleep(POLL_SECONDS)
+        directory = CheckpointDirectory(self.root)
+        owner = Owner.here(self.run, self.launch.job, self.launch.restarts)
+        lease = self.lease = Lease(self.root, owner, f"--save {self.root}")
+        self._on_first_rank(lambda: directory.root.mkdir(parents=True, exist_ok=True))
+        lease.acquire(lambda text: print(text, flush=True), lambda: self._on_first_rank(lease.attempt))
         try:
-            notices, staged = on_first_rank(self._clean_up)
-            self.notices += notices
-            self._check_all_ranks_can_write(staged)
+            self.notices += self._on_first_rank(directory.recover)
+            self._check_all_ranks_can_write(self._on_first_rank(lambda: directory.stage(0)))
         except BaseException:
             self.close()
             raise
         self.is_held = True
-        if self.lease is not None:
-            self.lease.keep()
+        if dist.get_rank() == 0:
+            lease.keep()
 
-    def _attempt(self) -> bool:
-        assert self.root is not None
-        with self._as_mistake():
-            self.root.mkdir(parents=True, exist_ok=True)
-            if self.lease is None:
-                owner = Owner.here(self.run, self.launch.job, self.launch.restarts)
-                self.lease = Lease(self.root, owner, f"--save {self.root}")
-            return self.lease.attempt()
-
-    def _clean_up(self) -> tuple[list[str], Path]:
-        """Return a sentence for each leftover, and an empty directory in which other ranks try to write."""
-        assert self.directory is not None
-        with self._as_mistake():
-            return self.directory.recover(), self.directory.stage(0)
-
-    @contextlib.contextmanager
-    def _as_mistake(self) -> Iterator[None]:
+    def _on_first_rank(self, action: Callable[[], Result]) -> Result:
+        """Return the result of `action` on rank 0; an OSError becomes a mistake of the user."""
         try:
-            yield
+            return on_first_rank(action)
         except OSError as error:
             raise ValueError(f"--save {self.root}: cannot write there ({error}); choose another") from error
 
@@ -122,8 +102,11 @@ class SaveDirectory:
     def others(self) -> str:
         """Describe the checkpoints of other runs in the directory; empty if there are none. Called on rank 0."""
         assert self.directory is not None
-        found = self.directory.iterations_of_other_runs(self.run)
-        return "; ".join(f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found.items())
+        found = self.directory.iterations_of_runs().items()
+        others = (
+            f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found if run not in (None, self.run)
+        )
+        return "; ".join(others)
 
     def origin(self) -> Origin:
         """Return the origin of a checkpoint that is saved now."""

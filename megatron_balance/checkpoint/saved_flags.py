@@ -18,7 +18,6 @@ from megatron_balance.files.reading import MIB, read_object, shown
 from megatron_balance.messages import cleaned
 
 FILE = "arguments.json"
-MAX_BYTES = MIB
 
 MODEL_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
@@ -86,7 +85,12 @@ def _plain(value: Any) -> Any:
 
 def fields_of(config: RunConfig) -> dict[str, Any]:
     """Return all settings by field name, as `read` would after `to_json`."""
-    return {name: value for section in sections(config).values() for name, value in section.items()}
+    return flat(sections(config))
+
+
+def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of all sections by field name."""
+    return {name: value for section in sections.values() for name, value in section.items()}
 
 
 def is_plain(value: Any) -> bool:
@@ -97,25 +101,17 @@ def is_plain(value: Any) -> bool:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings of a checkpoint, by field name.
-
-    Raises:
-        ValueError: the file is missing, or `to_json` did not write it; the message names the file.
-    """
+    """Return the settings of a checkpoint, by field name; raise ValueError if `to_json` did not write them."""
     path = checkpoint / FILE
-    found = read_object(path, MAX_BYTES)
+    found = read_object(path, MIB)
     for name, section in found.items():
         if not isinstance(section, dict):
             raise ValueError(f"{path}: {cleaned(name)}: {shown(section)} is no section of flags")
-    return {name: value for section in found.values() for name, value in section.items()}
+    return flat(found)
 
 
 def as_flag(action: argparse.Action, value: Any) -> Any:
-    """Convert a checkpoint's value as if it had been given with its flag.
-
-    Raises:
-        ValueError: the flag does not accept the value.
-    """
+    """Convert a checkpoint's value as if it had been given with its flag; raise ValueError if that refuses it."""
     left_out = value is None and (action.default is None or not (action.choices or action.type in (int, float)))
     if left_out or (action.nargs == 0 and type(value) is bool):
         return value

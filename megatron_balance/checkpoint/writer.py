@@ -4,25 +4,19 @@ The processes are forked, so they see the tensors as they are now while training
 host memory. A process that dies or stalls makes the save fail; no rank waits for it forever.
 """
 
-import contextlib
 import gc
-import importlib
 import inspect
-import io
 import multiprocessing
 import os
 import queue
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -32,7 +26,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.files.writing import system_error, writing
 
 # megatron-core would start a server process for this queue, which is not used here
@@ -40,29 +33,7 @@ filesystem_async._results_queue = queue.SimpleQueue()
 
 
 METADATA, CONFIG = ".metadata", "metadata.json"
-"""Files that rank 0 writes, next to COMMON. Since megatron-core 0.19, rank 0's shards hold the content of COMMON."""
-
-
-@contextlib.contextmanager
-def common_state_in_memory() -> Iterator[list[bytes]]:
-    """Inside the block, let `dist_checkpointing.save` return the content of common.pt on rank 0 instead of writing it.
-
-    megatron-core writes it in the collective part of a save, where a failure on one rank leaves the others waiting.
-    """
-    kept: list[bytes] = []
-    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
-    if not hasattr(strategies, "base"):
-        yield kept
-        return
-
-    def save_common(_: object, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        if torch.distributed.get_rank() == 0:
-            content = io.BytesIO()
-            torch.save(common_state_dict, content)
-            kept.append(content.getvalue())
-
-    with mock.patch.object(strategies.common.TorchCommonSaveStrategy, "save_common", save_common):
-        yield kept
+"""Files that rank 0 writes."""
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):
@@ -85,8 +56,6 @@ class _FilePart:
     path: Path
     process: BaseProcess
     pipe: Connection
-    _: KW_ONLY
-    size: int = 0
     outcome: Any = None
     """megatron-core's write results, and the manifest entry."""
 
@@ -97,14 +66,13 @@ class PartWriter:
     Args:
         request: the request that `dist_checkpointing.save(async_sharded_save=True)` returned for a ShardStrategy.
         patience: seconds without a written byte after which a writer counts as stalled.
-        common: content of common.pt, if this rank writes one.
     """
 
-    def __init__(self, request: AsyncRequest, patience: float, common: bytes | None = None) -> None:
+    def __init__(self, request: AsyncRequest, patience: float) -> None:
         self.patience = patience
         self.writer, self.metadata = request.async_fn_args
-        self.common = common
         self.parts: list[_FilePart] = []
+        self.sizes: list[int] = []
         self.last_growth = time.monotonic()
 
     def start(self) -> None:
@@ -127,15 +95,13 @@ class PartWriter:
         for part in self.parts:
             if part.outcome is None and part.pipe.poll():
                 part.outcome = _receive(part)
-                self.last_growth = time.monotonic()
-        unfinished = [part for part in self.parts if part.outcome is None]
-        for part in unfinished:
-            size = part.path.stat().st_size if part.path.exists() else 0
-            if size != part.size:
-                part.size = size
-                self.last_growth = time.monotonic()
+        unfinished = [part.path for part in self.parts if part.outcome is None]
+        sizes = [path.stat().st_size if path.exists() else 0 for path in unfinished]
+        if sizes != self.sizes:
+            self.sizes = sizes
+            self.last_growth = time.monotonic()
         if unfinished and time.monotonic() - self.last_growth > self.patience:
-            names = ", ".join(str(part.path) for part in unfinished)
+            names = ", ".join(map(str, unfinished))
             raise OSError(f"{names}: nothing was written for {self.patience:.0f} s; the writer has stalled")
         return not unfinished
 
@@ -155,9 +121,6 @@ class PartWriter:
             self.writer.finish(self.metadata, results)
         with writing(directory / CONFIG):
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-        if self.common is not None:
-            with writing(directory / COMMON):
-                (directory / COMMON).write_bytes(self.common)
 
     def stop(self) -> None:
         """End all processes."""
@@ -219,5 +182,4 @@ def _write(bucket: tuple, transforms: list) -> tuple[list, manifest.Entry]:
     _, outcome = results.get()
     if isinstance(outcome, Exception):
         raise outcome
-    path = Path(bucket[0])
-    return outcome, manifest.sync_and_digest(path)
+    return outcome, manifest.sync_and_digest(Path(bucket[0]))

@@ -126,10 +126,7 @@ class Fields(dict[str, Any]):
     """The known entries of an object; reading any other key is an error of the program."""
 
     def __init__(self, content: Mapping[str, Any], known: Mapping[str, EntryRule], where: str = "") -> None:
-        """
-        Raises:
-            ValueError: an entry has another type or is out of its range; the message names it.
-        """
+        """Raise ValueError if an entry has another type or is out of its range."""
         self.known = known
         self.where = where
         self._unread = {name: value for name, value in content.items() if value is not None}
@@ -151,11 +148,7 @@ class Fields(dict[str, Any]):
         raise ValueError(f"{self.where}{name}: is missing")
 
     def first_of(self, *names: str, default: Any = None) -> Any:
-        """Return the entry that is present under one of several names, or else the default.
-
-        Raises:
-            ValueError: entries differ, or none is present and there is no default.
-        """
+        """Return the entry under one of several names, or else the default; raise ValueError if entries differ."""
         there = [name for name in names if self.get(name) is not None]
         if not there:
             return self[names[0]] if default is None else default

@@ -4,9 +4,7 @@ import contextlib
 import fnmatch
 import io
 import itertools
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +21,11 @@ from megatron_balance.convert import safetensors_files, torch_dist
 from megatron_balance.convert.config_fields import MAX_LISTED
 from megatron_balance.convert.megatron import MegatronCheckpoint
 from megatron_balance.convert.model import OUTPUT, TABLE, Model
-from megatron_balance.convert.pieces import Piece, Size
-from megatron_balance.convert.safetensors_files import CONFIG, Weights, check_adapter
-from megatron_balance.convert.settings import notices, run_config, trained_config
+from megatron_balance.convert.pieces import Piece, PieceSource, Size
+from megatron_balance.convert.safetensors_files import CONFIG, Weights
+from megatron_balance.convert.settings import run_config, trained_config
 from megatron_balance.files.reading import MIB, inside, read_object
-from megatron_balance.files.writing import INCOMPLETE, staged, writing
+from megatron_balance.files.writing import staged, write_file
 
 HF_DIRECTORY = "huggingface"
 """Directory next to the checkpoints of an imported model, with its config.json and tokenizer."""
@@ -45,30 +43,19 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
     """Convert a Hugging Face model into a checkpoint of iteration 0 in `target`, with weights only.
 
     Args:
-        log: receives progress, and notices, which end in a newline: for example that layers of multi-token prediction
-            are left out.
+        log: receives progress, and notices, which end in a newline.
         without: patterns (`fnmatch`) of how the names of tensors to leave out begin.
 
     Raises:
-        ValueError: the model is unknown, its files do not match its config.json, or no tensor matches a pattern of
-            `without`; the message names them.
+        ValueError: the model is unknown, its files do not match its config.json, or no tensor matches a pattern.
         OSError: `target` cannot be written. Partial output is removed.
     """
     model, weights = checked_model(source, without, log)
     config = run_config(model, (target / HF_DIRECTORY).resolve() if any(source.glob("tokenizer*")) else None)
-
-    def make(piece: Piece) -> torch.Tensor:
-        return piece.join.join([weights.read(name) for name in piece.sources])
-
-    def dtype(piece: Piece) -> torch.dtype:
-        return weights.tensors[piece.sources[0]].dtype
-
     with _new_directory(target, log) as lease:
         with staged(target / HF_DIRECTORY) as hf_files:
             safetensors_files.carry(source, hf_files)
-        files = _with_progress(model.pieces(), log)
-        flags = saved_flags.to_json(config)
-        _write_checkpoint(lease, files, dtype=dtype, make=make, flags=flags, source=source)
+        _write_checkpoint(lease, _with_progress(model.pieces(), log), weights, saved_flags.to_json(config), source)
 
 
 def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda text: None) -> tuple[Model, Weights]:
@@ -76,9 +63,8 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
 
     See `import_model` for the arguments and errors.
     """
-    check_adapter(source)
-    model = _model(source)
     weights = Weights(source)
+    model = _model(source)
     for pattern in without:
         if not _leave_out(weights, [pattern]):
             raise ValueError(f"--without {pattern}: no tensor in {source} has a name that begins so")
@@ -103,33 +89,18 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
 
 def _leave_out(weights: Weights, patterns: Iterable[str]) -> int:
     """Leave out the tensors whose names begin as one of several patterns says; return how many there are."""
-    match = re.compile("|".join(fnmatch.translate(f"{pattern}*") for pattern in patterns) or "(?!)").match
-    names = [name for name in weights.tensors if match(name)]
+    names = {name for pattern in patterns for name in fnmatch.filter(weights.tensors, f"{pattern}*")}
     for name in names:
         del weights.tensors[name]
     return len(names)
 
 
 def import_megatron(source: Path, target: Path, log: Log, step: int | None = None) -> None:
-    """Convert the weights of a Megatron-LM checkpoint into a checkpoint of iteration 0 in `target`.
-
-    Args:
-        step: iteration of the checkpoint; default: the latest.
-
-    Raises:
-        ValueError: the checkpoint is damaged or holds something else; the message names the problem.
-        OSError: `target` cannot be written. Partial output is removed.
-    """
+    """Convert the weights of a Megatron-LM checkpoint, by default the latest, like `import_model`."""
     checkpoint = MegatronCheckpoint(source, step)
     with _new_directory(target, log) as lease:
-        _write_checkpoint(
-            lease,
-            _with_progress(checkpoint.files, log),
-            dtype=checkpoint.dtype,
-            make=checkpoint.make,
-            flags=checkpoint.flags(),
-            source=checkpoint.path,
-        )
+        files = _with_progress(checkpoint.files, log)
+        _write_checkpoint(lease, files, checkpoint, checkpoint.flags(), checkpoint.path)
 
 
 def _model(directory: Path) -> Model:
@@ -144,41 +115,33 @@ def _model(directory: Path) -> Model:
 
 @contextlib.contextmanager
 def _new_directory(target: Path, log: Log) -> Iterator[Lease]:
-    """Hold the lease of a directory without checkpoints; if the block fails, restore the directory."""
+    """Hold the lease of a directory without checkpoints; if the block fails, empty the directory."""
     _check_empty(target, _is_leftover)
     existed = target.is_dir()
     target.mkdir(parents=True, exist_ok=True)
     lease = Lease(target, Owner.here("of convert_checkpoint.py"), f"--save-dir {target}")
     lease.acquire(log)
     lease.keep()
-    for notice in CheckpointDirectory(target).recover():
-        log(notice)
-    before = {path.name for path in target.iterdir()}
     try:
+        for notice in CheckpointDirectory(target).recover():
+            log(notice)
         yield lease
-        lease.release()
     except BaseException:
         lease.release()
         for path in target.iterdir():
-            if path.name not in before or not existed:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not existed:
             target.rmdir()
         raise
+    lease.release()
 
 
 def _check_empty(target: Path, is_allowed: Callable[[Path], object] = lambda path: False) -> None:
     """Raise ValueError unless a directory is absent or empty, because output might follow an existing link."""
     if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"--save-dir {target}: is not a directory; choose another")
-    found = [path.name for path in target.iterdir() if not is_allowed(path)] if target.exists() else []
-    if any(name.startswith(INCOMPLETE) for name in found):
-        raise ValueError(
-            f"--save-dir {target}: is not empty: {INCOMPLETE}* is from a conversion that was killed or still runs; "
-            "remove it, or choose another"
-        )
-    if found:
-        raise ValueError(f"--save-dir {target}: is not empty; choose another")
+    if found := [path.name for path in target.glob("*") if not is_allowed(path)]:
+        raise ValueError(f"--save-dir {target}: is not empty: has {found[0]}; choose another, or remove what is there")
 
 
 def _is_leftover(path: Path) -> bool:
@@ -188,24 +151,17 @@ def _is_leftover(path: Path) -> bool:
 
 
 def _write_checkpoint(
-    lease: Lease,
-    files: Iterable[Sequence[Piece]],
-    *,
-    dtype: Callable[[Piece], torch.dtype],
-    make: Callable[[Piece], torch.Tensor],
-    flags: str,
-    source: Path,
+    lease: Lease, files: Iterable[Sequence[Piece]], pieces: PieceSource, flags: str, source: Path
 ) -> None:
     """Write the checkpoint of iteration 0."""
     directory = CheckpointDirectory(lease.root)
     started = utc_now()
     path = directory.stage(0)
-    torch_dist.write(path, files, dtype, make)
+    torch_dist.write(path, files, pieces)
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "parts": []}, common)
-    for name, content in ((COMMON, common.getvalue()), (saved_flags.FILE, flags.encode())):
-        with writing(path / name):
-            (path / name).write_bytes(content)
+    write_file(path / COMMON, common.getvalue())
+    write_file(path / saved_flags.FILE, flags.encode())
     origin = Origin.now(new_run_name(), started, f"{source.resolve()}, converted")
     manifest.write(path, 0, origin, {file.name: manifest.sync_and_digest(file) for file in path.iterdir()})
     lease.check()
@@ -251,7 +207,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     trained = Model(config)
     if (padding := weights[table.key][0] - trained.vocabulary) > 0:
         log(f"{padding} rows of {table.key} are left out as padding: vocab_size is {trained.vocabulary}\n")
-    for notice in notices(trained, saved):
+    for notice in trained.notices(saved.get("moe_expert_capacity_factor")):
         log(f"{notice}\n")
 
     def tensors(pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -262,8 +218,7 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
     with staged(target, last=CONFIG) as model_files:
         safetensors_files.carry(hf_dir, model_files)
         if config != model.content:
-            with writing(model_files / CONFIG):
-                (model_files / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            safetensors_files.write_json(model_files / CONFIG, config)
         safetensors_files.write(model_files, [tensors(pieces) for pieces in _with_progress(trained.pieces(), log)])
 
 
@@ -278,25 +233,24 @@ def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], whe
     for name, size in tensors:
         wanted[name] = size
         if len(wanted) > len(found) + MAX_LISTED:
-            absent = list(itertools.islice((name for name in wanted if name not in found), MAX_LISTED))
-            raise ValueError(f"{where}: more than {MAX_LISTED} tensors missing: {', '.join(absent)}, ...")
-    missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(found.keys() - wanted.keys())
-    other = [
-        f"{name} {found[name]} instead of {wanted[name]}"
-        for name in sorted(found.keys() & wanted.keys())
-        if tuple(found[name]) != tuple(wanted[name])
-    ]
-    problems = {"missing": missing, "not part of such a model": extra, "of another shape": other}
-    texts = [
-        f"{len(names)} tensors {text}: {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
-        for text, names in problems.items()
-        if names
-    ]
-    if extra and remedy:
-        texts.append(remedy)
+            break
+    problems = {"missing": sorted(wanted.keys() - found.keys())}
+    if len(problems["missing"]) <= MAX_LISTED:
+        problems["not part of such a model"] = extra = sorted(found.keys() - wanted.keys())
+        problems["of another shape"] = [
+            f"{name} {found[name]} instead of {size}"
+            for name, size in sorted(wanted.items())
+            if name in found and found[name] != size
+        ]
+        remedy = remedy if extra else ""
+    texts = []
+    for text, names in problems.items():
+        if len(names) > MAX_LISTED:
+            texts.append(f"more than {MAX_LISTED} tensors {text}: {', '.join(names[:MAX_LISTED])}, ...")
+        elif names:
+            texts.append(f"{len(names)} tensors {text}: {', '.join(names)}")
     if texts:
-        raise ValueError(f"{where}: {'; '.join(texts)}")
+        raise ValueError(f"{where}: {'; '.join([*texts, *([remedy] if remedy else [])])}")
 
 
 def _with_progress(files: Sequence[Sequence[Piece]], log: Log) -> Iterator[Sequence[Piece]]:

@@ -48,25 +48,24 @@ _Own = tuple[int | None, int | None]
 
 
 class MegatronCheckpoint:
-    """A checkpoint of Megatron-LM, read piece by piece."""
+    """A checkpoint of Megatron-LM, read piece by piece.
+
+    Args:
+        source: the directory with latest_checkpointed_iteration.txt.
+        step: iteration of the checkpoint; default: the latest.
+
+    Raises:
+        ValueError: there is no such checkpoint, it holds something else, or parts are missing; the message names them.
+        Damaged: reading the checkpoint would run code, or a file is damaged.
+    """
 
     def __init__(self, source: Path, step: int | None) -> None:
-        """
-        Args:
-            source: the directory with latest_checkpointed_iteration.txt.
-            step: iteration of the checkpoint; default: the latest.
-
-        Raises:
-            ValueError: there is no such checkpoint, it holds something else, or parts are missing; the message names
-                them.
-            Damaged: reading the checkpoint would run code, or a file is damaged.
-        """
         self.path = CheckpointDirectory(source).chosen(step)
         self._reader = torch_dist.Reader(self.path)
         self.tensors = {name: entry for name, entry in self._reader.weights.items() if name.startswith(MODEL)}
         if not self.tensors:
             raise ValueError(f"{self.path}: has no weights of a GPT model ({', '.join(MODEL)}...)")
-        args = read_common(self.path, self._reader.metadata).get("args")
+        args = read_common(self.path).get("args")
         if not isinstance(args, argparse.Namespace):
             raise ValueError(f"{self.path}: has no args, which define the model")
         names = {name: UPSTREAM_NAMES.get(name, name) for name in saved_flags.CHECKPOINT_FIELDS}
@@ -74,18 +73,14 @@ class MegatronCheckpoint:
         for name, value in self._args.items():
             if not saved_flags.is_plain(value):
                 raise ValueError(f"{self.path}: args.{names[name]} is {shown(value)} instead of a number or text")
-        alike = self._args.get("moe_layer_freq", 1) == 1
-        self.files = pieces_of({name: tuple(entry.size) for name, entry in self.tensors.items()}, alike)
+        sizes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
+        self.files = pieces_of(sizes, stack=self._args.get("moe_layer_freq", 1) == 1)
 
     def dtype(self, piece: Piece) -> torch.dtype:
         return self.tensors[piece.sources[0]].properties.dtype
 
     def make(self, piece: Piece) -> torch.Tensor:
-        """Read a piece.
-
-        Raises:
-            ValueError: the piece contains NaN or infinity.
-        """
+        """Read a piece; raise ValueError if it contains NaN or infinity."""
         parts = []
         for name, size in piece.source_sizes.items():
             whole = tuple(self.tensors[name].size)

@@ -1,6 +1,7 @@
 """One Mixture-of-Experts model of Hugging Face: its config.json as flags, and its tensors as pieces of a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_balance.convert.architectures import ARCHITECTURES, COUNTS, GATED, PREDICTED, REQUIRED
@@ -18,17 +19,17 @@ LATENT_EPSILON = 1e-6
 
 
 class Model:
-    """One model, with its flags and its pieces."""
+    """One model, with its flags and its pieces.
+
+    Args:
+        content: the model's config.json.
+
+    Raises:
+        ValueError: the architecture is unknown, an entry is invalid, or the model needs an unsupported feature; the
+            message names it.
+    """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        """
-        Args:
-            content: the model's config.json.
-
-        Raises:
-            ValueError: the architecture is unknown, an entry is invalid, or the model needs an unsupported feature;
-                the message names it.
-        """
         model_type = content.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise ValueError(
@@ -58,7 +59,7 @@ class Model:
     def _rope_type(self) -> str:
         """Return the type of rotary embeddings after checking their settings."""
         rope = self.rope
-        supported = ["default", *(["yarn"] if self.architecture.latent else [])]
+        supported = ["default", "yarn"] if self.architecture.latent else ["default"]
         kind = rope.first_of("rope_type", "type", default="default")
         if kind not in supported:
             raise ValueError(
@@ -110,8 +111,14 @@ class Model:
         # Raises if an entry that a flag needs is missing
         self.flags()
 
-    def notices(self) -> Iterator[str]:
-        """Generate what differs from the model of transformers although config.json can be translated."""
+    def notices(self, capacity: float | None = None) -> Iterator[str]:
+        """Generate what differs from the model of transformers although config.json can be translated.
+
+        Args:
+            capacity: `--moe-expert-capacity-factor` of the run that trained the model.
+        """
+        if capacity is not None:
+            yield f"--moe-expert-capacity-factor {capacity}: the exported model has no capacity and drops no token"
         epsilon = self.config["rms_norm_eps"]
         if self.architecture.latent and epsilon != LATENT_EPSILON:
             yield (
@@ -123,6 +130,7 @@ class Model:
         """Return the command line of the model."""
         config = self.config
         arch = self.architecture
+        experts_in = str([int(layer not in self.dense) for layer in range(self.layers)]).replace(" ", "")
         values: dict[str, Any] = {
             "num-layers": self.layers,
             "hidden-size": self.hidden,
@@ -143,13 +151,11 @@ class Model:
             "moe-router-topk": config["num_experts_per_tok"],
             "moe-ffn-hidden-size": self.width,
             "moe-aux-loss-coeff": config.get("router_aux_loss_coef", 0.0),
-            "moe-layer-freq": str([int(layer not in self.dense) for layer in range(self.layers)]).replace(" ", ""),
+            "moe-layer-freq": experts_in if self.dense else None,
             "moe-shared-expert-intermediate-size": self.shared_width,
             **arch.routing(config),
             **(self._latent_flags() if arch.latent else {}),
         }
-        if not self.dense:
-            del values["moe-layer-freq"]
         switches = {
             "swiglu": True,
             "disable-bias-linear": True,
@@ -189,7 +195,7 @@ class Model:
         }
 
     def pieces(self) -> list[list[Piece]]:
-        """Return all weights in groups: those before the first layer, of each layer, and after the last layer."""
+        """Return all weights in groups: before the first layer, of each layer, and after the last layer."""
         return [list(pieces) for pieces in self.files()]
 
     def files(self, experts: int | None = None) -> Iterator[Iterable[Piece]]:
@@ -199,26 +205,20 @@ class Model:
             experts: largest number of experts per layer to include; default: all.
         """
         table = (self.vocabulary, self.hidden)
-        before = Piece("embedding.word_embeddings.weight", table, (), (TABLE,))
-        after = [Piece("decoder.final_layernorm.weight", (self.hidden,), (), ("model.norm.weight",))]
-        if not self.tied:
-            after.append(Piece("output_layer.weight", table, (), (OUTPUT,)))
-        yield [before]
+        norm = Piece("decoder.final_layernorm.weight", (self.hidden,), (), ("model.norm.weight",))
+        yield [Piece("embedding.word_embeddings.weight", table, (), (TABLE,))]
         for layer in range(self.layers):
             yield self._layer(layer, min(self.experts, experts or self.experts))
-        yield after
+        yield [norm] if self.tied else [norm, Piece("output_layer.weight", table, (), (OUTPUT,))]
 
     def divisions(self, shapes: Mapping[str, Size]) -> Iterator[tuple[str, dict[str, Index]]]:
         """Generate the tensors with all experts of a layer, as transformers 5 keeps them, and their parts by name.
 
         Args:
-            shapes: the tensors that are there, by name.
-
-        Raises:
-            ValueError: such a tensor has another shape.
+            shapes: the tensors that are there, by name. Raises ValueError if such a tensor has another shape.
         """
         arch = self.architecture
-        (gate, up, down) = self.architecture.expert
+        gate, up, down = arch.expert
         halves: dict[str, slice] = {gate: slice(0, self.width), up: slice(self.width, 2 * self.width)}
         fused = {
             "gate_up_proj": ((self.experts, 2 * self.width, self.hidden), halves),
@@ -228,17 +228,18 @@ class Model:
             start = f"model.layers.{layer}."
             for last, (size, parts) in fused.items():
                 name = f"{start}mlp.experts.{last}"
-                if shapes.get(name, size) != size:
+                if name not in shapes:
+                    continue
+                if shapes[name] != size:
                     raise ValueError(f"{name}: is {shapes[name]} instead of {size}")
-                if name in shapes:
-                    yield (
-                        name,
-                        {
-                            f"{start}{arch.experts}.{expert}.{part}.weight": (expert, rows)
-                            for expert in range(self.experts)
-                            for part, rows in parts.items()
-                        },
-                    )
+                yield (
+                    name,
+                    {
+                        f"{start}{arch.experts}.{expert}.{part}.weight": (expert, rows)
+                        for expert in range(self.experts)
+                        for part, rows in parts.items()
+                    },
+                )
             name = f"{start}mlp.gate.weight"
             router = f"{start}{arch.router}.weight"
             if name != router and name in shapes:
@@ -272,9 +273,8 @@ class Model:
         for expert in range(experts):
             source = f"{arch.experts}.{expert}"
             for one in self._gated(piece, "mlp.experts.experts", source, width=self.width, names=arch.expert):
-                at = (*one.at, expert)
-                size = one.size
-                yield Piece(one.key, (*one.shape[: len(one.at)], self.experts, *size), at, one.sources, join=one.join)
+                shape = (*one.shape[: len(one.at)], self.experts, *one.size)
+                yield replace(one, shape=shape, at=(*one.at, expert))
 
     def _attention(self, piece: Callable[..., Piece]) -> Iterator[Piece]:
         arch = self.architecture

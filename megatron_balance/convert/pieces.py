@@ -7,7 +7,7 @@ splits some of them differently. A `Piece`, a matrix of one layer or expert, is 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -103,3 +103,11 @@ class Piece:
     def source_sizes(self) -> dict[str, Size]:
         """Shapes of the source tensors, by name."""
         return dict(zip(self.sources, _sizes(self.join, self.size), strict=True))
+
+
+class PieceSource(Protocol):
+    """A model or checkpoint from which pieces are made."""
+
+    def dtype(self, piece: Piece) -> torch.dtype: ...
+
+    def make(self, piece: Piece) -> torch.Tensor: ...

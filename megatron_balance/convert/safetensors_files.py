@@ -3,9 +3,10 @@
 Weights are read only from safetensors, never from pickles, and code that comes with a model is never run.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_balance.checkpoint.manifest import is_plain_name
+from megatron_balance.convert.pieces import Piece
 from megatron_balance.files.reading import MIB, check_regular, inside, read_bounded, read_object
-from megatron_balance.files.writing import writing
+from megatron_balance.files.writing import write_file, writing
 from megatron_balance.messages import cleaned
 
 INDEX = "model.safetensors.index.json"
@@ -29,11 +31,11 @@ CARRIED = (
 )
 """Names of files that are copied along with a model's weights."""
 
+ADAPTER = "adapter_config.json"
+"""File that makes a directory an adapter (LoRA) for transformers, also next to a whole model."""
+
 MAX_INDEX_BYTES = 24 * MIB
 """Limit for the index. A tensor takes about 100 bytes, so there is room for 250,000."""
-
-MAX_PARTS = 1_000_000
-"""Limit of the tensors that a model has after those of several experts are divided. The largest have 100,000."""
 
 MAX_CARRIED_BYTES = 256 * MIB
 """Limit for a tokenizer's file; large ones have 40 MiB."""
@@ -54,20 +56,28 @@ class StoredTensor(NamedTuple):
 
 
 class Weights:
-    """The tensors of a model's safetensors files, read one at a time."""
+    """The tensors of a model's safetensors files, read one at a time.
+
+    Raises:
+        ValueError: a file is missing or its header is invalid; the message names it.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers of all files.
-
-        Raises:
-            ValueError: a file is missing or invalid; the message names it.
-        """
+        if os.path.lexists(directory / ADAPTER):
+            raise ValueError(
+                f"{directory / ADAPTER}: an adapter (LoRA), not a whole model; merge it into its base model (peft: "
+                "merge_and_unload, then save_pretrained) and give the result"
+            )
         self.directory = directory
         self.tensors: dict[str, StoredTensor] = {}
         listed = self._listed()
         files = sorted({*listed.values()} or {SINGLE})
         if missing := [file for file in files if not inside(directory, file).exists()]:
-            raise ValueError(_without_files(directory, missing, len(files)))
+            raise ValueError(
+                f"{directory}: {len(missing)} of its {len(files)} files of weights are missing: "
+                f"{', '.join(missing[:20])}; only safetensors are read, named {SINGLE} or listed in {INDEX} (as "
+                "transformers' save_pretrained writes them)"
+            )
         for file in files:
             self._read_header(file)
         for name, file in listed.items():
@@ -86,69 +96,65 @@ class Weights:
         if not os.path.lexists(path):
             return {}
         listed = read_object(inside(self.directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
-        plain = isinstance(listed, dict) and all(is_plain_name(file) for file in listed.values())
-        if not listed or not plain:
+        if not isinstance(listed, dict) or not all(isinstance(x, str) and is_plain_name(x) for x in listed.values()):
             raise ValueError(f"{path}: has no weight_map from tensors to files in the same directory")
         return listed
 
     def _read_header(self, file: str) -> None:
+        with self._opened(file) as (path, opened):
+            for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
+                part = opened.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ValueError(
+                        f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
+                        "convert quantized weights to bfloat16 first"
+                    )
+                if name in self.tensors:
+                    raise ValueError(f"{path}: {cleaned(name)} is also in {self.tensors[name].file}")
+                self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+    @contextlib.contextmanager
+    def _opened(self, file: str) -> Iterator[tuple[Path, Any]]:
+        """Yield the path and the open file; raise ValueError if it is damaged."""
         path = inside(self.directory, file)
         # The library would wait for a FIFO
         check_regular(path)
         try:
             with safe_open(path, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
-                    part = opened.get_slice(name)
-                    if part.get_dtype() not in DTYPES:
-                        raise ValueError(
-                            f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
-                            "convert quantized weights to bfloat16 first"
-                        )
-                    if name in self.tensors:
-                        raise ValueError(f"{path}: {cleaned(name)} is also in {self.tensors[name].file}")
-                    dtype = DTYPES[part.get_dtype()]
-                    self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), dtype)
+                yield path, opened
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
     def divide(self, name: str, parts: Mapping[str, tuple[int | slice, ...]]) -> None:
-        """Replace a tensor by parts of it.
+        """Replace a tensor by parts of it; raise ValueError if a part is also there as a tensor.
 
         Args:
             parts: index of each part in the tensor, by the part's name.
-
-        Raises:
-            ValueError: there is already a tensor of such a name, or there are too many parts.
         """
         tensor = self.tensors.pop(name)
-        path = self.directory / tensor.file
         if twice := self.tensors.keys() & parts.keys():
-            raise ValueError(f"{path}: {cleaned(name)} also contains {cleaned(min(twice))}")
-        if len(self.tensors) + len(parts) > MAX_PARTS:
-            raise ValueError(f"{path}: more than {MAX_PARTS} tensors")
+            raise ValueError(f"{self.directory / tensor.file}: {cleaned(name)} also contains {cleaned(min(twice))}")
         whole = torch.empty(tensor.shape, device="meta")
         for part, index in parts.items():
             self.tensors[part] = tensor._replace(shape=tuple(whole[index].shape), part=index)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor.
-
-        Raises:
-            ValueError: the tensor can no longer be read, or contains NaN or infinity.
-        """
+        """Return one tensor; raise ValueError if it can no longer be read, or contains NaN or infinity."""
         stored = self.tensors[name]
-        path = inside(self.directory, stored.file)
-        try:
-            with safe_open(path, "pt") as opened:
-                if stored.part is None:
-                    tensor = opened.get_tensor(stored.name)
-                else:
-                    tensor = opened.get_slice(stored.name)[stored.part]
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{path}: {name} is not finite everywhere")
-        return tensor
+        with self._opened(stored.file) as (path, opened):
+            whole = stored.part is None
+            tensor = opened.get_tensor(stored.name) if whole else opened.get_slice(stored.name)[stored.part]
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{path}: {name} is not finite everywhere")
+            return tensor
+
+    def dtype(self, piece: Piece) -> torch.dtype:
+        """Return the dtype of a piece of a checkpoint, before it is made."""
+        return self.tensors[piece.sources[0]].dtype
+
+    def make(self, piece: Piece) -> torch.Tensor:
+        """Return a piece of a checkpoint; raise like `read`."""
+        return piece.join.join([self.read(name) for name in piece.sources])
 
 
 def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -163,54 +169,25 @@ def write(directory: Path, files: Sequence[Iterable[tuple[str, torch.Tensor]]]) 
         weight_map |= dict.fromkeys(content, file)
         total += sum(tensor.nbytes for tensor in content.values())
     if len(files) > 1:
-        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        with writing(directory / INDEX):
-            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(
+            directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
+    write_file(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the files of a model other than its weights.
+    """Copy the files of a model other than its weights into an empty directory.
 
     Raises:
         ValueError: a file is a link out of the model's directory, not a regular file, or too large; the message names
             it.
-        OSError: `target` cannot be written, or already contains such a file or a link in its place.
+        OSError: `target` cannot be written.
     """
-    target.mkdir(parents=True, exist_ok=True)
     for pattern in CARRIED:
         for path in source.glob(pattern):
             if not path.is_dir():
-                content = read_bounded(inside(source, path.name), MAX_CARRIED_BYTES)
-                with writing(target / path.name), open(target / path.name, "xb") as file:
-                    file.write(content)
-
-
-ADAPTER = "adapter_config.json"
-"""File that makes a directory an adapter (LoRA) for transformers, also next to a whole model."""
-
-REMEDIES = {
-    "*.bin *.pt *.pth *.ckpt": "only safetensors are read; save the model with transformers' save_pretrained",
-    "*.gguf *.ggml *.npz *.msgpack *.h5": "only safetensors are read; take the model that this file was made from",
-    "*.safetensors": f"name the file {SINGLE}, or put {INDEX} next to the files",
-}
-"""What to do if a directory has only such files."""
-
-
-def check_adapter(directory: Path) -> None:
-    """Raise ValueError if a directory holds an adapter (LoRA) instead of a model."""
-    if os.path.lexists(directory / ADAPTER):
-        raise ValueError(
-            f"{directory / ADAPTER}: an adapter (LoRA), not a whole model; merge it into its base model (peft: "
-            "merge_and_unload, then save_pretrained) and give the result"
-        )
-
-
-def _without_files(directory: Path, missing: Sequence[str], number: int) -> str:
-    """Return the error for a directory that lacks some of its `number` files."""
-    if missing != [SINGLE]:
-        names = f"{', '.join(missing[:20])}{', ...' if len(missing) > 20 else ''}"
-        return f"{directory / INDEX}: {len(missing)} of its {number} files are missing; download them: {names}"
-    for patterns, remedy in REMEDIES.items():
-        if found := sorted(path.name for pattern in patterns.split() for path in directory.glob(pattern)):
-            return f"{directory / SINGLE}: missing; {cleaned(found[0])} is there: {remedy}"
-    return f"{directory / SINGLE}: missing"
+                write_file(target / path.name, read_bounded(inside(source, path.name), MAX_CARRIED_BYTES))

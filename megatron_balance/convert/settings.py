@@ -1,6 +1,6 @@
 """Translate config.json into the settings of a run, and the settings of a trained run back into config.json."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ WRITTEN = {
 
 ROPE = {
     "rotary_scaling_factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
+    **{
+        name: name
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    },
 }
 """The same for YaRN's keys in the object of rotary embeddings."""
 
@@ -48,7 +47,7 @@ FREE = frozenset(
         *("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
         # Training, and the precision of the computation
         *("attention_dropout", "hidden_dropout", "fp32_residual_connection"),
-        # Without effect unless another field is set; `notices` mentions the capacity
+        # Without effect unless another field is set; `Model.notices` mentions the capacity
         *("rope_scaling_factor", "moe_expert_capacity_factor", "moe_token_drop_policy"),
     )
 )
@@ -106,18 +105,10 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
         raise ValueError(f"the settings of this run are not those of a {model.model_type}: {error}") from error
     if left:
         texts = [
-            f"{flag_of(name)} {theirs} (config.json can only mean {implied})"
-            for name, (theirs, implied) in left.items()
+            f"{flag_of(name)} {mine} (config.json can only mean {implied})" for name, (mine, implied) in left.items()
         ]
         raise ValueError(f"config.json of a {model.model_type} cannot express {', '.join(texts)}")
     return content
-
-
-def notices(model: Model, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Generate what an exported model does otherwise than the trained one."""
-    yield from model.notices()
-    if (factor := saved.get("moe_expert_capacity_factor")) is not None:
-        yield f"--moe-expert-capacity-factor {factor}: the exported model has no capacity and drops no token"
 
 
 def _differences(model: Model, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

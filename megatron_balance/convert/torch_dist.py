@@ -4,8 +4,7 @@ The format is that of torch.distributed.checkpoint, whose own reader and writer 
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,22 +31,18 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_balance.checkpoint.manifest import Damaged
-from megatron_balance.checkpoint.safe_pickle import check_pickles
+from megatron_balance.checkpoint.safe_pickle import read_metadata
 from megatron_balance.checkpoint.writer import CONFIG, METADATA
-from megatron_balance.convert.pieces import Piece
+from megatron_balance.convert.pieces import Piece, PieceSource
 from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
 
 
 class Reader:
-    """Reader of a checkpoint's tensors."""
+    """Reader of a checkpoint's tensors. Raises Damaged if a file is invalid or would run code."""
 
     def __init__(self, directory: Path) -> None:
-        """
-        Raises:
-            Damaged: a file is invalid or would run code; the message names it.
-        """
-        metadata = self.metadata = check_pickles(directory, foreign=True)
+        metadata = read_metadata(directory)
         weights = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -63,14 +58,10 @@ class Reader:
         """Return a piece of one tensor. If the checkpoint has more rows (a padded vocabulary), return the first ones.
 
         Raises:
-            ValueError: the tensor is missing, or has another shape.
+            ValueError: the tensor has another shape.
         """
-        found = self.weights.get(piece.key)
-        if found is None:
-            raise ValueError(f"{piece.key}: not in the checkpoint")
-        rows, *inner = found.size
-        padded = not piece.at and rows > piece.shape[0] and tuple(inner) == piece.shape[1:]
-        if tuple(found.size) != piece.shape and not padded:
+        found = self.weights[piece.key]
+        if len(found.size) != len(piece.shape) or found.size[0] < piece.shape[0] or found.size[1:] != piece.shape[1:]:
             raise ValueError(f"{piece.key}: is {tuple(found.size)} in the checkpoint instead of {piece.shape}")
         chunk = chunk_of(piece)
         target = torch.empty(chunk.sizes, dtype=found.properties.dtype)
@@ -88,15 +79,14 @@ def _check_extents(
     """
     for name, entry in weights.items():
         there = 0
-        itemsize = entry.properties.dtype.itemsize
         for chunk in entry.chunks:
-            extents = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=False))
+            extents = zip(chunk.offsets, chunk.sizes, entry.size, strict=False)
             same_axes = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
             if not same_axes or any(not 0 <= start < start + length <= size for start, length, size in extents):
                 raise Damaged(path, f"{cleaned(name)}: has a part that is outside of it")
             numbers = math.prod(chunk.sizes)
             info = storage.get(MetadataIndex(name, chunk.offsets))
-            if info is None or info.length < numbers * itemsize:
+            if info is None or info.length < numbers * entry.properties.dtype.itemsize:
                 raise Damaged(path, f"{cleaned(name)}: its part at {list(chunk.offsets)} is not in the files")
             there += numbers
         if there != math.prod(entry.size):
@@ -120,59 +110,46 @@ class _Into:
 class _From:
     """Stand-in for a SavePlanner that makes each piece only when it is written."""
 
-    def __init__(self, pieces: Sequence[Piece], make: Callable[[Piece], torch.Tensor]) -> None:
+    def __init__(self, pieces: Sequence[Piece], source: PieceSource) -> None:
         self.pieces = {_index(piece): piece for piece in pieces}
-        self.make = make
+        self.source = source
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
         piece = self.pieces[item.index]
-        return self.make(piece).reshape(chunk_of(piece).sizes).contiguous()
+        return self.source.make(piece).reshape(chunk_of(piece).sizes).contiguous()
 
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:
     """Return the position and size of a piece in its tensor."""
-    inner = len(piece.shape) - len(piece.at)
-    return ChunkStorageMetadata(
-        offsets=torch.Size([*piece.at, *[0] * inner]), sizes=torch.Size([*[1] * len(piece.at), *piece.size])
-    )
+    offsets = torch.Size([*piece.at, *[0] * len(piece.size)])
+    return ChunkStorageMetadata(offsets, torch.Size([*[1] * len(piece.at), *piece.size]))
 
 
 def _index(piece: Piece) -> MetadataIndex:
     return MetadataIndex(piece.key, chunk_of(piece).offsets)
 
 
-def write(
-    directory: Path,
-    files: Iterable[Sequence[Piece]],
-    dtype: Callable[[Piece], torch.dtype],
-    make: Callable[[Piece], torch.Tensor],
-) -> None:
+def write(directory: Path, files: Iterable[Sequence[Piece]], source: PieceSource) -> None:
     """Write tensors piece by piece into an empty directory, as one rank's part of a torch_dist checkpoint.
 
     Args:
         files: the pieces of each file.
-        dtype: returns a piece's dtype, before it is made.
-        make: returns a piece's content.
     """
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     writer.set_up_storage_writer(is_coordinator=True)
     results: list[Any] = []
     described: dict[str, TensorStorageMetadata] = {}
-    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     for number, pieces in enumerate(files):
         items = []
         for piece in pieces:
             chunk = chunk_of(piece)
-            properties = TensorProperties(dtype=dtype(piece))
-            size = torch.Size(piece.shape)
-            described[piece.key] = TensorStorageMetadata(properties, size, chunks[piece.key])
-            chunks[piece.key].append(chunk)
-            items.append(
-                WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
-            )
+            tensor = TensorWriteData(chunk, TensorProperties(dtype=source.dtype(piece)), torch.Size(piece.shape))
+            entry = TensorStorageMetadata(tensor.properties, tensor.size, [])
+            described.setdefault(piece.key, entry).chunks.append(chunk)
+            items.append(WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=tensor))
         plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
         with writing(directory / f"__{number}_0.distcp"):
-            results.append(writer.write_data(plan, cast(SavePlanner, _From(pieces, make))).wait())
+            results.append(writer.write_data(plan, cast(SavePlanner, _From(pieces, source))).wait())
     with writing(directory / METADATA):
         writer.finish(Metadata(state_dict_metadata=cast(Any, described)), results)
     with writing(directory / CONFIG):

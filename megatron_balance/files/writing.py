@@ -45,12 +45,12 @@ def system_error(error: BaseException) -> OSError | None:
     number in its text.
     """
     seen: BaseException | None = error
-    for _ in range(10):
+    while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
             return seen
-        if seen is not None and (number := re.search(r"\(os error (\d+)\)", str(seen))):
+        if number := re.search(r"\(os error (\d+)\)", str(seen)):
             return OSError(int(number[1]), os.strerror(int(number[1])))
-        seen = seen and (seen.__cause__ or seen.__context__)
+        seen = seen.__cause__ or seen.__context__
     return None
 
 
@@ -69,6 +69,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         if reason is None:
             raise
         raise OSError(reason.errno, reason.strerror, os.fspath(path)) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on disk.
+
+    Raises:
+        OSError: it could not be written; the message names it.
+    """
+    with writing(path), open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

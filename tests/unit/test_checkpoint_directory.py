@@ -97,7 +97,7 @@ def test_pruning_keeps_the_newest_and_the_retained(tmp_path_factory, iterations,
         directory.path(iteration).mkdir()
         run = "this" if iteration in iterations else "another"
         manifest.write(directory.path(iteration), iteration, origin(run), {})
-    assert directory.iterations_of_other_runs("this") == ({"another": sorted(foreign, reverse=True)} if foreign else {})
+    assert directory.iterations_of_runs().get("another", []) == sorted(foreign, reverse=True)
     newest = sorted(iterations)[len(iterations) // 2]
     deleted = directory.prune("this", newest, keep_last, interval)
     left = set(directory.iterations())

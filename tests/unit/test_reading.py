@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +12,15 @@ import pytest
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.checkpoint.directory import TRACKER, CheckpointDirectory
 from megatron_balance.cli.arguments import build_parser, yaml_flags
-from megatron_balance.convert.conversion import import_model
+from megatron_balance.convert import conversion
 from megatron_balance.files.reading import (
     KIB,
-    MAX_DEPTH,
     content_digest,
     inside,
     number_in,
     parse_json,
     read_bounded,
-    read_json,
+    read_object,
     read_text,
 )
 from megatron_balance.observe.load_log import read_loads
@@ -48,11 +46,12 @@ def sparse(path: Path) -> None:
         file.truncate(10 << 30)
 
 
+IRREGULAR = "is not a regular file (FIFOs, as `<(...)` makes them, and devices are refused); name one"
 SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
-    "FIFO": (os.mkfifo, "is a FIFO, as `<(...)` makes them; write the content into a file and name that"),
+    "FIFO": (os.mkfifo, IRREGULAR),
     "directory": (Path.mkdir, "is a directory; name the file in it"),
-    "socket": (bind, "is a socket; name a regular file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "is a device; name a regular file"),
+    "socket": (bind, IRREGULAR),
+    "device": (lambda path: path.symlink_to("/dev/zero"), IRREGULAR),
     "sparse": (sparse, "is larger than 4 KiB, the limit for such a file"),
     "absent": (lambda path: None, "cannot be read: No such file or directory"),
     "loop": (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
@@ -78,7 +77,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "saved flags": (saved_flags.FILE, lambda path: saved_flags.read(path.parent)),
     "tracker": (TRACKER, lambda path: CheckpointDirectory(path.parent).tracked()),
     "loads": ("loads_rank00000_iter0000001.npz", lambda path: read_loads(path.parent)),
-    "config": ("config.json", lambda path: import_model(path.parent, path.parent / "new", str)),
+    "config": ("config.json", lambda path: conversion._model(path.parent)),
     "index": ("data.idx", lambda path: check_indices([str(path.with_suffix(""))], thorough=True)),
 }
 
@@ -88,7 +87,7 @@ def test_no_reader_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
     file, read = READERS[name]
     (tmp_path / "data.bin").write_bytes(b"1")
     os.mkfifo(tmp_path / file)
-    with pytest.raises(ValueError, match=f"{tmp_path / file}:? is (a FIFO|no.* regular file)"):
+    with pytest.raises(ValueError, match=f"{tmp_path / file}:? is no.* regular file"):
         read(tmp_path / file)
 
 
@@ -115,40 +114,6 @@ def test_files_of_flags_that_are_no_text(
     assert f"@{tmp_path / 'file'}: " in (text := capsys.readouterr().err) and said in text
 
 
-def test_a_file_that_grows_is_read_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    real = os.fstat
-    path.write_bytes(b"x")
-
-    def growing(descriptor: int) -> os.stat_result:
-        status = real(descriptor)
-        sparse(path)
-        return status
-
-    monkeypatch.setattr(os, "fstat", growing)
-    with pytest.raises(ValueError, match="is larger than 4 KiB"):
-        read_bounded(path, 4 * KIB)
-
-
-def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    real = os.stat
-    path.write_bytes(b"x")
-    plain = real(path)
-    path.unlink()
-    os.mkfifo(path)
-    monkeypatch.setattr(os, "stat", lambda *_, **__: plain)
-
-    def read() -> None:
-        with pytest.raises(ValueError, match="is a FIFO"):
-            read_bounded(path, 10)
-        done.set()
-
-    done = threading.Event()
-    threading.Thread(target=read, daemon=True).start()
-    assert done.wait(60)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -156,13 +121,9 @@ def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path, monkeypatc
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "has the key 'c' twice in one object; keep one of them"),
         ("[NaN]", "NaN is not a JSON number"),
         ("[-Infinity]", "-Infinity is not a JSON number"),
-        ("[1e400]", "has the number 1e400, which is too large"),
-        ("1" + "0" * 400, "has a number of 401 digits, 1000000000...; integers have at most 20"),
-        ("9" * 100_000, "has a number of 100000 digits"),
-        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nests objects and arrays more than 32 deep"),
-        ('{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1), "nests objects and arrays more than 32 deep"),
-        ("[" * 100_000, "nests objects and arrays more than 32 deep"),
-        ('{"a":' * 100_000, "nests objects and arrays more than 32 deep"),
+        ("9" * 100_000, "has 100000 digits"),
+        ("[" * 100_000, "nest too deep"),
+        ('{"a":' * 100_000, "nest too deep"),
     ],
 )
 def test_json_that_is_refused(text: str, said: str) -> None:
@@ -172,12 +133,12 @@ def test_json_that_is_refused(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [{"a": [1, -2.5, 'x\ud800\\"[{', None, True]}, [[[{"b": {}}]]], "[" * 50, 10**19, 1e308, {"": ""}]
+    "content", [{"a": [1, -2.5, 'x\ud800\\"[{', None, True]}, {"a": [[[{"b": {}}]]]}, {"": ["[" * 50, 10**19, 1e308]}]
 )
 def test_json_that_is_read(tmp_path: Path, content: object) -> None:
     assert parse_json(json.dumps(content)) == content
     (tmp_path / "file").write_text(json.dumps(content))
-    assert read_json(tmp_path / "file", 4 * KIB) == content
+    assert read_object(tmp_path / "file", 4 * KIB) == content
 
 
 def test_text_is_utf8(tmp_path: Path) -> None:
@@ -256,9 +217,9 @@ def test_the_content_of_files(tmp_path: Path) -> None:
     empty = content_digest(directory)
     (directory / "tokenizer.json").write_text("a")
     assert content_digest(directory) != empty
-    assert content_digest(tmp_path / "nowhere") == "No such file or directory"
+    assert "No such file or directory" in content_digest(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "fifo")
-    assert content_digest(tmp_path / "fifo") == content_digest(Path("/dev/zero")) == "no file"
+    assert "regular file" in content_digest(tmp_path / "fifo") and "regular file" in content_digest(Path("/dev/zero"))
 
 
 def test_a_large_file_is_compared_in_places(tmp_path: Path) -> None:
