@@ -81,7 +81,7 @@ class _Recordings:
         trace_path = run.config.log.moe_routing_trace_path
         if trace_path is not None:
             path = Path(trace_path)
-            self.trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, first_step=done)
+            self.trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, done)
         if settings.balance_log_dir is not None and run.groups.ep.rank() == 0:
             self.loads = LoadLog(Path(settings.balance_log_dir), rank, done + 1)
         if run.balancer is not None and run.balancer.record is not None:
@@ -148,11 +148,10 @@ def build_progress_log(run: Run, log: RunLog) -> ProgressLog | None:
     if not config.log.log_progress or config.checkpoint.save is None or dist.get_rank() != 0:
         return None
     assert config.model.seq_length is not None
-    progress = ProgressLog(
+    return ProgressLog(
         Path(config.checkpoint.save),
+        run.progress.consumed_samples,
         flops_per_sample=log.flops_per_sample,
         tokens_per_sample=config.model.seq_length,
         world_size=dist.get_world_size(),
     )
-    progress.start(run.progress.consumed_samples)
-    return progress
