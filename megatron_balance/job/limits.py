@@ -11,10 +11,9 @@ import torch
 SHARED_MEMORY = Path("/dev/shm")
 
 BASE_DESCRIPTORS = {"gloo": 80, "nccl": 120}
-"""File descriptors of a process in a job of one rank: measured for gloo, and without NCCL's own."""
-
 DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
-"""File descriptors of a process for each rank, over all groups: measured for gloo."""
+"""File descriptors of a process in a job of one rank, and more of them for each rank: measured for gloo, and without
+NCCL's own."""
 
 STORE_CONNECTIONS = 2
 """Connections of each rank to the key-value store: the job's, and the hang guard's."""
@@ -50,15 +49,12 @@ def _as_number(limit: int) -> int:
 
 
 def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Path = SHARED_MEMORY) -> None:
-    """Check that data loading has enough shared memory, through which workers pass batches.
+    """Raise ValueError if workers lack the shared memory through which they pass batches.
 
     Args:
         workers: `--num-workers` of each process.
         batch_bytes: bytes of a microbatch; a worker prepares two.
         processes: number of processes on this node.
-
-    Raises:
-        ValueError: there is too little shared memory, or it cannot be written to.
     """
     if not workers or not directory.is_dir():
         return

@@ -30,54 +30,40 @@ class LayerReport(NamedTuple):
     ratio_before: float
     """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) without balancing, that is, if owners in their initial order
     computed all tokens; 1 is even."""
-
     ratio_after: float
     """The same ratio with the placement that was used."""
-
     rb: float
     """Pro-Prophet's RB, the ratio of the standard deviations before and after balancing; at most LARGEST_GAIN."""
-
     hosts_added: float
     """Number of (expert, rank) pairs where a rank computed an expert that it does not own."""
-
     trans_bytes: float
     agg_bytes: float
     """Bytes moved by Trans and Agg, over all links."""
-
     plan_seconds: float
     plan_wait_seconds: float
     trans_wait_seconds: float
     agg_wait_seconds: float
     """Seconds that the computation waited for Plan, Trans and Agg: the parts of them that were not overlapped."""
-
     predicted_seconds: float
     """Time of the layer by the cost model, with the calibration of the iterations before."""
-
     measured_seconds: float
     """The layer's exchanges and experts, and its waits for Trans and Agg."""
-
     prediction_error: float
     """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
-
     expert_load_min: float = 1.0
     expert_load_max: float = 1.0
     expert_load_std: float = 0.0
     """Tokens of the layer's experts over their mean: the least, the most, and the standard deviation."""
-
     experts_moved: float = 0.0
     """Number of experts that changed their owner after the iteration."""
-
     transfer_bytes: float = 0.0
     """Bytes moved with these experts, optimizer state included, over all links."""
-
     predicted_exchange_seconds: float = 0.0
     measured_exchange_seconds: float = 0.0
     """The layer's exchanges, without the predicted time that a rank waits in them for slower ones."""
-
     predicted_experts_seconds: float = 0.0
     measured_experts_seconds: float = 0.0
     """Computation of a rank's own tokens."""
-
     predicted_trans_seconds: float = 0.0
     measured_trans_seconds: float = 0.0
     predicted_agg_seconds: float = 0.0

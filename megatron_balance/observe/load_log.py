@@ -90,10 +90,8 @@ class LoggedLoads:
 
     iterations: np.ndarray
     """Iteration numbers, [B] int64."""
-
     counts: dict[int, np.ndarray]
     """Tokens of each source rank for each expert: MoE layer -> [B, D, E] int64."""
-
     placements: dict[int, np.ndarray]
     """Placements in the format of `Placement.parse`: MoE layer -> [B] str."""
 

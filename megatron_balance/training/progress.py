@@ -57,39 +57,29 @@ class StepReport:
     iteration: int
     losses: dict[str, float]
     """`lm loss` per token, and the auxiliary losses averaged over MoE layers."""
-
     grad_norm: float | None
     learning_rate: float | None
     """None on a rank without parameters."""
-
     loss_scale: float
     global_batch_size: int
     consumed_samples: int
     """Number of samples that the run has consumed after this iteration."""
-
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
-
     num_zeros: float | None = None
     """Number of zeros in the gradients; None unless it is asked for (`--log-num-zeros-in-grad`)."""
-
     params_norm: float | None = None
     """Norm of all parameters after the step; None until the device has finished it, and unless it is asked for
     (`--log-params-norm`)."""
-
     layer_losses: dict[str, list[float]] = field(default_factory=dict)
     """Auxiliary losses of every layer of the model, by name; empty unless asked for (`--moe-per-layer-logging`)."""
-
     seconds: float = math.nan
     """Time of the iteration on the device; NaN until the device has finished it."""
-
     balance: dict[int, LayerReport] = field(default_factory=dict)
     """Balance of each layer, by layer number; empty until the device has finished the iteration, without a policy, and
     where nobody uses it."""
-
     calibration: Factors = UNCALIBRATED
     """The factors that the predictions in `balance` contain."""
-
     fault: str | None = None
     """Source of a NaN or infinite loss or gradient; None if there was none."""
 
