@@ -1,9 +1,9 @@
 """What a run minimizes: the mean loss per token, the losses of predictions, and the auxiliary losses of routers.
 
 The weight of each loss relative to the mean loss per token is its coefficient, in every layout. With
-`--calculate-per-token-loss`, gradients are summed over microbatches and ranks, then divided by the number of unmasked
-tokens of the global batch. Losses with other means need that number in the backward pass, so the last pipeline stage
-reads the microbatches of an iteration when it begins.
+`--calculate-per-token-loss`, gradients are summed, then divided by the number of unmasked tokens of the global batch.
+Losses with other means need that number in the backward pass, so the last pipeline stage reads the microbatches of an
+iteration when it begins.
 """
 
 from collections.abc import Iterator

@@ -35,14 +35,7 @@ class Progress:
     bad_in_a_row: int = 0
 
     def advance(self, samples: int, *, skipped: bool, bad: bool, nan: bool) -> None:
-        """Count an iteration.
-
-        Args:
-            samples: number of samples that it consumed.
-            skipped: whether the optimizer did not step.
-            bad: whether this was because of a NaN or infinite loss or gradient.
-            nan: whether a loss was NaN.
-        """
+        """Count an iteration, whose step was `skipped`, perhaps due to a `bad` value; `nan`: whether a loss was NaN."""
         self.iteration += 1
         self.consumed_samples += samples
         self.skipped_iterations += skipped
@@ -92,7 +85,7 @@ class Queued(NamedTuple):
     end: clock.Mark
     balance: Callable[[], dict[int, LayerReport]] | None
     """Returns this rank's part of the report of its balance; None: there is no such report."""
-    squared_params: torch.Tensor | None = None
+    squared_params: torch.Tensor | None
     """Squared norms of the parts of the model, in host memory when the device has finished; None: not asked for."""
 
 
@@ -125,7 +118,7 @@ class Reports:
         """Read the times of the iteration that was added last, which the device has finished."""
         if self._queued is None:
             return
-        (report, start, end, balance, squares) = self._queued
+        report, start, end, balance, squares = self._queued
         self._queued = None
         table = None if balance is None else sum_over_ranks(balance(), self.num_layers)
         if squares is not None:
@@ -136,7 +129,7 @@ class Reports:
         """Return the report that has its time, if there is one; its sum over ranks has arrived."""
         if self._timed is None:
             return []
-        (report, table) = self._timed
+        report, table = self._timed
         self._timed = None
         if table is not None:
             assert self.balancer is not None
