@@ -33,10 +33,6 @@ def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
 
     On CUDA, an autograd thread runs the backward pass, with its hooks and the Functions written in Python, while the
     main thread waits in the engine. The autograd thread has frames only while it runs Python.
-
-    Args:
-        frames: the innermost frame of every thread, as `sys._current_frames()` returns them.
-        main: the main thread's key in `frames`.
     """
     own = frames[main]
     if not _ENGINE.search(_source(own)):

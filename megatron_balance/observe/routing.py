@@ -90,7 +90,6 @@ class RoutingTrace:
     As upstream, calls in which tokens were dropped are not recorded, because the format cannot represent them.
 
     Args:
-        rank: rank of this process in the whole job.
         step: returns the iteration in progress, from 0.
         first_step: step where the run starts or resumes; earlier steps of an existing trace are kept.
 

@@ -30,21 +30,18 @@ _ERA_SECONDS = 2**23
 _TICKS = 8
 """Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbors never overlap."""
 
+# Thread ids reserved for each stream, and the maximum size of a file
 _THREADS = 1000
-"""Number of thread ids reserved for each stream."""
-
 MAX_BYTES = 512 * MIB
-"""Maximum size of a file; an event takes about 200 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class TraceSpan:
-    """An activity on one stream; its marks are on the device or on the host."""
+    """An activity on one stream, such as "L3 TRANS.1/2"; its marks are on the device or on the host."""
 
     iteration: int
     stream: Stream
     name: str
-    """Name of the activity, such as "L3 TRANS.1/2" or "L2 FEC m0"."""
     start: clock.Mark
     end: clock.Mark
     issued: clock.Mark | None = None
@@ -102,8 +99,6 @@ class Timeline:
 
     def flush(self, last: bool = False) -> None:
         """Wait for the device and write the latest iterations, if any were added; a file appears only when complete.
-
-        If writing fails, they are written at the next flush, as long as they are among the latest iterations.
 
         Each flush reads the wall clock again: over days, the device's and the hosts' clocks drift apart.
         """

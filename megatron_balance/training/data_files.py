@@ -206,11 +206,7 @@ def _meant(prefix: str) -> str:
 
 
 def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
-    """Check evenly spread samples of each .bin file for token ids outside the vocabulary, and the file's size.
-
-    Raises:
-        ValueError: a file is wrong; the error names the file, the problem and the remedy.
-    """
+    """Raise ValueError if evenly spread samples of a .bin file have ids outside the vocabulary, or it is too short."""
     indices = check_indices(prefixes, thorough=False)
     for prefix, index in indices.items():
         path = f"{prefix}.bin"
