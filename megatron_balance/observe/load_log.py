@@ -68,11 +68,12 @@ class LoadLog:
         """
         if not self._iterations:
             return
-        kept = 0
+        excess = len(self._iterations)
         if not self._attempts.run(self._write, last):
-            kept = max(1, MOST_BYTES // sum(entries[0][0].nbytes for entries in self._layers.values()))
+            bytes_of_one = sum(entries[0][0].nbytes for entries in self._layers.values())
+            excess = max(0, excess - max(1, MOST_BYTES // bytes_of_one))
         for values in (self._iterations, *self._layers.values()):
-            values[:] = values[-kept:] if kept else []
+            del values[:excess]
 
     def _write(self) -> None:
         arrays = {"iterations": np.array(self._iterations, dtype=np.int64)}

@@ -1,5 +1,6 @@
 """Checks of data files and of the flags about them, before megatron.core maps the files into memory and trusts them."""
 
+import contextlib
 import math
 import os
 import stat
@@ -105,10 +106,9 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
 
 def _bounds(split: str) -> list[Bounds]:
     """Return where each set begins and ends, as megatron.core finds it."""
-    try:
+    bounds: list[Bounds] = [None]
+    with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
         bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    except (AssertionError, ValueError, ZeroDivisionError):
-        bounds = [None]
     if "-" in split or bounds[0] is None:
         raise ValueError(
             f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
