@@ -111,9 +111,7 @@ def new_twin(
     return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
 
 
-def new_group_by_value(
-    value: object, timeout_minutes: float | None = None, name: str | None = None
-) -> dist.ProcessGroup:
+def new_group_by_value(value: object, timeout_minutes: float, name: str) -> dist.ProcessGroup:
     """Create a group of the ranks that pass an equal value. Every rank of the job calls it. `name` is for people."""
     values = gather(value)
     created = {

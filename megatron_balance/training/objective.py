@@ -64,13 +64,12 @@ class Objective:
         self.groups = groups
         self.routed = routed
         self.depths = config.mtp_num_layers or 0
-        balancing = config.moe_router_load_balancing_type
-        kinds = [balancing] if isinstance(balancing, str) else balancing
-        self.router_losses = [LOGGED[kind] for kind in kinds if kind in LOGGED]
-        if config.moe_z_loss_coeff is not None:
-            self.router_losses.append("z_loss")
-        if config.num_moe_experts is None:
-            self.router_losses = []
+        self.router_losses: list[str] = []
+        if config.num_moe_experts is not None:
+            balancing = config.moe_router_load_balancing_type
+            kinds = [balancing] if isinstance(balancing, str) else balancing
+            z_loss = [] if config.moe_z_loss_coeff is None else ["z_loss"]
+            self.router_losses = [*(LOGGED[kind] for kind in kinds if kind in LOGGED), *z_loss]
         self.tokens: torch.Tensor | None = None
         """[1 + depths]: number of unmasked tokens of the iteration's global batch, and of those at each depth that have
         a token to predict; None without `--calculate-per-token-loss`."""
