@@ -35,7 +35,7 @@ DECLINED = "declined"
 CONSEQUENCE = "setting "
 """Prefix of facts that follow from other facts; they are reported only if nothing else differs."""
 
-MAX_LISTED = 6
+MAX_LISTED = 8
 """Maximum number of facts, values of a fact, ranges of ranks, or hosts that a sentence lists."""
 
 MAX_CHARACTERS = 60
