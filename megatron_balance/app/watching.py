@@ -130,11 +130,10 @@ def build_progress_log(run: Run, log: RunLog) -> ProgressLog | None:
     config = run.config
     if not config.log.log_progress or config.checkpoint.save is None or dist.get_rank() != 0:
         return None
-    progress = ProgressLog(
+    return ProgressLog(
         Path(config.checkpoint.save),
+        run.progress.consumed_samples,
         flops_per_sample=log.flops_per_sample,
         tokens_per_sample=config.model.seq_length,
         world_size=dist.get_world_size(),
     )
-    progress.start(run.progress.consumed_samples)
-    return progress

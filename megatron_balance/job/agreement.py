@@ -10,7 +10,6 @@ duplicate rank, another number of processes, a missing rank, its own mistake) de
 
 import datetime
 import hashlib
-import itertools
 import json
 import os
 import socket
@@ -36,8 +35,8 @@ DECLINED = "declined"
 CONSEQUENCE = "setting "
 """Prefix of facts that follow from other facts; they are reported only if nothing else differs."""
 
-MAX_NAMES, MAX_VALUES, MAX_RANGES, MAX_HOSTS = 8, 4, 8, 8
-"""Limits of the facts, values of a fact, ranges of ranks, and hosts that a sentence lists."""
+MAX_LISTED = 8
+"""Maximum number of facts, values of a fact, ranges of ranks, or hosts that a sentence lists."""
 
 MAX_CHARACTERS = 60
 """Maximum number of characters of a value in a message."""
@@ -66,7 +65,6 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
     """Return once all ranks have joined with the same facts. Every rank calls it.
 
     Args:
-        store: a store that only this job's ranks use.
         timeout_minutes: time after which a rank that has not joined counts as missing.
         where: the store's address, for messages.
 
@@ -92,14 +90,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
 
 
 def decline(store: dist.Store, me: Member, problem: str) -> None:
-    """Report that this rank cannot start, instead of calling `agree`; `agree` raises the problem on all other ranks.
-
-    Args:
-        problem: the reason, in one line.
-
-    Raises:
-        torch.distributed.DistError: the store is gone.
-    """
+    """Report that this rank cannot start, instead of calling `agree`, which raises the problem on all other ranks."""
     store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
     _decide(store, f"rank {me.rank} on {cleaned(socket.gethostname(), 80)} cannot start: {problem}")
     if me.rank == 0:
@@ -167,10 +158,9 @@ def _missing(store: dist.Store, world_size: int, timeout_minutes: float, where: 
             f"all ranks have joined at {where}, but not all have compared their settings {limit}; start the job again"
         )
     hosts = dict.fromkeys(store.get(key).decode().rpartition(" on ")[2] for key in members.values())
-    named = [*itertools.islice(hosts, MAX_HOSTS), *(["..."] if len(hosts) > MAX_HOSTS else [])]
     return (
         f"{in_words(missing)} of {world_size} {'have' if len(missing) > 1 else 'has'} not joined at {where} {limit}; "
-        f"{in_words([*members])} came from {', '.join(named)}: look at the output of the missing ones, and check that "
+        f"{in_words([*members])} came from {_listed([*hosts])}: look at the output of the missing ones, and check that "
         "all were started with this address"
     )
 
@@ -199,14 +189,14 @@ def difference(reference: Facts, others: Differing, world_size: int) -> str:
         reference: rank 0's facts.
         others: facts that differ, of at least one rank; ranks without an entry have the reference's facts.
     """
-    names = list(dict.fromkeys([*reference, *(name for own in others.values() for name in own)]))
-    names = [name for name in names if any(name in own for own in others.values())]
+    differing = {name for own in others.values() for name in own}
+    # In the reference's order, most informative first
+    names = [*(name for name in reference if name in differing), *sorted(differing - reference.keys())]
     causes = [name for name in names if not name.startswith(CONSEQUENCE)] or names
-    listed = [_values(name, reference.get(name), others, world_size) for name in causes[:MAX_NAMES]]
-    more = [f"and {len(causes) - MAX_NAMES} more"] if len(causes) > MAX_NAMES else []
+    listed = _listed([_values(name, reference.get(name), others, world_size) for name in causes], "; ")
     return (
-        f"the ranks of this job differ: {'; '.join([*listed, *more])}; start all with the same flags, packages, "
-        "program and files (docs/running.md says what may differ)"
+        f"the ranks of this job differ: {listed}; start all with the same flags, packages, program and files "
+        "(docs/running.md says what may differ)"
     )
 
 
@@ -218,10 +208,15 @@ def _values(name: str, reference: str | None, others: Differing, world_size: int
     ordered = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0]))
     listed = [
         f"{'absent' if value is None else cleaned(value, MAX_CHARACTERS) or 'empty'} on {in_words(ranks)}"
-        for value, ranks in ordered[:MAX_VALUES]
+        for value, ranks in ordered
     ]
-    more = f" and {len(ordered) - MAX_VALUES} more values on other ranks" if len(ordered) > MAX_VALUES else ""
-    return f"{cleaned(name, 2 * MAX_CHARACTERS)} is {listed[0]}, but {', '.join(listed[1:])}{more}"
+    return f"{cleaned(name, 2 * MAX_CHARACTERS)} is {listed[0]}, but {_listed(listed[1:])}"
+
+
+def _listed(parts: Sequence[str], separator: str = ", ") -> str:
+    """Join at most MAX_LISTED parts."""
+    more = [f"and {len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED else []
+    return separator.join([*parts[:MAX_LISTED], *more])
 
 
 def in_words(ranks: Sequence[int]) -> str:
@@ -232,6 +227,4 @@ def in_words(ranks: Sequence[int]) -> str:
             ranges[-1][1:] = [rank]
         else:
             ranges.append([rank])
-    words = ["-".join(map(str, bounds)) for bounds in ranges]
-    cut = words[:MAX_RANGES] + ([f"... ({len(ranks)} ranks)"] if len(words) > MAX_RANGES else [])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(cut)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(['-'.join(map(str, bounds)) for bounds in ranges])}"

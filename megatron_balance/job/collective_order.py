@@ -15,45 +15,48 @@ MAX_NAMED = 4
 
 
 class RecordedOperation(NamedTuple):
-    """One operation on a channel, as one rank entered it."""
+    """One operation on a channel, as one rank entered it.
+
+    Attributes:
+        verb: kind of the operation, for example `all-gathers`.
+        sizes: elements of each tensor that must have the same size on all ranks.
+        detail: another property that must be equal, for example `bucket 2` or a message's tag; may be empty.
+        caller: function that called torch: `start_param_sync (param_and_grad_buffer.py)`.
+        ours: function and line of this package that led to the call; may be empty.
+        sent: elements or rows sent to each member, in an exchange whose sizes differ by member; `received` likewise.
+        time: Unix time in seconds at which the rank entered the operation.
+        number: number of the operation in its channel, from 1.
+    """
 
     verb: str
-    """Kind of the operation, for example `all-gathers`."""
     sizes: tuple[int, ...]
-    """Elements of each tensor that must have the same size on all ranks."""
     dtype: str
     detail: str
-    """Another property that must be equal, for example `bucket 2` or a message's tag; may be empty."""
     caller: str
-    """Function that called torch: `start_param_sync (param_and_grad_buffer.py)`."""
     ours: str
-    """Function and line of this package that led to the call; may be empty."""
     sent: tuple[int, ...] = ()
-    """Elements or rows sent to each member, in an exchange whose sizes differ by member."""
     received: tuple[int, ...] = ()
-    """Elements or rows received from each member, in such an exchange."""
     time: float = 0.0
-    """Unix time in seconds at which the rank entered the operation."""
     number: int = 1
-    """Number of the operation in its channel, from 1."""
 
     def __str__(self) -> str:
-        sizes = " + ".join(map(str, self.sizes)) if self.sizes else ""
         uneven = f"rows {list(self.sent)} for {list(self.received)}" if self.sent or self.received else ""
-        parts = [self.verb, sizes or uneven, self.dtype, self.detail]
-        by = self.caller if not self.ours else f"{self.caller} < {self.ours}"
-        return f"{' '.join(part for part in parts if part)} ({by})"
+        parts = [self.verb, " + ".join(map(str, self.sizes)) or uneven, self.dtype, self.detail]
+        return f"{' '.join(filter(None, parts))} ({' < '.join(filter(None, [self.caller, self.ours]))})"
 
 
 class Channel(NamedTuple):
-    """A sequence of operations with one order: a group's collectives, or its messages from one rank to another."""
+    """A sequence of operations with one order: a group's collectives, or its messages from one rank to another.
+
+    Attributes:
+        name: for people, such as `expert-data-parallel` or `tensor-parallel, 0 -> 1`.
+        ranks: global ranks that enter its operations, in the group's order.
+        operations: the latest operations, with ascending numbers.
+    """
 
     name: str
-    """Name for people, for example `expert-data-parallel` or `tensor-parallel, 0 -> 1`."""
     ranks: Sequence[int]
-    """Global ranks that enter its operations, in the group's order."""
     operations: MutableSequence[RecordedOperation]
-    """The latest operations, with ascending numbers."""
     is_message: bool = False
 
     @property
@@ -99,12 +102,9 @@ def differences(records: Mapping[int, Recording]) -> list[str]:
         records: recordings by global rank, without the ranks that gave none.
     """
     found = []
-    for key, channel in _channels(records).items():
-        sides = _sides(key, channel, records)
-        if len(sides) < 2:
-            continue
+    for channel, sides in _sides(records):
         first = max(side.first for side in sides.values())
-        last = min(side.last for side in sides.values())
+        last = min(side.last for side in sides.values()) if len(sides) > 1 else 0
         for number in range(first, last + 1):
             entered = {rank: side.at(number) for rank, side in sides.items()}
             text = _mismatch(channel, entered)
@@ -121,15 +121,12 @@ def waits(records: Mapping[int, Recording]) -> list[str]:
     Messages that were sent but not received come last, because a sender often continues without its receiver.
     """
     found: list[tuple[bool, float, str]] = []
-    for key, channel in _channels(records).items():
-        sides = _sides(key, channel, records)
-        last = max(side.last for side in sides.values())
-        missing = [rank for rank, side in sides.items() if side.last < last]
+    for channel, sides in _sides(records):
         number = min(side.last for side in sides.values()) + 1
         ahead = {rank: side.at(number) for rank, side in sides.items() if side.first <= number <= side.last}
-        if not missing or not ahead:
+        if not ahead:
             continue
-        lagging = [rank for rank in missing if sides[rank].last == number - 1]
+        lagging = [rank for rank, side in sides.items() if side.last == number - 1]
         text = f"{_each(ahead)}, but {_named(lagging)} did not: {'; '.join(_latest(records, lagging))}"
         time = min(operation.time for operation in ahead.values())
         was_sent = channel.is_message and channel.ranks[0] in ahead
@@ -142,14 +139,12 @@ def report(records: Mapping[int, Recording]) -> str | None:
     return next(iter(differences(records)), None) or "; ".join(waits(records)) or None
 
 
-def _channels(records: Mapping[int, Recording]) -> dict[str, Channel]:
-    return {key: channel for record in records.values() for key, channel in record.items()}
-
-
-def _sides(key: str, channel: Channel, records: Mapping[int, Recording]) -> dict[int, Channel]:
-    """Return each rank's side of the channel; an empty one for a rank that never used the channel."""
-    unused = channel._replace(operations=[])
-    return {rank: records[rank].get(key, unused) for rank in channel.ranks if rank in records}
+def _sides(records: Mapping[int, Recording]) -> Iterator[tuple[Channel, dict[int, Channel]]]:
+    """Yield each channel with its ranks' sides; an empty one for a rank that never used the channel."""
+    channels = {key: channel for record in records.values() for key, channel in record.items()}
+    for key, channel in channels.items():
+        unused = channel._replace(operations=[])
+        yield channel, {rank: records[rank].get(key, unused) for rank in channel.ranks if rank in records}
 
 
 def _mismatch(channel: Channel, entered: Mapping[int, RecordedOperation]) -> str | None:
@@ -161,11 +156,9 @@ def _mismatch(channel: Channel, entered: Mapping[int, RecordedOperation]) -> str
 
 def _exchange_mismatch(channel: Channel, entered: Mapping[int, RecordedOperation]) -> str | None:
     """Describe two members of which one sends another number of rows than the other expects; None if all match."""
-    members = [(number, rank) for number, rank in enumerate(channel.ranks) if rank in entered]
+    members = [(number, rank) for number, rank in enumerate(channel.ranks) if rank in entered and entered[rank].sent]
     for (sender, rank), (receiver, other) in itertools.product(members, members):
         operation = entered[rank]
-        if not operation.sent:
-            continue
         sent = operation.sent[receiver]
         expected = entered[other].received[sender]
         if sent != expected:

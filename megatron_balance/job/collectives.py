@@ -23,7 +23,7 @@ KEPT = 64
 """Number of operations of each channel that a training run's recorder keeps."""
 
 BUCKETED = ("start_param_sync", "start_grad_sync")
-"""Functions of megatron-core's bucket groups. Buckets often have equal sizes, so their numbers are recorded as well."""
+"""Functions of megatron-core's bucket groups, whose buckets often have equal sizes: their numbers are recorded, too."""
 
 _PLUMBING = (str(Path(dist.__file__).parent), contextlib.__file__, __file__)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -58,7 +58,6 @@ COLLECTIVES: dict[str, tuple[str, tuple[int, ...]]] = {
 nested lists of them, whose sizes are equal on all ranks. Other arguments may differ, or exist only on the root."""
 
 MESSAGES = {"send": "sends", "recv": "receives"}
-"""Methods of ProcessGroup for messages between two members, with a verb for people."""
 
 
 def _flattened(tensors: Any) -> Iterator[torch.Tensor]:
@@ -86,17 +85,17 @@ UNEVEN: dict[str, Callable[..., Iterable[tuple[int, ...]]]] = {
     ALL_TO_ALL: _split_rows,
 }
 """Collectives in which sizes differ by member: functions of the number of members and the arguments, which return the
-elements or rows that this rank sends to each member, and those that it receives from each."""
+elements or rows that this rank sends to each member, and receives from each."""
 
 
 class Collectives:
-    """Recorder of the operations that this process enters inside `recorded`, by channel."""
+    """Recorder of the operations that this process enters inside `recorded`, by channel.
+
+    Args:
+        kept: operations to keep of each channel; None keeps all of them.
+    """
 
     def __init__(self, kept: int | None = KEPT) -> None:
-        """
-        Args:
-            kept: operations to keep of each channel; None keeps all of them.
-        """
         self.kept = kept
         self.entered = 0
         """Number of operations so far, including those no longer kept; concurrent operations may count as one."""
@@ -133,10 +132,9 @@ class Collectives:
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             key = group.group_name
             tensors = list(_flattened([args[position] for position in equal]))
-            sizes = tuple(tensor.numel() for tensor in tensors)
             sent, received = ((), ()) if uneven is None else uneven(group.size(), *args)
             dtype = next(_flattened(tensors if uneven is None else args[:2]), None)
-            number = self._note(key, group, None, verb, sizes, dtype, sent=sent, received=received)
+            number = self._note(key, group, None, verb, _sizes(tensors), dtype, sent=sent, received=received)
             work = method(group, *args, **kwargs)
             self.on_start(key, number, work)
             return work

@@ -53,25 +53,29 @@ def unbreakable_output() -> Iterator[None]:
 
     The other stream reports the problem once. Output resumes as soon as writing succeeds again.
     """
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Unbreakable(streams[0], "standard output"), _Unbreakable(streams[1], "standard error")
-    sys.stdout.other, sys.stderr.other = reversed(streams)
+    streams = output, errors = sys.stdout, sys.stderr
+    sys.stdout = _Unbreakable(output, "standard output", errors)
+    sys.stderr = _Unbreakable(errors, "standard error", output)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = streams
         for stream in streams:
-            _discard_unwritten(stream)
+            try:
+                stream.flush()
+            except OSError:
+                # Discard what cannot be written; otherwise the interpreter would end with exit status 120
+                with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class _Unbreakable:
     """A text stream that reports its first error on the other stream and ignores later ones."""
 
-    other: Any = None
-
-    def __init__(self, stream: Any, name: str) -> None:
+    def __init__(self, stream: Any, name: str, other: Any) -> None:
         self._stream = stream
         self._name = name
+        self._other = other
         self._reported = False
 
     def write(self, text: str) -> int:
@@ -87,19 +91,9 @@ class _Unbreakable:
         except OSError as error:
             if not self._reported:
                 self._reported = True
+                text = f"{self._name}: {cleaned(error)}; the program continues without it"
                 with contextlib.suppress(OSError):
-                    print(
-                        f"{self._name}: {cleaned(error)}; the program continues without it", file=self.other, flush=True
-                    )
+                    print(text, file=self._other, flush=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _discard_unwritten(stream: Any) -> None:
-    """Discard output that a stream cannot write; otherwise the interpreter would end with exit status 120."""
-    try:
-        stream.flush()
-    except OSError:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())

@@ -35,22 +35,18 @@ class Topology:
 
 
 def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_parallel: int) -> int:
-    """Return how many ranks of an expert-parallel group share a node.
-
-    Rank i of such a group is then on the group's node i // size. (megatron-core numbers expert-tensor-parallel ranks
-    first and expert-parallel ranks next.)
+    """Return how many ranks of an expert-parallel group share a node: its rank i is on its node i // size.
 
     Raises:
         ValueError: nodes divide the groups into unequal parts.
     """
+    # megatron-core numbers expert-tensor-parallel ranks first and expert-parallel ranks next
     block = expert_parallel * expert_tensor_parallel
-    firsts = [rank for rank in range(topology.world_size) if rank % block < expert_tensor_parallel]
-    size = expert_parallel
-    for first in firsts:
+    size = 0
+    for first in (rank for rank in range(topology.world_size) if rank % block < expert_tensor_parallel):
         ranks = range(first, first - first % block + block, expert_tensor_parallel)
         shares = [len(list(run)) for _, run in itertools.groupby(ranks, topology.node_of)]
-        if first == 0:
-            size = shares[0]
+        size = size or shares[0]
         if any(share != size for share in shares[:-1]) or shares[-1] > size:
             raise ValueError(
                 f"--moe-comm-node-size {topology.node_size} (default: the launcher's processes per node): nodes divide "
@@ -62,8 +58,8 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
 def sequence_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return which of a sequence's 2 * ranks equal chunks a context-parallel rank holds, in its order.
 
-    A token attends to all earlier ones, so each rank gets a chunk from either end: the ranks then compute equally much.
-    Transformer Engine expects this order.
+    A token attends to all earlier ones: with a chunk from either end, ranks compute equally much. Transformer Engine
+    expects this order.
     """
     return rank, 2 * ranks - 1 - rank
 
@@ -78,8 +74,7 @@ def world() -> dist.ProcessGroup:
 def imagined_job(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, act as one rank of a job whose other ranks do not exist.
 
-    Groups are created as in a real job. Collectives return at once with meaningless data from other ranks. The
-    functions below assume that the other ranks contribute the same values as this rank.
+    Collectives return at once with meaningless data; the functions below assume the same values on all ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -111,17 +106,12 @@ def backend_minutes(timeout_minutes: float) -> float:
 def new_twin(
     group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
 ) -> dist.ProcessGroup:
-    """Create a second group of the same ranks, for operations with a separate order. Every rank of the job calls it.
-
-    For the arguments, see `new_sub_groups`.
-    """
+    """Create a second group of the same ranks, for operations with a separate order; see `new_sub_groups`."""
     everyone = tuple(range(group.size()))
     return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
 
 
-def new_group_by_value(
-    value: object, timeout_minutes: float | None = None, name: str | None = None
-) -> dist.ProcessGroup:
+def new_group_by_value(value: object, timeout_minutes: float, name: str) -> dist.ProcessGroup:
     """Create a group of the ranks that pass an equal value. Every rank of the job calls it. `name` is for people."""
     values = gather(value)
     created = {
@@ -137,12 +127,11 @@ def new_sub_groups(
     wanted: Iterable[Members],
     timeout_minutes: float | None = None,
 ) -> dict[Members, dist.ProcessGroup]:
-    """Create the `wanted` subgroups of expert-parallel groups, and return those that this rank belongs to.
+    """Create the `wanted` subgroups of expert-parallel groups; return those with this rank, and the whole group.
 
-    The result also contains the whole expert-parallel group. Every rank of the job must call this with the same
-    `wanted`, because `new_group` requires all ranks to create all groups in the same order, including those of other
-    expert-parallel groups. Its `use_local_synchronization` involves members only, but it names a group by the number of
-    groups that a rank is in, which differs between pipeline stages.
+    Every rank of the job must call this with the same `wanted`, because all ranks create all groups in the same order.
+    (`use_local_synchronization` involves members only, but it names a group by the number of groups that a rank is in,
+    which differs between pipeline stages.)
 
     Args:
         job: the default process group.
@@ -190,7 +179,6 @@ class NodeGroups:
 
     intra: dist.ProcessGroup | None
     """The ranks on this rank's node; None if it is the only one."""
-
     inter: dist.ProcessGroup | None
     """The ranks with this rank's local rank on all nodes; None if no other node has one."""
 
@@ -206,10 +194,7 @@ class NodeGroups:
 def new_node_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None
 ) -> NodeGroups:
-    """Create the groups within and across nodes of `node_size` expert-parallel ranks.
-
-    Every rank of the job calls it. For the arguments, see `new_sub_groups`.
-    """
+    """Create the groups within and across nodes of `node_size` expert-parallel ranks; see `new_sub_groups`."""
     everyone = tuple(range(ep_group.size()))
     nodes = [everyone[first : first + node_size] for first in everyone[::node_size]]
     counterparts = [everyone[local::node_size] for local in range(node_size)]

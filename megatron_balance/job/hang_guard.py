@@ -4,9 +4,8 @@ Each rank runs two threads, so that no blocked call delays the exit after a stal
 
 - The watchdog inspects this process's main thread, or the autograd thread that works for it, and raises the alarm when
   that thread has waited for too long.
-- The reporter uses the job's key-value store over its own connection. Once a period it writes a heartbeat and looks for
-  an alarm. After an alarm, every rank writes a report; the rank that raised it first draws the verdict, and all ranks
-  print it before the first of them exits.
+- The reporter writes a heartbeat to the job's key-value store once a period, and looks for an alarm. After an alarm,
+  every rank writes a report; the rank that raised it first draws the verdict, and all ranks print it.
 
 If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. Silence
 alone raises no alarm: a rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. A
@@ -63,7 +62,7 @@ IDLE_LIMITS = 10
 EXIT_STATUS = 1
 
 OPERATIONS = 32
-"""Number of latest operations of each process group that each rank reports after an alarm."""
+"""Number of latest operations of each process group in a rank's report."""
 
 
 class HangGuard:
@@ -79,8 +78,8 @@ class HangGuard:
         rank: int,
         world_size: int,
         limit: float,
-        store_rank: int | None = None,
-        collectives: Collectives | None = None,
+        store_rank: int | None,
+        collectives: Collectives,
     ) -> None:
         """Prepare the guard; it starts with the `with` block.
 
@@ -88,8 +87,7 @@ class HangGuard:
             store: the job's key-value store; the guard opens its own connection.
             limit: seconds that a rank may wait in one place before the job counts as stalled.
             store_rank: the rank whose process holds the store; None if the launcher holds it.
-            collectives: the recorder of this rank's operations; with it, a verdict names the first difference between
-                ranks.
+            collectives: the recorder of this rank's operations.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank = rank
@@ -99,10 +97,8 @@ class HangGuard:
         self._collectives = collectives
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
-        self._progress = time.monotonic()
-        """When the main thread last made a step."""
-        self._answered = time.monotonic()
-        """When the store last answered."""
+        # When the main thread last made a step, and when the store last answered
+        self._progress = self._answered = time.monotonic()
         self._idle = 0.0
         self._first_iteration = 0
         self._failure: BaseException | None = None
@@ -146,10 +142,7 @@ class HangGuard:
     def _leave(self, error: Ending) -> NoReturn:
         """End the process for a reason that is the same on every rank; only rank 0 prints it."""
         self._end()
-        if self._rank == 0:
-            sys.stderr.write(f"{error.code}\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _print(f"{error.code}\n" if self._rank == 0 else "")
         os._exit(EXIT_STATUS)
 
     def _fail(self, error: BaseException) -> NoReturn:
@@ -180,15 +173,15 @@ class HangGuard:
             now = time.monotonic()
             steps = self._position.steps
             # The next layer's wait has the same stack but follows another operation
-            here = steps, self._entered(), stack_of(_frame())
+            here = steps, self._collectives.entered, stack_of(_frame())
             self._count_idle(steps != last_steps, now - before)
             before = now
             if steps != last_steps:
+                last_steps = steps
                 self._progress = now
             if here != last:
+                last = here
                 since = now
-            last_steps = steps
-            last = here
             if now - since > self._limit and self._activity()[0] == "waited":
                 self._wake.set()
         if self._ended:
@@ -221,22 +214,16 @@ class HangGuard:
         return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
 
     def _print_verdict(self, sentence: str) -> None:
-        """Print the verdict, once, after all stacks.
-
-        No stacks are printed if this rank failed, because it has printed its traceback, or after an interruption.
-        """
+        """Print the verdict, once, after all stacks; no stacks if they do not show the cause."""
         with self._printing:
             if self._printed:
                 return
             self._printed = True
             report = self._report or self._own_report()
-            # If the machine is too small, the stacks do not show the cause
             explained = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
             if not report.is_failure and not explained:
                 faulthandler.dump_traceback(all_threads=True)
-            sys.stderr.write(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _print(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
 
     def _own_report(self) -> Report:
         activity, place = self._activity()
@@ -272,9 +259,6 @@ class HangGuard:
         threading.Thread(target=wait, daemon=True).start()
         return not empty.wait(self._period)
 
-    def _entered(self) -> int:
-        return 0 if self._collectives is None else self._collectives.entered
-
     # Reporter
 
     def _reporter(self) -> None:
@@ -305,19 +289,14 @@ class HangGuard:
         longest = IDLE_LIMITS * self._limit
         if self._rank != 0 or self._idle <= longest:
             return False
-        heartbeats = self._read_all("heartbeat", _heartbeat)
-        return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in heartbeats)
+        return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in self._heartbeats())
 
     def _conclude(self) -> None:
-        """Write the report, draw the verdict or wait for it, print it, and wait until all ranks have printed it.
-
-        The rank that holds the store leaves last.
-        """
+        """Write the report, draw the verdict or wait for it, print it, and wait until all ranks have printed it."""
         self._report = self._own_report()
         self._store.set(f"report/{self._rank}", json.dumps(self._report))
-        if self._collectives is not None:
-            packed = collective_order.pack(self._collectives.record(), OPERATIONS)
-            self._store.set(f"collectives/{self._rank}", packed)  # pyright: ignore[reportArgumentType]
+        packed = collective_order.pack(self._collectives.record(), OPERATIONS)
+        self._store.set(f"collectives/{self._rank}", packed)  # pyright: ignore[reportArgumentType]
         self._store.add("reported", 1)
         if self._store.add("alarm", 1) == 1:
             self._count_up_to("reported", self._world_size, REPORT_SECONDS)
@@ -337,13 +316,16 @@ class HangGuard:
 
     def _draw_verdict(self) -> str:
         reports = self._read_all("report", lambda text: Report(*json.loads(text)))
-        sentence = verdict(reports, self._read_all("heartbeat", _heartbeat), time.time(), self._limit)
+        sentence = verdict(reports, self._heartbeats(), time.time(), self._limit)
         if any(report is not None and report.is_failure for report in reports):
             # The other ranks only wait for the one that failed
             return sentence
         entered = enumerate(self._read_all("collectives", collective_order.unpack))
         difference = collective_order.report({rank: record for rank, record in entered if record is not None})
         return sentence if difference is None else f"{sentence}; {difference}"
+
+    def _heartbeats(self) -> list[Heartbeat | None]:
+        return self._read_all("heartbeat", lambda text: Heartbeat(*json.loads(text)))
 
     def _read_all(self, kind: str, parse: Callable[[bytes], Read]) -> list[Read | None]:
         """Return every rank's value of this kind; None for a rank that has written none."""
@@ -357,8 +339,10 @@ class HangGuard:
             time.sleep(0.1)
 
 
-def _heartbeat(text: bytes) -> Heartbeat:
-    return Heartbeat(*json.loads(text))
+def _print(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _frame() -> FrameType:

@@ -35,19 +35,14 @@ class Launch:
     local_world_size: int
     store_rank: int | None = 0
     """The rank whose process holds the key-value store; None if the launcher holds it."""
-
     address: str | None = None
     """Host of the key-value store; None if the launcher has not set one."""
-
     port: int = 0
     """Port of the key-value store."""
-
     name: str = "job"
     """Name of this start of the job: the same on all of its ranks, and unique among jobs that may find its store."""
-
     job: str | None = None
     """The launcher's name of the job, which survives restarts; None if it has none."""
-
     restarts: int = 0
     """How often torchrun and SLURM have restarted the job."""
 
@@ -96,8 +91,7 @@ def _number(name: str, default: int, least: int, *, end: int | None = None, end_
 def _name(world_size: int, local_world_size: int) -> str:
     """Derive a name for this start of the job from values that are the same on all of its nodes.
 
-    The name is needed because ranks of a killed job may survive for a while and find the next job's store at the same
-    address.
+    Ranks of a killed job may survive for a while and find the next job's store at the same address.
     """
     known = os.environ
     parts = []
@@ -109,11 +103,9 @@ def _name(world_size: int, local_world_size: int) -> str:
         parts += [str(agent.process), agent.started]
     elif nodes.isdecimal() and int(nodes) * local_world_size == world_size:
         # A single step has started all ranks; otherwise its number would differ between ranks
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        parts += [known.get(name, "") for name in names]
+        parts += [known.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
     # The launcher's store outlives the attempt: without its number, ranks would find addresses of the last attempt
-    parts += [known.get("TORCHELASTIC_RUN_ID", ""), known.get("TORCHELASTIC_RESTART_COUNT", "0")]
-    return "job " + " ".join(parts)
+    return " ".join(["job", *parts, known.get("TORCHELASTIC_RUN_ID", ""), known.get("TORCHELASTIC_RESTART_COUNT", "0")])
 
 
 def node_topology(launch: Launch, node_size: int | None) -> Topology:
@@ -154,11 +146,6 @@ def _member(launch: Launch) -> agreement.Member:
 def start(launch: Launch, backend: str, timeout_minutes: float, facts: agreement.Facts | None = None) -> dist.Store:
     """Join the job: select this process's device, compare `facts` with all ranks, and initialize torch.distributed.
 
-    A process without a launcher is a job of one process, with a key-value store on a free local port.
-
-    Args:
-        facts: the values that must be the same on all ranks.
-
     Returns:
         The job's key-value store.
 
@@ -197,10 +184,8 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
     if launch.address is None and launch.world_size == 1:
         return dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
     if launch.address is None:
-        raise ValueError(
-            f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set; start the processes with "
-            "torchrun"
-        )
+        problem = f"WORLD_SIZE {launch.world_size}: MASTER_ADDR and MASTER_PORT are not set"
+        raise ValueError(f"{problem}; start the processes with torchrun")
     try:
         socket.getaddrinfo(launch.address, launch.port)
     except (OSError, UnicodeError) as error:
@@ -212,10 +197,7 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
-    """Return whether a process listens at the address before the deadline; try at least once.
-
-    torch would wait as well, but fill the log with its own stack traces.
-    """
+    """Return whether a process listens there before the deadline; torch would log stack traces while it waits."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -230,20 +212,21 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
 def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:
     """Connect to the store in a thread, because another program at that address may accept and never answer."""
     found: list[dist.Store] = []
-    errors: list[Exception] = []
     holds = launch.rank == launch.store_rank
     deadline = time.monotonic() + timeout_minutes * 60
     listening = holds or _wait_for_listener(address, launch.port, deadline)
     seconds = max(1.0, deadline - time.monotonic())
+    reason = "something listens there and does not answer" if listening else "nothing listens there"
 
     def connect() -> None:
+        nonlocal reason
         try:
             patience = datetime.timedelta(seconds=seconds)
             # `agreement` waits for the ranks and names the missing ones; the constructor would only count them
             settings = {"wait_for_workers": False, "multi_tenant": True, "timeout": patience}
             found.append(dist.TCPStore(address, launch.port, launch.world_size, holds, **settings))
         except RuntimeError as error:
-            errors.append(error)
+            reason = str(error)
 
     if listening:
         thread = threading.Thread(target=connect, daemon=True)
@@ -252,12 +235,10 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
     if found:
         return found[0]
     where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
-    if errors and holds and "EADDRINUSE" in str(errors[0]):
+    if holds and "EADDRINUSE" in reason:
         raise ValueError(f"MASTER_PORT={launch.port}: another program listens on this port here; choose another port")
-    reason = "something listens there and does not answer" if listening else "nothing listens there"
-    reason = cleaned(errors[0]) if errors else reason
     holder = "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
     raise ValueError(
         f"{where}: no key-value store of {holder} there within {timeout_minutes:g} minutes "
-        f"(--distributed-timeout-minutes): {reason}; check that {holder} has started, and look at its output"
+        f"(--distributed-timeout-minutes): {cleaned(reason)}; check that {holder} has started, and look at its output"
     )

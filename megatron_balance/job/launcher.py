@@ -38,12 +38,11 @@ class Launcher:
 
     started: str
     """Start time in the kernel's units, which distinguishes the agent from a later process with the same number."""
-
     child: int
     """Number of the process that the agent started: this process, or a script that started it."""
 
     def has_ended(self) -> bool:
-        """Return whether the agent has ended, even as a zombie: the kernel then gives its children another parent."""
+        """Return whether the agent has ended: the kernel then gives its children another parent."""
         return _parent(self.child) != self.process
 
 
@@ -79,11 +78,10 @@ def _watch(launcher: Launcher) -> None:
 
 
 def _ask_the_kernel() -> None:
-    """Ask the kernel to end this process some seconds after its parent.
+    """Ask the kernel to end this process 16 seconds after its parent, if the watching thread cannot.
 
-    The watching thread needs the interpreter's lock, which indexing a dataset may hold for minutes. The signal handler
-    is therefore a C library function, `alarm`. A handler receives the signal's number, so the call is `alarm(16)`. The
-    thread has these 16 seconds to log why this process ends.
+    The thread needs the interpreter's lock, which indexing a dataset may hold for minutes. The handler is therefore a C
+    library function. A handler receives the signal's number, so the call is `alarm(16)`.
     """
     if SIGNAL is None:  # another system than Linux
         return

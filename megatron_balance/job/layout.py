@@ -14,8 +14,7 @@ def build_groups(
 ) -> ProcessGroupCollection:
     """Create the process groups of `config`'s layout and seed this rank's random number generators.
 
-    megatron-core also stores the groups in `parallel_state`, which some of its modules still read. This package takes
-    the returned collection as a parameter. To create another layout in the same processes, call `destroy_groups` first.
+    megatron-core also stores them in `parallel_state`; before another layout, call `destroy_groups`.
 
     Args:
         order: the dimensions of the layout, those in which neighboring ranks differ first.

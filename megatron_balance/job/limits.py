@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,9 @@ import torch
 SHARED_MEMORY = Path("/dev/shm")
 
 BASE_DESCRIPTORS = {"gloo": 80, "nccl": 120}
-"""File descriptors of a process in a job of one rank: measured for gloo, and without NCCL's own."""
-
 DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
-"""File descriptors of a process for each rank, over all groups: measured for gloo."""
+"""File descriptors of a process in a job of one rank, and more of them for each rank: measured for gloo, and without
+NCCL's own."""
 
 STORE_CONNECTIONS = 2
 """Connections of each rank to the key-value store: the job's, and the hang guard's."""
@@ -36,29 +36,23 @@ def open_files(backend: str, world_size: int, holds_store: bool) -> None:
     per_rank = DESCRIPTORS_PER_RANK[backend] + STORE_CONNECTIONS * holds_store
     needed = BASE_DESCRIPTORS[backend] + per_rank * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _as_number(hard) < needed:
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if most < needed:
         raise ValueError(
             f"ulimit -n {hard}: a job of {world_size} processes needs about {needed} file descriptors in each; raise "
             f"the limit with ulimit -n {HEADROOM * needed} (as root, or in the settings of the service or container)"
         )
-    if _as_number(soft) < HEADROOM * needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(_as_number(hard), HEADROOM * needed), hard))
-
-
-def _as_number(limit: int) -> int:
-    return 2**30 if limit == resource.RLIM_INFINITY else limit
+    if soft != resource.RLIM_INFINITY and soft < HEADROOM * needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, HEADROOM * needed), hard))
 
 
 def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Path = SHARED_MEMORY) -> None:
-    """Check that data loading has enough shared memory, through which workers pass batches.
+    """Raise ValueError if workers lack the shared memory through which they pass batches.
 
     Args:
         workers: `--num-workers` of each process.
         batch_bytes: bytes of a microbatch; a worker prepares two.
         processes: number of processes on this node.
-
-    Raises:
-        ValueError: there is too little shared memory, or it cannot be written to.
     """
     if not workers or not directory.is_dir():
         return
@@ -90,10 +84,10 @@ def explained() -> Iterator[None]:
 def explanation(error: Exception) -> str | None:
     """Return a sentence that names the exhausted resource and a remedy; None if the error has another cause."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the GPU's memory is too small for this run; --dry-run shows each rank's memory by use"
-    if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
-        return "this machine's memory is too small for this run; --dry-run shows each rank's memory by use"
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    if on_device or isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
+        whose = "the GPU" if on_device else "this machine"
+        return f"{whose}'s memory is too small for this run; --dry-run shows each rank's memory by use"
     if "Too many open files" in text:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"all file descriptors are in use; raise the limit of {soft} with ulimit -n"

@@ -1,11 +1,12 @@
 """Find out from a thread's stack, or an exception's traceback, whether a rank waits in a collective."""
 
 import contextlib
+import itertools
 import linecache
 import re
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -19,13 +20,12 @@ MAX_ERROR_CHARACTERS = 120
 """Maximum number of characters of an exception's message in a verdict; the traceback has the full text."""
 
 _COLLECTIVE_FILES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
+# Functions that torch's logger and our recorder wrap around each collective
 _WRAPPERS = ("wrapper", "noted")
-"""Names of the functions that torch's logger and our recorder wrap around each collective."""
-
 _WAITS = re.compile(r"wait\(")
 _WAITS_FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|synchronize)\(|_cuda_synchronize\(")
+# Call of autograd's engine, by torch or by megatron-core's schedules
 _ENGINE = re.compile(r"_execution_engine\.run_backward\(")
-"""Call of autograd's engine, by torch or by megatron-core's schedules."""
 
 
 def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
@@ -33,10 +33,6 @@ def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
 
     On CUDA, an autograd thread runs the backward pass, with its hooks and the Functions written in Python, while the
     main thread waits in the engine. The autograd thread has frames only while it runs Python.
-
-    Args:
-        frames: the innermost frame of every thread, as `sys._current_frames()` returns them.
-        main: the main thread's key in `frames`.
     """
     own = frames[main]
     if not _ENGINE.search(_source(own)):
@@ -47,31 +43,26 @@ def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
 
 
 def stack_of(frame: FrameType | None) -> tuple:
-    """Return the code positions of a stack, which stay equal while the thread does not move.
+    """Return the code positions of a stack, which stay equal while the thread does not move."""
+    # The frames themselves would keep tensors alive
+    return tuple((one.f_code, one.f_lasti) for one in _outwards(frame))
 
-    The frames themselves would keep tensors alive.
-    """
-    places = []
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        places.append((frame.f_code, frame.f_lasti))
+        yield frame
         frame = frame.f_back
-    return tuple(places)
 
 
 def _started_by_python(frame: FrameType) -> bool:
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_filename == threading.__file__
+    return [*_outwards(frame)][-1].f_code.co_filename == threading.__file__
 
 
 def waits_in(frame: FrameType, line: int | None = None) -> str | None:
     """Name the collective, or the wait for the device, that a thread with this innermost frame is in; None if neither.
 
-    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its line waits
-    for a handle or copies a tensor from the device.
-
-    Args:
-        line: the line in `frame`'s file; default: the current line.
+    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its line (by
+    default the current one) waits for a handle or copies a tensor from the device.
     """
     collective = _collective(frame, line)
     if collective is None and _WAITS_FOR_DEVICE.search(_source(frame, line)):
@@ -101,11 +92,9 @@ def error_place(error: BaseException) -> str:
 def code_place(frame: FrameType, line: int | None = None, depth: int = 3) -> str:
     """Return the innermost functions of a stack: `read (data.py:31) < next (loader.py:7)`."""
     places = []
-    current: FrameType | None = frame
-    while current is not None and len(places) < depth:
+    for current in itertools.islice(_outwards(frame), depth):
         number = line if line is not None and current is frame else current.f_lineno
         places.append(f"{current.f_code.co_name} ({Path(current.f_code.co_filename).name}:{number})")
-        current = current.f_back
     return " < ".join(places)
 
 

@@ -10,12 +10,11 @@ MAX_NAMED = 4
 
 @dataclass
 class Position:
-    """Where a rank's main thread is. Only the main thread writes it, by plain assignments; other threads read it."""
+    """Where a rank's main thread is, and a counter of its progress. Only the main thread writes it."""
 
     iteration: int = 0
     phase: str = "start"
     steps: int = 0
-    """Counter of progress; only changes of its value matter."""
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
         """Note that the main thread begins `phase`; `iteration` is given if it is new."""
@@ -33,15 +32,14 @@ STEPPING = ("forward-backward", "optimizer", "evaluation")
 
 
 class Heartbeat(NamedTuple):
-    """The sign of life that a rank writes once a period."""
+    """The sign of life that a rank writes once a period: its Unix time, and the seconds without a step where many are
+    due.
+    """
 
     iteration: int
     phase: str
     time: float
-    """Unix time in seconds."""
-
     idle: float = 0.0
-    """Seconds without a step in a phase that has many."""
 
 
 Activity = Literal["waited", "busy", "failed", "interrupted"]
@@ -50,19 +48,20 @@ by a user."""
 
 
 class Report(NamedTuple):
-    """A rank's report about itself after any rank has raised the alarm."""
+    """A rank's report about itself after any rank has raised the alarm.
+
+    Attributes:
+        place: name of the collective, the code or the exception.
+        idle: seconds since the main thread's last sign of progress.
+        time: Unix time of the report in seconds.
+    """
 
     iteration: int
     phase: str
     activity: Activity
     place: str
-    """Name of the collective, the code or the exception."""
-
     idle: float
-    """Seconds since the main thread's last sign of progress."""
-
     time: float
-    """Unix time of the report in seconds."""
 
     @property
     def is_failure(self) -> bool:
@@ -137,5 +136,6 @@ def _silence(heartbeat: Heartbeat | None, now: float) -> str:
 
 def _join(parts: Iterable[str]) -> str:
     named = list(parts)
-    more = [f"and {len(named) - MAX_NAMED} more ranks"] if len(named) > MAX_NAMED else []
-    return "; ".join(named[:MAX_NAMED] + more)
+    if len(named) > MAX_NAMED:
+        named[MAX_NAMED:] = [f"and {len(named) - MAX_NAMED} more ranks"]
+    return "; ".join(named)

@@ -30,54 +30,40 @@ class LayerReport(NamedTuple):
     ratio_before: float
     """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) without balancing, that is, if owners in their initial order
     computed all tokens; 1 is even."""
-
     ratio_after: float
     """The same ratio with the placement that was used."""
-
     rb: float
     """Pro-Prophet's RB, the ratio of the standard deviations before and after balancing; at most LARGEST_GAIN."""
-
     hosts_added: float
     """Number of (expert, rank) pairs where a rank computed an expert that it does not own."""
-
     trans_bytes: float
     agg_bytes: float
     """Bytes moved by Trans and Agg, over all links."""
-
     plan_seconds: float
     plan_wait_seconds: float
     trans_wait_seconds: float
     agg_wait_seconds: float
     """Seconds that the computation waited for Plan, Trans and Agg: the parts of them that were not overlapped."""
-
     predicted_seconds: float
     """Time of the layer by the cost model, with the calibration of the iterations before."""
-
     measured_seconds: float
     """The layer's exchanges and experts, and its waits for Trans and Agg."""
-
     prediction_error: float
     """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
-
     expert_load_min: float = 1.0
     expert_load_max: float = 1.0
     expert_load_std: float = 0.0
     """Tokens of the layer's experts over their mean: the least, the most, and the standard deviation."""
-
     experts_moved: float = 0.0
     """Number of experts that changed their owner after the iteration."""
-
     transfer_bytes: float = 0.0
     """Bytes moved with these experts, optimizer state included, over all links."""
-
     predicted_exchange_seconds: float = 0.0
     measured_exchange_seconds: float = 0.0
     """The layer's exchanges, without the predicted time that a rank waits in them for slower ones."""
-
     predicted_experts_seconds: float = 0.0
     measured_experts_seconds: float = 0.0
     """Computation of a rank's own tokens."""
-
     predicted_trans_seconds: float = 0.0
     measured_trans_seconds: float = 0.0
     predicted_agg_seconds: float = 0.0
@@ -95,10 +81,7 @@ SPORADIC = (
 
 
 def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float, float]:
-    """Return `ratio_before`, `ratio_after` and `rb` for the tokens per rank before and after balancing.
-
-    The ratios add up the heaviest ranks of all microbatches; `rb` is about the whole iteration.
-    """
+    """Return `ratio_before`, `ratio_after` (of the microbatches' heaviest ranks) and `rb` (of the whole iteration)."""
     gain = min(balance_gain(before_BD.sum(0), after_BD.sum(0)), LARGEST_GAIN)
     return balance_ratio(before_BD), balance_ratio(after_BD), gain
 
@@ -112,13 +95,9 @@ def spread(tokens_E: np.ndarray) -> tuple[float, float, float]:
 
 
 def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Tensor:
-    """Start to add up each layer's reports; every rank of the job calls this.
+    """Start to add up the reports of layers 1 to `num_layers`; every rank of the job calls this.
 
-    It does not wait: the table that it returns, for `means`, is in host memory and complete when the device has done
-    all work that is queued by now.
-
-    Args:
-        own: this rank's reports by layer number, 1 to `num_layers`; may be empty.
+    The table that it returns, for `means`, is complete when the device has done all work that is queued by now.
     """
     rows = [[*own[layer], 1.0] if layer in own else [0.0] * COLUMNS for layer in range(num_layers + 1)]
     total = host_memory.to_current_device(rows, torch.float64)
@@ -144,12 +123,11 @@ def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int
 
 def component_seconds(reports: Mapping[int, LayerReport]) -> tuple[list[float], list[float]]:
     """Return the measured and the predicted seconds of each component of `Factors`, summed over layers."""
-
-    def seconds(kind: str) -> list[float]:
-        names = [f"{kind}_{component}_seconds" for component in Factors._fields]
-        return [math.fsum(getattr(report, name) for report in reports.values()) for name in names]
-
-    return seconds("measured"), seconds("predicted")
+    measured, predicted = (
+        [math.fsum(getattr(one, f"{kind}_{name}_seconds") for one in reports.values()) for name in Factors._fields]
+        for kind in ("measured", "predicted")
+    )
+    return measured, predicted
 
 
 def log_fields(iterations: Sequence[Mapping[int, LayerReport]], lengths: Sequence[float] | None = None) -> str:
@@ -188,10 +166,7 @@ def calibration_field(factors: Factors) -> str:
 
 
 def tensorboard_scalars(reports: Mapping[int, LayerReport], factors: Factors) -> dict[str, float]:
-    """Return an iteration's numbers under Megatron's names: `moe/{name}_layer_{i}`, and `moe/{name}_p50` over layers.
-
-    In these names, the first layer of the model is number 0. `moe/calibration_{component}` are the factors.
-    """
+    """Return an iteration's numbers under Megatron's names; in `moe/{name}_layer_{i}`, the first layer is number 0."""
     scalars = {f"moe/calibration_{name}": factor for name, factor in factors._asdict().items()}
     for name in LayerReport._fields:
         values = {layer: getattr(report, name) for layer, report in reports.items()}

@@ -8,33 +8,28 @@
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_balance.cost.calibration import LEAST, MOST, Factors
 from megatron_balance.files.reading import MIB, number_in, parse_json, read_text
-from megatron_balance.observe.optional import AppendedFile, keep_lines, writable
+from megatron_balance.observe.optional import AppendedFile
 
 NAME = "calibration.jsonl"
 
 MAX_BYTES = 256 * MIB
 """Maximum size of a file that is replayed: two million iterations."""
 
+HIGHEST = 2**31
+"""Limit of the integers in a file."""
+
 
 class Job(NamedTuple):
-    """Properties that a record has in common with the run that replays it."""
+    """Number of processes, and number of MoE layers: the same in the run that replays a record."""
 
     ranks: int
-    """Number of processes."""
     layers: int
-    """Number of MoE layers."""
-
-
-HEADER = dict.fromkeys(Job._fields, (1, 2**31))
-LINE = {"iteration": (1, 2**31)} | dict.fromkeys(Factors._fields, (LEAST, MOST))
-"""Names of the numbers in a line, with their minimum and maximum; if the minimum is an integer, so is the number."""
 
 
 class CalibrationLog:
@@ -48,15 +43,15 @@ class CalibrationLog:
     """
 
     def __init__(self, directory: Path, job: Job, first_iteration: int) -> None:
-        flag = f"--balance-log-dir {directory}"
-        path = directory / NAME
         header = json.dumps(job._asdict()).encode() + b"\n"
 
         def belongs(line: bytes, is_first: bool) -> bool:
-            return line == header if is_first else _iteration(line, first_iteration) < first_iteration
+            try:
+                return line == header if is_first else int(json.loads(line)["iteration"]) < first_iteration
+            except (ValueError, KeyError, TypeError):
+                return False
 
-        with writable(flag):
-            self._file = AppendedFile(path, flag, keep_lines(path, belongs))
+        self._file = AppendedFile.continued(directory / NAME, f"--balance-log-dir {directory}", belongs)
         if not self._file.size:
             self._file.add(header)
 
@@ -67,13 +62,6 @@ class CalibrationLog:
     def flush(self, last: bool = False) -> None:
         """Write the iterations since the last flush."""
         self._file.flush(last)
-
-
-def _iteration(line: bytes, default: int) -> int:
-    try:
-        return int(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return default
 
 
 @dataclass(frozen=True)
@@ -113,14 +101,13 @@ def read_record(path: str, job: Job) -> CalibrationRecord:
     flag = f"--balance-calibrate {path}"
     header, *lines = read_text(path, MAX_BYTES, "--balance-calibrate").splitlines() or [""]
     try:
-        recorded = Job(**_numbers(header, HEADER, 1))
-        entries = [_numbers(line, LINE, number) for number, line in enumerate(lines, 2)]
-        iterations = [entry.pop("iteration") for entry in entries]
+        recorded = Job(*_numbers(header, 1, Job._fields))
+        entries = [_numbers(line, number, ("iteration",), Factors._fields) for number, line in enumerate(lines, 2)]
+        iterations = [int(entry[0]) for entry in entries]
         if not iterations:
             raise ValueError("has no iterations")
         if iterations != [*range(iterations[0], iterations[0] + len(iterations))]:
             raise ValueError("its iterations are not consecutive")
-        factors = tuple(Factors(*map(float, entry.values())) for entry in entries)
     except ValueError as error:
         raise ValueError(f"{flag}: is not a whole record of --balance-calibrate on ({error}); record again") from error
     if recorded != job:
@@ -128,14 +115,13 @@ def read_record(path: str, job: Job) -> CalibrationRecord:
             f"{flag}: is from a run with {recorded.ranks} ranks and {recorded.layers} MoE layers, but this run has "
             f"{job.ranks} and {job.layers}; use the flags of the recorded run, or --balance-calibrate on"
         )
-    return CalibrationRecord(path, iterations[0], factors)
+    return CalibrationRecord(path, iterations[0], tuple(Factors(*map(float, entry[1:])) for entry in entries))
 
 
-def _numbers(line: str, bounds: Mapping[str, tuple[float, float]], number: int) -> dict[str, Any]:
+def _numbers(line: str, number: int, whole: tuple[str, ...], factors: tuple[str, ...] = ()) -> list:
     content = parse_json(line)
-    if not isinstance(content, dict) or content.keys() != bounds.keys():
-        raise ValueError(f"line {number}: holds something else than {', '.join(bounds)}")
-    return {
-        name: number_in(content[name], low, high, f"line {number}: {name}", whole=isinstance(low, int))
-        for name, (low, high) in bounds.items()
-    }
+    if not isinstance(content, dict) or content.keys() != {*whole, *factors}:
+        raise ValueError(f"line {number}: holds something else than {', '.join(whole + factors)}")
+    return [number_in(content[name], 1, HIGHEST, f"line {number}: {name}", whole=True) for name in whole] + [
+        number_in(content[name], LEAST, MOST, f"line {number}: {name}") for name in factors
+    ]

@@ -66,12 +66,11 @@ class FinishedIteration:
 def layer_report(
     last: FinishedIteration, plain: CostModel, calibrated: CostModel, initial: Placement, *, rank: int, factors: Factors
 ) -> LayerReport:
-    """Return the report of an iteration that the device has finished.
+    """Return the report of an iteration that the device has finished, compared with the `initial` placement.
 
     Args:
         plain: the cost model that has chosen the routes of Trans, without calibration.
         calibrated: the cost model with `factors`, for the iteration's number of microbatches.
-        initial: every expert on its first owner alone, with which the report compares.
         rank: this rank in the expert-parallel group.
     """
     sums = last.sporadic(plain)

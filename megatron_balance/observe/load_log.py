@@ -6,7 +6,7 @@ iteration. It contains the arrays `iterations` [B] int64 and, for every MoE laye
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +57,6 @@ class LoadLog:
             layers: load matrix [D, E] (on the host) of every MoE layer of this rank, and the placement with which its
                 tokens were routed; the same layers in every call.
         """
-        assert not self._iterations or (iteration > self._iterations[-1] and layers.keys() == self._layers.keys())
         self._iterations.append(iteration)
         for layer, (counts_DE, placement) in layers.items():
             self._layers.setdefault(layer, []).append((np.asarray(counts_DE).astype(np.int64), str(placement)))
@@ -73,7 +72,6 @@ class LoadLog:
         if not self._attempts.run(self._write, last):
             bytes_of_one = sum(entries[0][0].nbytes for entries in self._layers.values())
             excess = max(0, excess - max(1, MOST_BYTES // bytes_of_one))
-            self._attempts.dropped += excess
         for values in (self._iterations, *self._layers.values()):
             del values[:excess]
 
@@ -93,16 +91,10 @@ class LoggedLoads:
 
     iterations: np.ndarray
     """Iteration numbers, [B] int64."""
-
     counts: dict[int, np.ndarray]
     """Tokens of each source rank for each expert: MoE layer -> [B, D, E] int64."""
-
     placements: dict[int, np.ndarray]
     """Placements in the format of `Placement.parse`: MoE layer -> [B] str."""
-
-    def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Return MoE layer -> (D, E)."""
-        return {layer: counts_BDE.shape[1:] for layer, counts_BDE in self.counts.items()}
 
 
 class _LogFile(NamedTuple):
@@ -136,34 +128,33 @@ def _files(directory: Path) -> Iterator[_LogFile]:
 
 def _join(files: list[_LogFile]) -> LoggedLoads:
     """Join the files of one rank, each up to the first iteration of the next one."""
-    parts = [_read(file.path) for file in files]
-    for part, file in zip(parts, files, strict=True):
-        if part.shapes() != parts[0].shapes():
+    parts: list[dict[str, np.ndarray]] = []
+    for file, end in zip(files, [*(file.first for file in files[1:]), np.inf], strict=True):
+        arrays = _read(file.path)
+        count = np.searchsorted(arrays["iterations"], end)
+        parts.append({name: array[:count] for name, array in arrays.items()})
+        if {name: array.shape[1:] for name, array in arrays.items()} != {
+            name: array.shape[1:] for name, array in parts[0].items()
+        }:
             raise ValueError(f"{file.path}: has other layers, ranks or experts than {files[0].path.name}")
-    ends = [file.first for file in files[1:]] + [np.inf]
-    kept = [int(np.searchsorted(part.iterations, end)) for part, end in zip(parts, ends, strict=True)]
-
-    def joined(of: Callable[[LoggedLoads], np.ndarray]) -> np.ndarray:
-        return np.concatenate([of(part)[:count] for part, count in zip(parts, kept, strict=True)])
-
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    layers = sorted(int(name.removeprefix("layer_")) for name in joined if name.startswith("layer_"))
     return LoggedLoads(
-        joined(lambda part: part.iterations),
-        {layer: joined(lambda part, layer=layer: part.counts[layer]) for layer in parts[0].counts},
-        {layer: joined(lambda part, layer=layer: part.placements[layer]) for layer in parts[0].counts},
+        joined["iterations"],
+        {layer: joined[f"layer_{layer}"] for layer in layers},
+        {layer: joined[f"placement_{layer}"] for layer in layers},
     )
 
 
-def _read(path: Path) -> LoggedLoads:
+def _read(path: Path) -> dict[str, np.ndarray]:
     check_regular(path)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            layers = sorted(int(name.removeprefix("layer_")) for name in arrays if name.startswith("layer_"))
-            if len(arrays) != 1 + 2 * len(layers):
-                raise ValueError(f"has the arrays {', '.join(arrays)}")
-            return LoggedLoads(
-                arrays["iterations"],
-                {layer: arrays[f"layer_{layer}"] for layer in layers},
-                {layer: arrays[f"placement_{layer}"] for layer in layers},
-            )
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = dict(archive)
+        layers = [name.removeprefix("layer_") for name in arrays if name.startswith("layer_")]
+        expected = {"iterations", *(f"{kind}_{int(layer)}" for layer in layers for kind in ("layer", "placement"))}
+        if arrays.keys() != expected:
+            raise ValueError(f"has the arrays {', '.join(arrays)}")
+        return arrays
     except Exception as error:  # a damaged archive makes zipfile, zlib and numpy raise almost anything
         raise ValueError(f"{path}: is not a log of --balance-log-dir ({cleaned(error)}); remove it") from error

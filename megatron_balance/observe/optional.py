@@ -1,7 +1,4 @@
-"""Writing of optional output files: a failure is a warning and never stops training.
-
-`AppendedFile` appends records. `writable` refuses a directory when a run starts.
-"""
+"""Writing of optional output files: a failure is a warning and never stops training."""
 
 import contextlib
 import logging
@@ -23,28 +20,19 @@ MOST_BYTES = 2**26
 
 
 class Attempts:
-    """Attempts to write a flag's output, which logs when they begin to fail and when they succeed again.
-
-    Args:
-        flag: the flag and its value, for the log.
-    """
+    """Attempts to write the output of `flag`, which log when they begin to fail and when they succeed again."""
 
     def __init__(self, flag: str) -> None:
         self.flag = flag
-        self.dropped = 0
-        """Number of records dropped since writing began to fail."""
-        self._next: float | None = None
-
-    @property
-    def failing(self) -> bool:
-        return self._next is not None
+        self.failing = False
+        self._next = 0.0
 
     def run(self, write: Callable[[], None], last: bool = False) -> bool:
         """Call `write` and return whether it succeeded; an OSError is a failure.
 
         After a failure, `write` is not called for RETRY_SECONDS, except if `last`.
         """
-        if self._next is not None and not last and time.monotonic() < self._next:
+        if self.failing and not last and time.monotonic() < self._next:
             return False
         try:
             write()
@@ -52,13 +40,12 @@ class Attempts:
             if not self.failing:
                 message = "%s: %s; training continues, and writing will be retried"
                 logger.warning(message, self.flag, cleaned(error))
+            self.failing = True
             self._next = time.monotonic() + RETRY_SECONDS
             return False
         if self.failing:
-            lost = f"; {self.dropped} records were dropped in the meantime" if self.dropped else ""
-            logger.warning("%s: writing works again%s", self.flag, lost)
-            self._next = None
-            self.dropped = 0
+            logger.warning("%s: writing works again", self.flag)
+        self.failing = False
         return True
 
 
@@ -69,26 +56,6 @@ def writable(flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{flag}: {cleaned(error)}; choose a writable directory") from error
-
-
-def keep_lines(path: Path, belongs: Callable[[bytes, bool], bool]) -> int:
-    """Truncate a file before the first line that is incomplete or does not belong to it, and return its size.
-
-    A file or directory that does not exist is created.
-
-    Args:
-        belongs: called with a line and whether it is the first one.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    end = 0
-    with path.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or not belongs(line, end == 0):
-                break
-            end += len(line)
-        file.truncate(end)
-    return end
 
 
 class AppendedFile:
@@ -106,6 +73,28 @@ class AppendedFile:
         self._pending: deque[bytes] = deque()
         self._bytes = 0
 
+    @classmethod
+    def continued(cls, path: Path, flag: str, belongs: Callable[[bytes, bool], bool]) -> "AppendedFile":
+        """Open a file of lines, without its first line that is incomplete or does not belong, and those after it.
+
+        Args:
+            belongs: called with a line and whether it is the first one.
+
+        Raises:
+            ValueError: the file cannot be written to.
+        """
+        size = 0
+        with writable(flag):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            with path.open("r+b") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or not belongs(line, size == 0):
+                        break
+                    size += len(line)
+                file.truncate(size)
+        return cls(path, flag, size)
+
     def __len__(self) -> int:
         """Return the number of records that have not been written yet."""
         return len(self._pending)
@@ -116,7 +105,6 @@ class AppendedFile:
         self._bytes += len(record)
         while self._bytes > MOST_BYTES and self.attempts.failing:
             self._bytes -= len(self._pending.popleft())
-            self.attempts.dropped += 1
 
     def flush(self, last: bool = False) -> None:
         """Write the records added since the last flush; keep them for the next one if writing fails."""

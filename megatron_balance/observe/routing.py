@@ -19,10 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.device.versions import number_of
-from megatron_balance.observe.optional import AppendedFile, keep_lines, writable
+from megatron_balance.observe.optional import AppendedFile
 
 _STEP = re.compile(rb'\{"step": (\d+), ')
-
 
 RouterOutput = tuple[torch.Tensor, torch.Tensor]
 """Probabilities and the routing map, both [T, E]."""
@@ -66,8 +65,8 @@ class LoadRecorder:
     def table(self, groups: ProcessGroupCollection) -> str:
         """Format the result of `gather` as a table, with each layer's balance; every rank calls this."""
         loads = self.gather(groups)
-        experts = max((len(counts) for counts in loads.values()), default=0)
-        width = max(7, *(len(str(count)) + 1 for counts in loads.values() for count in counts), 7)
+        experts = max(map(len, loads.values()), default=0)
+        width = max([7, *(len(str(count)) + 1 for counts in loads.values() for count in counts)])
         header = "layer |" + "".join(f"{f'e{expert}':>{width}}" for expert in range(experts)) + " | max/mean"
         lines = ["tokens per expert, last microbatch of the last iteration:", header, "-" * len(header)]
         for layer, counts in loads.items():
@@ -77,13 +76,12 @@ class LoadRecorder:
 
 
 class _RouterCall(NamedTuple):
-    """A router call, whose tensors are still on the device."""
+    """A router call, whose tensors are still on the device; `complete`: whether each token has exactly K experts."""
 
     step: int
     layer: int
     choices_TK: torch.Tensor
     complete: torch.Tensor
-    """Whether each token has exactly K experts."""
 
 
 class RoutingTrace:
@@ -92,7 +90,6 @@ class RoutingTrace:
     As upstream, calls in which tokens were dropped are not recorded, because the format cannot represent them.
 
     Args:
-        rank: rank of this process in the whole job.
         step: returns the iteration in progress, from 0.
         first_step: step where the run starts or resumes; earlier steps of an existing trace are kept.
 
@@ -106,21 +103,18 @@ class RoutingTrace:
         directory: Path,
         rank: int,
         step: Callable[[], int],
-        *,
         first_step: int = 0,
     ) -> None:
         self.rank = rank
         self.step = step
         self._calls: list[_RouterCall] = []
-        flag = f"--moe-routing-trace-path {directory}"
-        path = directory / f"router_trace_rank{rank}.jsonl"
 
         def belongs(line: bytes, is_first: bool) -> bool:
             found = _STEP.match(line)
             return found is not None and int(found[1]) < first_step
 
-        with writable(flag):
-            self._file = AppendedFile(path, flag, keep_lines(path, belongs))
+        path = directory / f"router_trace_rank{rank}.jsonl"
+        self._file = AppendedFile.continued(path, f"--moe-routing-trace-path {directory}", belongs)
         _hook_routers(model, self._note)
 
     def flush(self, last: bool = False) -> None:

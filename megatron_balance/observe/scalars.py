@@ -42,11 +42,7 @@ class Scalars:
             self._file.write()
 
     def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Add several numbers of one iteration, by their tags.
-
-        Args:
-            samples: number of samples consumed so far, by which the numbers are also added, as `{tag} vs samples`.
-        """
+        """Add numbers of one iteration by their tags, and by the consumed samples as `{tag} vs samples`."""
         for name, value in values.items():
             self.add_scalar(name, value, iteration)
             if samples is not None:

@@ -2,8 +2,7 @@
 
 Each rank writes `rank00000.json` in the Trace Event Format: a process per rank, a thread per stream, a complete event
 per span. If spans on a stream overlap, the stream gets more threads, because Perfetto drops overlapping events. Files
-of several ranks share a time axis, as far as their hosts' clocks agree, and can be merged by concatenating
-`traceEvents`.
+of several ranks share a time axis, and can be merged by concatenating `traceEvents`.
 """
 
 import json
@@ -11,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -31,21 +30,18 @@ _ERA_SECONDS = 2**23
 _TICKS = 8
 """Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbors never overlap."""
 
+# Thread ids reserved for each stream, and the maximum size of a file
 _THREADS = 1000
-"""Number of thread ids reserved for each stream."""
-
 MAX_BYTES = 512 * MIB
-"""Maximum size of a file; an event takes about 200 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class TraceSpan:
-    """An activity on one stream; its marks are on the device or on the host."""
+    """An activity on one stream, such as "L3 TRANS.1/2"; its marks are on the device or on the host."""
 
     iteration: int
     stream: Stream
     name: str
-    """Name of the activity, such as "L3 TRANS.1/2" or "L2 FEC m0"."""
     start: clock.Mark
     end: clock.Mark
     issued: clock.Mark | None = None
@@ -68,42 +64,6 @@ class TraceEvent:
     num_bytes: int
 
 
-class _PendingIteration(NamedTuple):
-    """Spans of an iteration, whose marks the device may not have reached yet."""
-
-    anchor: clock.Mark
-    """A mark close to the spans' marks: the device measures the time between two marks as a float32, whose precision
-    decreases with their distance."""
-    spans: list[TraceSpan]
-
-
-class _Clocks(NamedTuple):
-    """The same time on all clocks."""
-
-    wall: float
-    """Seconds since a file's base."""
-    host: float
-    device: clock.Mark
-
-    @classmethod
-    def now(cls, base: float) -> "_Clocks":
-        """Read all clocks, after the device has finished all work, so that its mark has no delay."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        clocks = cls(time.time() - base, time.perf_counter(), clock.mark())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return clocks
-
-    def microseconds(self, mark: clock.Mark, anchor: clock.Mark) -> float:
-        """Return the microseconds from a file's base to a mark."""
-        if isinstance(mark, float):
-            seconds = self.wall + (mark - self.host)
-        else:
-            seconds = self.wall - clock.seconds(anchor, self.device) + clock.seconds(anchor, mark)
-        return round(seconds * 1e6 * _TICKS) / _TICKS
-
-
 class Timeline:
     """Keeps the spans of the latest iterations and writes all of them to one file at every `flush`.
 
@@ -122,7 +82,9 @@ class Timeline:
         self._base = time.time() // _ERA_SECONDS * _ERA_SECONDS
         flag = f"--balance-timeline {directory}"
         self._attempts = Attempts(flag)
-        self._pending: dict[int, _PendingIteration] = {}
+        self._pending: dict[int, tuple[clock.Mark, list[TraceSpan]]] = {}
+        """Spans of an iteration, whose marks the device may not have reached yet, and a mark close to theirs: the
+        device measures the time between two marks as a float32, whose precision decreases with their distance."""
         self._finished: dict[int, list[TraceEvent]] = {}
         with writable(flag):
             self._write()
@@ -130,32 +92,39 @@ class Timeline:
     def add(self, span: TraceSpan) -> None:
         """Add a span; the device need not have reached its marks yet."""
         if span.iteration not in self._pending:
-            self._pending[span.iteration] = _PendingIteration(clock.mark(), [])
+            self._pending[span.iteration] = clock.mark(), []
             _keep_latest(self._pending, self.iterations)
         if span.iteration in self._pending:
-            self._pending[span.iteration].spans.append(span)
+            self._pending[span.iteration][1].append(span)
 
     def flush(self, last: bool = False) -> None:
         """Wait for the device and write the latest iterations, if any were added; a file appears only when complete.
-
-        If writing fails, they are written at the next flush, as long as they are among the latest iterations.
 
         Each flush reads the wall clock again: over days, the device's and the hosts' clocks drift apart.
         """
         if not self._pending and not self._attempts.failing:
             return
-        now = _Clocks.now(self._base)
+        # The device has finished all work, so its mark has no delay
+        torch.cuda.synchronize()
+        wall, host, device = time.time() - self._base, time.perf_counter(), clock.mark()
+        torch.cuda.synchronize()
         for number, (anchor, spans) in self._pending.items():
-            self._finished.setdefault(number, []).extend(self._event(span, anchor, now) for span in spans)
+
+            def microseconds(mark: clock.Mark, anchor: clock.Mark = anchor) -> float:
+                if isinstance(mark, float):
+                    seconds = wall + (mark - host)
+                else:
+                    seconds = wall - clock.seconds(anchor, device) + clock.seconds(anchor, mark)
+                return round(seconds * 1e6 * _TICKS) / _TICKS
+
+            for span in spans:
+                issued = None if span.issued is None else microseconds(span.issued)
+                ends = microseconds(span.start), microseconds(span.end)
+                event = TraceEvent(self.rank, number, span.stream, span.name, *ends, issued, span.num_bytes)
+                self._finished.setdefault(number, []).append(event)
         self._pending = {}
         _keep_latest(self._finished, self.iterations)
         self._attempts.run(self._write, last)
-
-    def _event(self, span: TraceSpan, anchor: clock.Mark, now: _Clocks) -> TraceEvent:
-        start = now.microseconds(span.start, anchor)
-        end = now.microseconds(span.end, anchor)
-        issued = None if span.issued is None else now.microseconds(span.issued, anchor)
-        return TraceEvent(self.rank, span.iteration, span.stream, span.name, start, end, issued, span.num_bytes)
 
     def _write(self) -> None:
         events = [event for iteration in self._finished.values() for event in iteration]
@@ -170,13 +139,16 @@ class Timeline:
 
 def _trace_events(rank: int, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
     """Return one rank's events: names of the process and its threads, then each thread's spans in ascending order."""
-    found = [_metadata(rank, 0, "process_name", name=f"rank {rank}")]
-    found.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
+
+    def metadata(thread: int, kind: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args}
+
+    found = [metadata(0, "process_name", name=f"rank {rank}"), metadata(0, "process_sort_index", sort_index=rank)]
     for row, stream in enumerate(STREAMS):
         for number, lane in enumerate(lanes_of([event for event in events if event.stream == stream])):
             thread = 1 + row * _THREADS + number
-            found.append(_metadata(rank, thread, "thread_name", name=f"{stream} {number + 1}" if number else stream))
-            found.append(_metadata(rank, thread, "thread_sort_index", sort_index=thread))
+            found.append(metadata(thread, "thread_name", name=f"{stream} {number + 1}" if number else stream))
+            found.append(metadata(thread, "thread_sort_index", sort_index=thread))
             found.extend(_complete_event(event, thread) for event in lane)
     return found
 
@@ -203,10 +175,6 @@ def load_timeline(path: Path) -> list[TraceEvent]:
         return [_read(event) for event in content["traceEvents"] if event["ph"] == "X"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not a timeline of --balance-timeline ({described(error)})") from error
-
-
-def _metadata(rank: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args}
 
 
 def _complete_event(event: TraceEvent, thread: int) -> dict[str, Any]:

@@ -33,11 +33,7 @@ class WandbRun:
             raise ValueError(f"--wandb-project {project}: {cleaned(error).rstrip('.')}; {remedy}") from error
 
     def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Add numbers by their tags; iterations must not decrease.
-
-        Args:
-            samples: number of samples consumed so far, added as `samples vs steps`.
-        """
+        """Add numbers by their tags, and the consumed samples as `samples vs steps`; iterations must not decrease."""
         by_samples = {} if samples is None else {"samples vs steps": samples}
         self._run.log({**values, **by_samples}, step=iteration)
 

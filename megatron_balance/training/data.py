@@ -74,8 +74,7 @@ def build_data(
     """Build the data sets (rank 0 writes the index caches first) and this rank's iterators over them.
 
     Args:
-        consumed: return the number of samples that training and validation have consumed; called when the first
-            sample is drawn, so that a checkpoint may be loaded before.
+        consumed: return the number of samples that training and validation have consumed, when the first is drawn.
     """
     # Only the ends of the pipeline read samples: tokens on the first stage, labels on the last
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
@@ -95,13 +94,10 @@ def build_data(
 
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
-        if not exist[split.value]:
-            return []
-        if dataset is None:
-            return [iter(()) for _ in range(chunks)]
+        options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
         return [
-            _iterate(dataset, config, groups, vocab_size=vocab_size, consumed=consumed, repeat=repeat)
-            for _ in range(chunks)
+            iter(()) if dataset is None else _iterate(dataset, config, groups, **options)
+            for _ in range(chunks * exist[split.value])
         ]
 
     train = iterators(Split.train, consumed[0], False)
@@ -111,12 +107,11 @@ def build_data(
 def _check_files(data: DataConfig, reads: bool) -> None:
     """Raise ValueError on every rank if any rank's data files are invalid, or differ from those of rank 0.
 
-    Args:
-        reads: whether this rank reads samples; rank 0 always checks the files, because it builds the index caches.
+    Rank 0, which builds the index caches, and ranks that read samples check the files.
     """
     prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
     problem = None
-    contents = None
+    contents: dict[str, str] = {}
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
@@ -135,39 +130,27 @@ def _check_files(data: DataConfig, reads: bool) -> None:
             raise ValueError(f"rank {rank}: {problem}" if rank else problem)
     if len({digest for _, digest in answers if digest}) > 1:
         of_first, *others = gather(contents)
-        assert of_first is not None
-        rank, path = next(
-            (rank, path)
-            for rank, own in enumerate(others, 1)
-            for path in own or ()
-            if own and own[path] != of_first[path]
-        )
-        raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
+        for rank, own in enumerate(others, 1):
+            for path in own:
+                if own[path] != of_first[path]:
+                    raise ValueError(
+                        f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data"
+                    )
 
 
 def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
-    """Build the data sets; raise ValueError on every rank if a rank lacks an index that flags say is there."""
-    fast = data.dataloader_fast_cache_load
-    deferred = data.dataloader_defer_npy_index_mmap
-    if not fast and not deferred:
+    """Build the data sets; raise ValueError on every rank if a rank lacks an index that the flag says is there."""
+    if not data.dataloader_fast_cache_load:
         return builder.build()
     datasets = []
     problem = None
     try:
         datasets = builder.build()
-        for dataset in datasets:
-            for leaf in getattr(dataset, "datasets", [dataset]):
-                path = getattr(leaf, "path_to_shuffle_index", None)
-                if path is not None and not Path(path).exists():
-                    problem = f"{path}: No such file"
     except Exception as error:
-        if not fast:
-            raise
         problem = described(error.__cause__ or error)
-    if any(problems := gather(problem)):
-        flag = "--dataloader-fast-cache-load" if fast else "--dataloader-defer-npy-index-mmap"
-        first = next(filter(None, problems))
-        raise ValueError(f"{flag}: {first}; run once without the flag, which writes the indices to --data-cache-path")
+    for first in filter(None, gather(problem)):
+        remedy = "run once without the flag, which writes the indices to --data-cache-path"
+        raise ValueError(f"--dataloader-fast-cache-load: {first}; {remedy}")
     return datasets
 
 
@@ -294,8 +277,6 @@ def batch_bytes(micro_batch_size: int, seq_length: int) -> int:
 
 def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None:
     """Check, before a microbatch is copied to the device, that its token ids are in the vocabulary.
-
-    Otherwise the embedding would fail with an index error, which on CUDA ends the process without naming the data.
 
     Raises:
         ValueError: a token id is outside the vocabulary; the error names the file.

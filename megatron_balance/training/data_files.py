@@ -1,11 +1,11 @@
 """Checks of data files and of the flags about them, before megatron.core maps the files into memory and trusts them."""
 
+import contextlib
 import math
 import os
-import re
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.core.datasets.indexed_dataset import DType
-from numpy.lib import format as npy
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
 
@@ -32,9 +31,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-
 _TOKEN_TYPES = {code.value: np.dtype(code.name) for code in DType if np.dtype(code.name).kind in "iu"}
-"""Code of an integer type -> NumPy type."""
 
 _CHUNK = 1 << 18
 """Numbers that are checked together: few enough to stay in a cache."""
@@ -74,9 +71,7 @@ def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
 
 
 def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
-    """Check the data of a run on one rank alone; return notices for the log.
-
-    Headers and samples are read (see `check_samples`), never whole files.
+    """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
     Args:
         vocabulary: number of token ids.
@@ -88,9 +83,7 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     data = config.data
     length = config.model.seq_length
     bounds = None if data.split is None else _bounds(data.split)
-    for flag, prefixes in prefixes_by_flag(data).items():
-        if not reads:
-            continue
+    for flag, prefixes in prefixes_by_flag(data).items() if reads else ():
         try:
             indices = check_samples(prefixes, vocabulary)
             for prefix, index in indices.items():
@@ -113,17 +106,15 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
 
 def _bounds(split: str) -> list[Bounds]:
     """Return where each set begins and ends, as megatron.core finds it."""
-    sizes = re.findall(r"[.0-9]+", split)
-    try:
-        numbers = [float(size) for size in sizes]
-    except ValueError:
-        numbers = []
-    if "-" in split or not 1 <= len(numbers) <= len(SETS) or not numbers[0]:
+    bounds: list[Bounds] = [None]
+    with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
+        bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    if "-" in split or bounds[0] is None:
         raise ValueError(
             f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
             "the first must be above 0"
         )
-    return convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return bounds
 
 
 def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, split: str | None) -> None:
@@ -153,27 +144,29 @@ class Index(NamedTuple):
     def tokens(self) -> int:
         return self.bin_bytes // self.token_type.itemsize
 
-    def numbers(self, column: str, first: int) -> np.ndarray:
-        """Return the next _CHUNK numbers, or those that are left, of `lengths`, `starts` or `boundaries`."""
+    def chunks(self, column: str, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK numbers at a time.
+
+        Yields:
+            number of the first one, and the numbers, int64.
+        """
         starts_at = _HEADER.size + 4 * self.sequences
         dtype, offset, total = {
             "lengths": ("<i4", _HEADER.size, self.sequences),
             "starts": ("<i8", starts_at, self.sequences),
             "boundaries": ("<i8", starts_at + 8 * self.sequences, self.boundaries),
         }[column]
-        count = min(_CHUNK, total - first)
-        # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
-        numbers = np.fromfile(self.path, dtype, count, offset=offset + first * np.dtype(dtype).itemsize)
-        if len(numbers) != count:
-            raise ValueError("became shorter while it was read")
-        return numbers
+        for place in range(first, total, _CHUNK):
+            # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
+            numbers = np.fromfile(self.path, dtype, _CHUNK, offset=offset + place * np.dtype(dtype).itemsize)
+            yield place, numbers[: total - place].astype(np.int64)
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
     """Check that each PREFIX.idx describes its PREFIX.bin; megatron.core would read past its end, or never return.
 
-    A thorough check reads each .idx file once: 20 bytes per sequence if each sequence is a document, 0.1 s for 10
-    million of them in the page cache. Otherwise only headers and file sizes are compared, with one small read per file.
+    A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million of them in the page cache.
+    Otherwise only headers and file sizes are compared.
 
     Raises:
         ValueError: a file is wrong; the error names the file, the problem and the remedy.
@@ -213,13 +206,7 @@ def _meant(prefix: str) -> str:
 
 
 def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
-    """Check samples of each .bin file for token ids outside the vocabulary, and that its .idx file fits its size.
-
-    The samples are spread evenly over the .bin file, including its beginning and end: at most 8 reads of 32 KiB.
-
-    Raises:
-        ValueError: a file is wrong; the error names the file, the problem and the remedy.
-    """
+    """Raise ValueError if evenly spread samples of a .bin file have ids outside the vocabulary, or it is too short."""
     indices = check_indices(prefixes, thorough=False)
     for prefix, index in indices.items():
         path = f"{prefix}.bin"
@@ -235,14 +222,10 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
-    """Check that token ids are in the vocabulary.
+    """Raise ValueError, with the .bin file at `path`, if a token is outside the vocabulary.
 
     Args:
-        path: .bin file that the tokens come from.
         first: index in the file of the first token, if the tokens are consecutive in the file.
-
-    Raises:
-        ValueError: a token is outside the vocabulary; the error names the file, the token and the remedy.
     """
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
@@ -255,45 +238,24 @@ def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | No
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
-    """Check that index caches are arrays of integers, with one small read of each.
+    """Raise ValueError unless index caches, in `--data-cache-path` or else next to the data, are arrays of integers.
 
     megatron.core reads them with `allow_pickle=True`, so a pickle under this name could run its code.
-
-    Args:
-        prefixes: prefixes of the data files.
-        cache_path: `--data-cache-path`; if None, the caches are next to the data.
-
-    Raises:
-        ValueError: a file is not an index cache; the error names the file and the remedy.
     """
     next_to_data = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
     directories = [cache_path] if cache_path else dict.fromkeys(next_to_data)
     for path in (path for directory in directories for path in sorted(Path(directory).glob("*.npy"))):
         try:
-            _check_cache(path)
+            if not path.is_file():
+                raise ValueError("not a regular file")
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+                raise ValueError("its elements are no integers")
         except Exception as error:  # NumPy raises many types
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"{path}: is not a cached index ({reason}); delete it, and the next run writes a new one"
             ) from error
-
-
-def _check_cache(path: Path) -> None:
-    """Raise ValueError, or any exception of NumPy's, unless `path` is exactly an array of integers."""
-    if not path.is_file():
-        raise ValueError("not a regular file")
-    with open(path, "rb") as file:
-        version = npy.read_magic(file)
-        readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        if version not in readers:
-            raise ValueError(f"format version {version}")
-        shape, _, dtype = readers[version](file)
-        start = file.tell()
-    size = path.stat().st_size
-    if dtype.kind not in "iu":
-        raise ValueError(f"its elements are {dtype}")
-    if min(shape, default=0) < 0 or start + math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f"{size} bytes, for a header of {start} and an array of shape {shape} of {dtype}")
 
 
 def _read_header(idx_path: str, bin_bytes: int) -> Index:
@@ -318,29 +280,24 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
 
 
 def _check_sequences(index: Index) -> None:
-    """Check that sequences follow each other in the .bin file, aligned to tokens, with at least one token in total."""
-    token_bytes = index.token_type.itemsize
-    previous = tokens = 0
-    for first in range(0, index.sequences, _CHUNK):
-        lengths = index.numbers("lengths", first)
-        starts = index.numbers("starts", first)
-        _check_order(starts, previous, first, limit=index.bin_bytes, text="sequence {} starts at byte {}")
+    """Check that sequences follow each other without gaps in the .bin file, with at least one token in total."""
+    end = 0
+    for (first, lengths), (_, starts) in zip(index.chunks("lengths"), index.chunks("starts"), strict=True):
         _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
-        _refuse(starts & (token_bytes - 1) != 0, first, "sequence {} starts at byte {}, inside a token", starts)
-        ends = starts + lengths.astype(np.int64) * token_bytes
+        ends = end + np.cumsum(lengths * index.token_type.itemsize)
+        expected = np.concatenate(([end], ends[:-1]))
+        _refuse(starts != expected, first, "sequence {} starts at byte {}, not at byte {}", starts, expected)
         text = f"sequence {{}} ends at byte {{}} of the {index.bin_bytes} of the .bin file"
         _refuse(ends > index.bin_bytes, first, text, ends)
-        previous = int(starts[-1])
-        tokens += int(lengths.sum(dtype=np.int64))
-    if not tokens:
+        end = int(ends[-1])
+    if not end:
         raise ValueError("has no tokens")
 
 
 def _check_end(index: Index, path: str) -> None:
     """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
-    (start,) = index.numbers("starts", index.sequences - 1).tolist()
-    (length,) = index.numbers("lengths", index.sequences - 1).tolist()
-    end = start + length * index.token_type.itemsize
+    (_, (start,)), (_, (length,)) = (next(index.chunks(name, index.sequences - 1)) for name in ("starts", "lengths"))
+    end = int(start) + int(length) * index.token_type.itemsize
     if end > index.bin_bytes:
         raise ValueError(
             f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
@@ -351,25 +308,19 @@ def _check_end(index: Index, path: str) -> None:
 def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
-    for first in range(0, index.boundaries, _CHUNK):
-        boundaries = index.numbers("boundaries", first)
+    for first, boundaries in index.chunks("boundaries"):
         if first == 0 and boundaries[0] != 0:
             raise ValueError(f"document 0 starts at sequence {boundaries[0]}")
-        _check_order(boundaries, previous, first, limit=index.sequences, text="document {} starts at sequence {}")
+        before = np.concatenate(([previous], boundaries[:-1]))
+        text = "document {} starts at sequence {}, after one that starts at {}"
+        _refuse(boundaries < before, first, text, boundaries, before)
         previous = int(boundaries[-1])
     if previous != index.sequences:
         raise ValueError(f"the last document ends at sequence {previous} of {index.sequences}")
 
 
-def _check_order(numbers: np.ndarray, previous: int, first: int, *, limit: int, text: str) -> None:
-    """Raise ValueError unless the chunk continues from `previous` in ascending order, up to `limit` at most."""
-    before = np.concatenate(([previous], numbers[:-1]))
-    _refuse(numbers < before, first, text + ", after one that starts at {}", numbers, before)
-    _refuse(numbers > limit, first, text + f" of {limit}", numbers)
-
-
 def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:
-    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the index `first`."""
+    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the number `first`."""
     if bad.any():
         place = int(bad.argmax())
         raise ValueError(text.format(first + place, *(column[place] for column in numbers)))

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.job.groups import gather
 
 LossReports = list[dict[str, torch.Tensor]]
 """Losses of each microbatch, as returned by the loss function."""
@@ -39,7 +39,6 @@ class Finding(NamedTuple):
 
     order: tuple[int, ...]
     """Place in the computation: the smallest one among all ranks' findings is the source, others are consequences."""
-
     text: str
 
 
@@ -48,7 +47,6 @@ class SearchedChunk(NamedTuple):
 
     place: tuple[int, int]
     """Virtual pipeline stage and pipeline rank, which sort chunks in the order of the forward pass."""
-
     model: GPTModel
 
     def global_name(self, name: str, experts: Sequence[int] = ()) -> str:
@@ -82,25 +80,22 @@ def explain(
     """
     unwrapped: Any = unwrap_model([*model])
     chunks = [SearchedChunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]
-    again: LossReports = []
-
-    def forward_again() -> list[Finding]:
-        with first_bad_output(chunks) as found:
-            again.extend(repeat())
-        return found
-
-    searches = (
-        lambda: bad_weights(chunks),
-        forward_again,
-        lambda: bad_losses(reports, again),
-        lambda: bad_gradients(chunks, gradients),
-    )
-    for search in searches:
-        findings: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(findings, search())
+    for own in _searches(chunks, reports, gradients, repeat):
+        findings = gather(own)
         if any(findings):
             return describe(findings)
     return "no source found: weights, losses and gradients are finite now"
+
+
+def _searches(
+    chunks: Sequence[SearchedChunk], reports: LossReports, gradients: BucketSums, repeat: Callable[[], LossReports]
+) -> Iterator[list[Finding]]:
+    yield bad_weights(chunks)
+    with first_bad_output(chunks) as found:
+        again = repeat()
+    yield found
+    yield bad_losses(reports, again)
+    yield bad_gradients(chunks, gradients)
 
 
 def describe(findings: Sequence[Sequence[Finding]]) -> str:
@@ -112,8 +107,9 @@ def describe(findings: Sequence[Sequence[Finding]]) -> str:
             if finding.order == source:
                 ranks.setdefault(finding.text, []).append(str(rank))
     lines = [f"  rank{'s' * (len(on) > 1)} {', '.join(on)}: {text}" for text, on in ranks.items()]
-    hidden = len(lines) - MAX_LINES
-    return "\n".join(lines[:MAX_LINES] + ([f"  and {hidden} more"] if hidden > 0 else []))
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES:] = [f"  and {len(lines) - MAX_LINES} more"]
+    return "\n".join(lines)
 
 
 def bad_weights(chunks: Sequence[SearchedChunk]) -> list[Finding]:
@@ -162,17 +158,13 @@ def bad_gradients(chunks: Sequence[SearchedChunk], gradients: BucketSums) -> lis
 def first_bad_output(chunks: Sequence[SearchedChunk]) -> Iterator[list[Finding]]:
     """Hook into every module; the yielded list receives the first one that turns finite inputs into a bad output."""
     found: list[Finding] = []
-    hooks = []
-    for chunk in chunks:
-        listener = _Listener(chunk, found)
-        hooks.append(chunk.model.register_forward_pre_hook(listener.begin))
-        for name, module in chunk.model.named_modules():
-            hooks.append(module.register_forward_hook(partial(listener.listen, name), with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for chunk in chunks:
+            listener = _Listener(chunk, found)
+            hooks.enter_context(chunk.model.register_forward_pre_hook(listener.begin))
+            for name, module in chunk.model.named_modules():
+                hooks.enter_context(module.register_forward_hook(partial(listener.listen, name), with_kwargs=True))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Listener:
@@ -223,11 +215,10 @@ def _label_of_output(chunk: SearchedChunk, name: str, args: tuple, output: Any) 
         rank = layer.ep_group.rank()
         experts = layer.placement.home[rank] + layer.placement.guests[rank]
     rows = tree_leaves(output)[0]
-    sizes = args[1] if len(args) > 1 else None
     slots = _slot_in(name)
     # Modules that compute all experts together receive the number of consecutive rows of each expert
-    if not slots and sizes is not None and len(sizes) == len(experts):
-        sizes = [int(size) for size in sizes]
+    if not slots and len(args) > 1 and len(args[1]) == len(experts):
+        sizes = [int(size) for size in args[1]]
         if sum(sizes) == rows.shape[0]:
             slots = _bad_parts(rows.split(sizes))
     return chunk.global_name(name, [experts[slot] for slot in slots])

@@ -46,13 +46,10 @@ class Writer(Protocol):
 class RunLog:
     """Log of a run, printed and recorded on the last rank, which has the last pipeline stage's loss.
 
-    A run is a block in a `with` statement, which closes the writers, also if the run fails.
-
-    Attributes:
-        writers: TensorBoard and Weights & Biases, as far as flags ask for them; empty on all other ranks.
+    As a context manager, it closes the writers (TensorBoard and Weights & Biases, as flags ask), also if the run fails.
 
     Raises:
-        ValueError: one of them cannot be started; raised on the last rank.
+        ValueError: one of the writers cannot be started; raised on the last rank.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
@@ -83,10 +80,8 @@ class RunLog:
     def evaluation(self, name: str, progress: Progress, losses: dict[str, float]) -> None:
         """Print and record the result of a validation or test."""
         perplexities = {key: math.exp(min(20, value)) for key, value in losses.items()}
-        parts = "".join(
-            f" {key} value: {value:.6E} | {key} PPL: {perplexities[key]:.6E} |" for key, value in losses.items()
-        )
-        self.message(f" {name} loss at iteration {progress.iteration} |{parts}")
+        parts = [f" {key} value: {value:.6E} | {key} PPL: {perplexities[key]:.6E} |" for key, value in losses.items()]
+        self.message(f" {name} loss at iteration {progress.iteration} |{''.join(parts)}")
         scalars = {f"{key} {name}": value for key, value in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
             scalars |= {f"{key} {name} ppl": value for key, value in perplexities.items()}
@@ -204,14 +199,13 @@ def _writers(config: RunConfig) -> list[Writer]:
 
 def _plain_settings(config: RunConfig) -> dict[str, Any]:
     """Return all settings that are numbers, texts, switches, or lists of them, by field name."""
-    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
-    settings = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
-
-    def is_plain(value: object) -> bool:
-        values = value if isinstance(value, list | tuple) else [value]
-        return all(isinstance(one, str | int | float | None) for one in values)
-
-    return {name: value for name, value in settings.items() if is_plain(value)}
+    found = {}
+    for part in (getattr(config, part.name) for part in dataclasses.fields(config)):
+        for name, value in ((field.name, getattr(part, field.name)) for field in dataclasses.fields(part)):
+            values = value if isinstance(value, list | tuple) else [value]
+            if all(isinstance(one, str | int | float | None) for one in values):
+                found[name] = value
+    return found
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:

@@ -59,8 +59,7 @@ class Stopping:
     def reason(self, iteration: int) -> str | None:
         """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set.
 
-        A signal and the time limit end the run one iteration later: by then the device has finished the collective, and
-        nobody has to wait for it.
+        These end the run one iteration later, when the device has finished the collective.
         """
         config = self.config
         if config.exit_interval and iteration % config.exit_interval == 0:
@@ -88,10 +87,9 @@ def train(
     stopping: Stopping | None = None,
     after_step: Callable[[StepReport], None] | None = None,
 ) -> None:
-    """Train until the end of the run, or until `stopping` returns a reason to stop; in both cases, save.
+    """Train from `run.progress` until the end of the run, or until `stopping` returns a reason to stop.
 
     Args:
-        run: may be resumed; training continues after its `progress`.
         save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
         after_step: called after every iteration, with a report that may lack what the device has not finished.
     """
@@ -140,16 +138,14 @@ def train_step(run: Run) -> StepReport:
     """Run one iteration, wait until the device has finished it, and return its complete report."""
     reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
     reports.add(queue_step(run))
-    (report,) = reports.wait()
-    return report
+    return reports.wait()[0]
 
 
 def queue_step(run: Run, read: bool = True) -> Queued:
     """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
 
     Args:
-        read: whether somebody reads the numbers about this iteration that cost time: its balance, if there is a
-            policy, and those that flags ask for.
+        read: whether somebody reads the numbers that cost time: balance, and those that flags ask for.
     """
     # Phase 1: begin the iteration
     progress = run.progress
@@ -214,26 +210,20 @@ def queue_step(run: Run, read: bool = True) -> Queued:
 
 
 class Known(NamedTuple):
-    """Numbers that the host reads before the optimizer's step."""
+    """Numbers that the host reads before the optimizer's step, which must not happen if `bad`.
+
+    For losses see StepReport, for the others `optimizer_step`.
+    """
 
     bad: bool
-    """Whether the step must not happen."""
     losses: dict[str, float]
-    """As in StepReport."""
     squared_norms: list[float]
-    """See `optimizer_step.squared_norms`."""
     zeros: list[float] | None
-    """See `optimizer_step.zeros`; None: not counted in this iteration."""
     layer_losses: dict[str, list[float]]
-    """As in StepReport."""
 
 
 def _known(run: Run, reports: LossReports, read: bool) -> Known:
-    """Compute on the device all numbers that the host needs before the step, and read them together.
-
-    Args:
-        read: as for `queue_step`.
-    """
+    """Compute on the device all numbers that the host needs before the step, and read them together."""
     bad = run.guard.evidence(reports)
     norms = optimizer_step.squared_norms(run.optimizer)
     count = read and run.config.optimizer.log_num_zeros_in_grad
@@ -342,11 +332,9 @@ def manual_gc(settings: TrainConfig) -> Iterator[None]:
 
     If each rank collects garbage when its own counters say so, the others wait for it in the next collective.
     """
-    if not settings.manual_gc:
-        yield
-        return
-    gc.disable()
-    gc.collect()
+    if settings.manual_gc:
+        gc.disable()
+        gc.collect()
     try:
         yield
     finally:

@@ -75,10 +75,7 @@ class LossGuard:
     def evidence(self, reports: LossReports) -> torch.Tensor:
         """Return [1] on the device: above 0 if any rank has a non-finite loss or gradient, so that no step is allowed.
 
-        Every rank calls this after gradients are reduced.
-
-        Args:
-            reports: this rank's loss of each microbatch, before any reduction; empty except on the last pipeline stage.
+        Every rank calls this after gradients are reduced, with its losses of each microbatch before any reduction.
         """
         zero = torch.zeros(1, device=torch.cuda.current_device())
         if not self.enabled:
@@ -92,8 +89,7 @@ class LossGuard:
     def fault(self, reports: LossReports, repeat: Repeat) -> str:
         """Return the source of a fault, of which there is evidence; every rank calls this, and gets the same answer.
 
-        Afterwards, the routers' expert biases are those before the iteration, and the states of random number
-        generators are as if no forward pass had been repeated.
+        Expert biases are restored; the states of random number generators do not change.
 
         Args:
             reports: as for `evidence`.
@@ -150,8 +146,7 @@ class LossGuard:
 class SpikyLoss:
     """Detector of a loss that is more than ten standard deviations above the mean of the last hundred losses.
 
-    megatron-core's rule, ten times the largest of the first hundred losses, never fires after the loss has come down
-    from its initial value.
+    megatron-core's rule compares with the first hundred losses, and so never fires after the loss has come down.
     """
 
     WINDOW = 100

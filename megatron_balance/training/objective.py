@@ -1,9 +1,9 @@
 """What a run minimizes: the mean loss per token, the losses of predictions, and the auxiliary losses of routers.
 
 The weight of each loss relative to the mean loss per token is its coefficient, in every layout. With
-`--calculate-per-token-loss`, gradients are summed over microbatches and ranks, then divided by the number of unmasked
-tokens of the global batch. Losses with other means need that number in the backward pass, so the last pipeline stage
-reads the microbatches of an iteration when it begins.
+`--calculate-per-token-loss`, gradients are summed, then divided by the number of unmasked tokens of the global batch.
+Losses with other means need that number in the backward pass, so the last pipeline stage reads the microbatches of an
+iteration when it begins.
 """
 
 from collections.abc import Iterator
@@ -64,13 +64,12 @@ class Objective:
         self.groups = groups
         self.routed = routed
         self.depths = config.mtp_num_layers or 0
-        balancing = config.moe_router_load_balancing_type
-        kinds = [balancing] if isinstance(balancing, str) else balancing
-        self.router_losses = [LOGGED[kind] for kind in kinds if kind in LOGGED]
-        if config.moe_z_loss_coeff is not None:
-            self.router_losses.append("z_loss")
-        if config.num_moe_experts is None:
-            self.router_losses = []
+        self.router_losses: list[str] = []
+        if config.num_moe_experts is not None:
+            balancing = config.moe_router_load_balancing_type
+            kinds = [balancing] if isinstance(balancing, str) else balancing
+            z_loss = [] if config.moe_z_loss_coeff is None else ["z_loss"]
+            self.router_losses = [*(LOGGED[kind] for kind in kinds if kind in LOGGED), *z_loss]
         self.tokens: torch.Tensor | None = None
         """[1 + depths]: number of unmasked tokens of the iteration's global batch, and of those at each depth that have
         a token to predict; None without `--calculate-per-token-loss`."""

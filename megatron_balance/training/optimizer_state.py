@@ -34,8 +34,7 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
     """Mark the parameter groups that have a learning rate of their own, so that a checkpoint's groups can be assigned.
 
-    megatron-core 0.16 leaves the mark out. After a resumption, its distributed optimizer would then train both groups
-    with one learning rate, and its other optimizers would fail.
+    megatron-core 0.16 does not: after a resumption, its distributed optimizer would train both groups with one rate.
     """
     if "max_lr" in param_group_identifier_keys:
         return
@@ -44,11 +43,7 @@ def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state that optimizers would have after a step that changes nothing.
-
-    Otherwise a run that has skipped every step would save less than a resumed run expects, and the distributed
-    optimizer requires Adam's step.
-    """
+    """Allocate the state that optimizers have after a step: also a run that skipped every step saves it."""
     for part in optimizers(optimizer):
         if part.init_state_fn is None:
             # megatron-core calls this function even if it has not set one, as for SGD
@@ -76,10 +71,7 @@ def _allocate(inner: Any, parameter: torch.Tensor) -> None:
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Let torch's Adam step each parameter on a CPU in one pass over its memory; otherwise it takes one per operation.
-
-    The parameter of all home slots is too large for the caches.
-    """
+    """Let torch's Adam step each parameter on a CPU in one pass over its memory, which is too large for the caches."""
     for part in optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:

@@ -18,7 +18,8 @@ from megatron.core.transformer.module import param_is_not_shared
 
 def scales_losses(optimizer: MegatronOptimizer) -> bool:
     """Return whether losses are scaled: then the step itself looks for infinite gradients before there is a norm."""
-    return any(getattr(part, "grad_scaler", None) for part in _parts(optimizer))
+    whole: Any = optimizer
+    return any(getattr(part, "grad_scaler", None) for part in whole.chained_optimizers)
 
 
 @torch.no_grad()
@@ -42,9 +43,9 @@ def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     All ranks call this after `squared_norms`. It does not wait for the device. Clipping, which follows, keeps zeros. If
     losses are scaled, it does nothing and returns nothing.
     """
-    return (
-        [] if scales_losses(optimizer) else [_zeros(_gradients(parts), group) for parts, group in _together(optimizer)]
-    )
+    if scales_losses(optimizer):
+        return []
+    return [_zeros(_gradients(parts), group) for parts, group in _together(optimizer)]
 
 
 @torch.no_grad()
@@ -84,32 +85,24 @@ def step(
     return stepped, norm, None if zeros is None else counted
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    whole: Any = optimizer
-    return whole.chained_optimizers
-
-
 def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.ProcessGroup]]:
     """Return the parts whose statistics are summed together, with the group that sums them."""
     whole: Any = optimizer
-    parts = _parts(optimizer)
+    parts = whole.chained_optimizers
     together = [parts] if whole.grads_states_parallel_group_is_shared() else [[part] for part in parts]
     return [(some, some[0].get_grad_stats_parallel_group()) for some in together]
 
 
 def _parameters(parts: Sequence[Any]) -> list[torch.Tensor]:
     """Return the parameters that count on this rank, by the rule for gradients."""
-    # Since 0.19, megatron-core distinguishes the groups that hold copies of experts
-    names = ("tp_group", "expert_tp_group")
-    return [
-        parameter.detach()
-        for part in parts
-        for parameter in part.get_parameters()
-        if param_is_not_shared(parameter)
-        and param_is_not_tensor_parallel_duplicate(
-            parameter, **{name: getattr(part, name) for name in names if hasattr(part, name)}
-        )
-    ]
+    found = []
+    for part in parts:
+        # Since 0.19, megatron-core distinguishes the groups that hold copies of experts
+        groups = {name: getattr(part, name) for name in ("tp_group", "expert_tp_group") if hasattr(part, name)}
+        for parameter in part.get_parameters():
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, **groups):
+                found.append(parameter.detach())
+    return found
 
 
 def _gradients(parts: Sequence[Any]) -> list[torch.Tensor]:

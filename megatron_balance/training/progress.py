@@ -35,14 +35,7 @@ class Progress:
     bad_in_a_row: int = 0
 
     def advance(self, samples: int, *, skipped: bool, bad: bool, nan: bool) -> None:
-        """Count an iteration.
-
-        Args:
-            samples: number of samples that it consumed.
-            skipped: whether the optimizer did not step.
-            bad: whether this was because of a NaN or infinite loss or gradient.
-            nan: whether a loss was NaN.
-        """
+        """Count an iteration, whose step was `skipped`, perhaps due to a `bad` value; `nan`: whether a loss was NaN."""
         self.iteration += 1
         self.consumed_samples += samples
         self.skipped_iterations += skipped
@@ -57,39 +50,29 @@ class StepReport:
     iteration: int
     losses: dict[str, float]
     """`lm loss` per token, and the auxiliary losses averaged over MoE layers."""
-
     grad_norm: float | None
     learning_rate: float | None
     """None on a rank without parameters."""
-
     loss_scale: float
     global_batch_size: int
     consumed_samples: int
     """Number of samples that the run has consumed after this iteration."""
-
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
-
     num_zeros: float | None = None
     """Number of zeros in the gradients; None unless it is asked for (`--log-num-zeros-in-grad`)."""
-
     params_norm: float | None = None
     """Norm of all parameters after the step; None until the device has finished it, and unless it is asked for
     (`--log-params-norm`)."""
-
     layer_losses: dict[str, list[float]] = field(default_factory=dict)
     """Auxiliary losses of every layer of the model, by name; empty unless asked for (`--moe-per-layer-logging`)."""
-
     seconds: float = math.nan
     """Time of the iteration on the device; NaN until the device has finished it."""
-
     balance: dict[int, LayerReport] = field(default_factory=dict)
     """Balance of each layer, by layer number; empty until the device has finished the iteration, without a policy, and
     where nobody uses it."""
-
     calibration: Factors = UNCALIBRATED
     """The factors that the predictions in `balance` contain."""
-
     fault: str | None = None
     """Source of a NaN or infinite loss or gradient; None if there was none."""
 
@@ -102,7 +85,7 @@ class Queued(NamedTuple):
     end: clock.Mark
     balance: Callable[[], dict[int, LayerReport]] | None
     """Returns this rank's part of the report of its balance; None: there is no such report."""
-    squared_params: torch.Tensor | None = None
+    squared_params: torch.Tensor | None
     """Squared norms of the parts of the model, in host memory when the device has finished; None: not asked for."""
 
 
@@ -135,7 +118,7 @@ class Reports:
         """Read the times of the iteration that was added last, which the device has finished."""
         if self._queued is None:
             return
-        (report, start, end, balance, squares) = self._queued
+        report, start, end, balance, squares = self._queued
         self._queued = None
         table = None if balance is None else sum_over_ranks(balance(), self.num_layers)
         if squares is not None:
@@ -146,7 +129,7 @@ class Reports:
         """Return the report that has its time, if there is one; its sum over ranks has arrived."""
         if self._timed is None:
             return []
-        (report, table) = self._timed
+        report, table = self._timed
         self._timed = None
         if table is not None:
             assert self.balancer is not None

@@ -27,7 +27,6 @@ class Run:
     groups: ProcessGroupCollection
     model: list[DistributedDataParallel]
     """Model chunks of this rank."""
-
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     batches: NumMicroBatchesCalculator

@@ -114,15 +114,15 @@ HEADERS = {
 NUMBERS = {
     "negative length": (HEADER, "<i", -1, "sequence 0 has -1 tokens"),
     "a length beyond the end": (POINTERS - 4, "<i", 10, "sequence 6 ends at byte 48 of the 46 of the .bin file"),
-    "the greatest length": (HEADER + 4, "<i", 2**31 - 1, "sequence 1 ends at byte 4294967300 of the 46"),
-    "a negative start": (POINTERS, "<q", -2, "sequence 0 starts at byte -2, after one that starts at 0"),
+    "the greatest length": (HEADER + 4, "<i", 2**31 - 1, "sequence (1 ends|2 starts) at byte"),
+    "a negative start": (POINTERS, "<q", -2, "sequence 0 starts at byte -2, not at byte 0"),
     "the smallest start": (POINTERS + 8, "<q", -(2**63), "sequence 1 starts at byte -9223372036854775808, "),
-    "the greatest start": (BOUNDARIES - 8, "<q", 2**63 - 2, "sequence 6 starts at byte 9223372036854775806 of 46"),
-    "a start inside a token": (POINTERS + 8, "<q", 7, "sequence 1 starts at byte 7, inside a token"),
-    "a start before another": (POINTERS + 16, "<q", 4, "sequence 2 starts at byte 4, before the previous one"),
+    "the greatest start": (BOUNDARIES - 8, "<q", 2**63 - 2, "sequence 6 starts at byte 9223372036854775806, not"),
+    "a start inside a token": (POINTERS + 8, "<q", 7, "sequence 1 starts at byte 7, not at byte 6"),
+    "a start before another": (POINTERS + 16, "<q", 4, "sequence 2 starts at byte 4, not at byte 8"),
     "not from the first": (BOUNDARIES, "<q", 1, "document 0 starts at sequence 1"),
-    "a boundary before another": (BOUNDARIES + 16, "<q", 1, "document 2 starts at sequence 1, before the previous one"),
-    "a boundary beyond the end": (BOUNDARIES + 32, "<q", 8, "document 4 starts at sequence 8 of 7"),
+    "a boundary before another": (BOUNDARIES + 16, "<q", 1, "document 2 starts at sequence 1, after one that"),
+    "a boundary beyond the end": (BOUNDARIES + 32, "<q", 8, "the last document ends at sequence 8 of 7"),
     "sequences of no document": (BOUNDARIES + 32, "<q", 6, "the last document ends at sequence 6 of 7"),
 }
 
@@ -143,8 +143,6 @@ def test_a_wrong_number(
     monkeypatch.setattr(data_files, "_CHUNK", chunk)
     change(prefix, at, layout, value)
     check_indices([str(prefix)], thorough=False)
-    # At the border of chunks, the message may blame either of two neighbors
-    reason = reason.replace("before the previous one", "(before the previous one|after one that starts at .*)")
     with pytest.raises(ValueError, match=f"data.idx: {reason}.*; build it again with tools/preprocess_data.py"):
         check_indices([str(prefix)], thorough=True)
 
@@ -179,6 +177,7 @@ def test_no_tokens(prefix: Path) -> None:
     """megatron-core would search for enough epochs forever."""
     for index in range(SEQUENCES):
         change(prefix, HEADER + 4 * index, "<i", 0)
+        change(prefix, POINTERS + 8 * index, "<q", 0)
     with pytest.raises(ValueError, match="has no tokens"):
         check_indices([str(prefix)], thorough=True)
 
@@ -223,7 +222,6 @@ WRONG_CACHES: dict[str, Callable[[Path], object]] = {
     "a zip": zip_of_arrays,
     "an empty zip": lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)),
     "cut short": lambda path: (np.save(path, np.arange(9)), os.truncate(path, path.stat().st_size - 1)),
-    "more than the array": lambda path: (np.save(path, np.arange(9)), os.truncate(path, path.stat().st_size + 1)),
     "absurd shape": lambda path: header(path, ARRAY % "(1 << 60,)"),
     "shape that wraps around": lambda path: header(path, ARRAY % f"({2**62}, 4)"),
     "negative shape": lambda path: header(path, ARRAY % "(-1,)"),
@@ -270,7 +268,7 @@ def test_an_array_of_objects_does_not_run(tmp_path: Path) -> None:
     path = tmp_path / "index.npy"
     canary = tmp_path / "canary"
     np.save(path, np.array([touch(canary)], dtype=object))
-    with pytest.raises(ValueError, match="its elements are object"):
+    with pytest.raises(ValueError, match="Python objects"):
         check_caches([], str(tmp_path))
     assert not canary.exists()
     np.load(path, allow_pickle=True)

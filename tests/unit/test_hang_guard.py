@@ -18,6 +18,12 @@ LIMIT, RUN = 10.0, 60.0
 """Seconds."""
 
 
+def guard_of(**settings) -> HangGuard:
+    """Return a guard of a rank; default: of the only one."""
+    usual = {"rank": 0, "world_size": 1, "limit": LIMIT, "store_rank": None, "collectives": Collectives()}
+    return HangGuard(dist.HashStore(), **usual | settings)
+
+
 @pytest.fixture
 def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
     """Return the time until the watchdog's alarm if the main thread waits in `place(seconds)`; None: no alarm."""
@@ -30,7 +36,7 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
     ) -> float | None:
         collectives = Collectives()
         position = Position()
-        guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT, collectives=collectives)
+        guard = guard_of(collectives=collectives)
         guard.follow(position)
         clock = SimpleNamespace(now=0.0, alarm=None)
 
@@ -85,7 +91,7 @@ def test_a_device_that_hangs_blocks_any_operation(alarm_after) -> None:
 
 def idle_after(position: Position, periods: int, steps: bool = False, seconds: float = 0.5) -> float:
     """Return the idle time that a guard counts in `periods` periods at a position of the second iteration."""
-    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=LIMIT)
+    guard = guard_of()
     guard.follow(Position(1, "forward-backward"))
     guard._count_idle(True, 0.5)
     guard.follow(position)
@@ -115,7 +121,7 @@ def test_idle_is_who_makes_no_step_where_there_should_be_one() -> None:
     ],
 )
 def test_no_step_on_any_rank_is_a_stall(rank: int, own: float, others: float | None, alarm: bool) -> None:
-    guard = HangGuard(dist.HashStore(), rank=rank, world_size=3, limit=LIMIT)
+    guard = guard_of(rank=rank, world_size=3)
     guard._idle = own
     for number in range(3):
         idle = own if number == rank else others
@@ -144,7 +150,7 @@ class Stream:
 def test_the_device_says_whether_code_that_stands_still_waits(
     state: str, activity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0)
+    guard = guard_of(limit=1.0)
     stream = Stream(state)
     monkeypatch.setattr(guard, "_device", 0)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
@@ -155,7 +161,7 @@ def test_the_device_says_whether_code_that_stands_still_waits(
 
 @pytest.mark.gpu
 def test_a_device_is_busy_while_it_computes() -> None:
-    guard = HangGuard(dist.HashStore(), rank=0, world_size=1, limit=1.0)
+    guard = guard_of(limit=1.0)
     assert not guard._device_is_busy()
     torch.cuda._sleep(2 * 10**9)
     assert guard._device_is_busy()

@@ -210,9 +210,7 @@ def test_memory_is_bounded_while_writing_fails(
         assert len(file) == 10
     file.flush()
     assert [int(line) for line in file.path.read_text().splitlines()] == list(range(90, 100))
-    assert (
-        caplog.records[-1].getMessage() == "--flag value: writing works again; 90 records were dropped in the meantime"
-    )
+    assert caplog.records[-1].getMessage() == "--flag value: writing works again"
 
 
 def test_the_load_log_keeps_the_latest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Machine:
 
     def queued(self, iteration: int, with_balance: bool = True) -> Queued:
         balance = (lambda: {1: iteration}) if with_balance else None
-        return Queued(step_report(iteration), 10.0 * iteration, 10.0 * iteration + 1, balance)
+        return Queued(step_report(iteration), 10.0 * iteration, 10.0 * iteration + 1, balance, None)
 
     def complete(self, iteration: int, with_balance: bool = True) -> StepReport:
         return replace(step_report(iteration), seconds=1.0, balance={1: iteration} if with_balance else {})

@@ -8,11 +8,9 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import ProfilerAction
 
 from megatron_balance.app.watching import memory_is_due
 from megatron_balance.cli.arguments import Parsed, parse_args
@@ -20,7 +18,7 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.config.training_config import LogConfig, ProfilingConfig, TrainConfig
 from megatron_balance.device import memory
 from megatron_balance.observe.balance import spread
-from megatron_balance.observe.profiler import TorchProfiler, action, build_profiler, record_function
+from megatron_balance.observe.profiler import TorchProfiler, build_profiler, record_function
 from megatron_balance.observe.progress_log import ProgressLog, first_job
 from megatron_balance.training import loop
 from tests.unit.test_logging import FLAGS
@@ -93,13 +91,6 @@ def test_data_in_files(tmp_path: Path) -> None:
         parse_args(f"{plain} --per-split-data-args-path {splits}".split(), CPU)
 
 
-def test_steps_of_the_profiler_are_megatrons() -> None:
-    theirs = torch.profiler.schedule(wait=2, warmup=1, active=2, repeat=1)
-    assert [action(3, 5, 0, step) for step in range(1, 9)] == [theirs(step) for step in range(1, 9)]
-    assert [action(3, 5, 2, step) for step in range(1, 4)] == [theirs(step) for step in range(3, 6)]
-    assert action(0, 1, 0, 1) == ProfilerAction.NONE
-
-
 def test_a_trace_has_the_iterations_and_our_spans(tmp_path: Path) -> None:
     config = ProfilingConfig(profile=True, use_pytorch_profiler=True, profile_step_start=3, profile_step_end=5)
     assert build_profiler(config, str(tmp_path), rank=1, done=0) is None
@@ -118,11 +109,8 @@ def test_a_trace_has_the_iterations_and_our_spans(tmp_path: Path) -> None:
 
 def test_the_profiler_around_the_process_starts_and_stops_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    cuda = SimpleNamespace(
-        cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop")
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
     monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: contextlib.nullcontext())
     config = ProfilingConfig(profile=True, profile_step_start=2, profile_step_end=4)
     profiler = build_profiler(config, None, rank=0, done=0)
@@ -179,9 +167,7 @@ def test_the_line_of_memory() -> None:
 
 def test_progress(tmp_path: Path) -> None:
     def job(samples: int) -> ProgressLog:
-        log = ProgressLog(tmp_path, flops_per_sample=1e12, tokens_per_sample=1000, world_size=2)
-        log.start(samples)
-        return log
+        return ProgressLog(tmp_path, samples, flops_per_sample=1e12, tokens_per_sample=1000, world_size=2)
 
     job(0).saved(5, 10_000)
     job(10_000).saved(7, 20_000)
