@@ -41,9 +41,6 @@ TARGETS = (1.02, 1.25, 1.6)
 CHANGE = 0.02
 """Share of the layer's time by which expanding many experts at once must beat the placement in use."""
 
-NEARLY = 0.95
-"""Share of the slowest rank's time from which a rank counts as one of the slowest."""
-
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
 
@@ -100,8 +97,7 @@ class FlexMoE(Policy):
     improvements: int = 4
     """Maximum numbers of steps 3 and of steps 4."""
     patience: int = 6
-    """Number of steps 2 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
-    search ends."""
+    """Number of steps 2 that do not shorten the layer, before the search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -189,7 +185,6 @@ class FlexMoE(Policy):
         patience = self.patience // part
         best = state
         waiting = patience
-        slow = _slow(state, state)
         for _ in range(self.budget // part):
             if self._is_balanced(state) or state.floor >= best.seconds or not waiting:
                 break
@@ -200,10 +195,6 @@ class FlexMoE(Policy):
             if state.seconds < best.seconds * (1 - TOLERANCE):
                 best = state
                 waiting = patience
-                slow = _slow(state, state)
-            elif (left := _slow(state, best)) < slow:
-                waiting = patience
-                slow = left
         return best
 
 
@@ -247,11 +238,6 @@ def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.nd
     more_AD = np.zeros((len(rank_A), num_ranks), dtype=np.int64)
     more_AD[np.arange(len(rank_A)), rank_A] = more
     return more_AD
-
-
-def _slow(state: Hosting, before: Hosting) -> int:
-    """Return the number of ranks, over all microbatches, that are nearly as slow as the slowest was."""
-    return int((state.work_BD >= NEARLY * before.work_BD.max(-1, keepdims=True)).sum())
 
 
 def _relieve(state: Hosting, limit: int) -> Sequence[Change]:

@@ -281,8 +281,7 @@ class _Layer:
 
     def _moves(self, tokens_E: np.ndarray, others: _Guests, way: _Way) -> TokenMoves:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
-        alone = len(self.tokens_BE) == 1 and not len(others.expert_M)
-        load = self._only_load if alone else self._left(tokens_E, others)
+        load = self._left(tokens_E, others)
         busiest = way.even * load.mean
         if not way.reaches_far:
             # A node keeps its tokens
@@ -307,11 +306,6 @@ class _Layer:
             self.cost.transport.prices_1,
             NEGLIGIBLE * self._token_seconds * busiest,
         )
-
-    @cached_property
-    def _only_load(self) -> _Load:
-        """The load of the only microbatch without guests."""
-        return self._left(self.tokens_BE[0], NOBODY)
 
     def _left(self, tokens_E: np.ndarray, others: _Guests) -> _Load:
         """Return the load of a microbatch that guests for other microbatches leave."""
