@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -81,13 +81,7 @@ class Placement:
         return cls(num_experts=num_experts, home=home, guests=guests, hosts=hosts, primary=owners)
 
     def with_hosts(self, additions: Iterable[tuple[int, int]]) -> "Placement":
-        """Return this placement with one more vExpert for each (expert, rank); guests keep their slots.
-
-        The order of `additions` does not matter.
-
-        Raises:
-            ValueError: an expert or rank does not exist, or a rank has no free guest slot.
-        """
+        """Return this placement with one more vExpert for each (expert, rank); see `rehost`."""
         hosts = [list(ranks) for ranks in self.hosts]
         for expert, rank in additions:
             if not 0 <= expert < self.num_experts:
@@ -104,21 +98,16 @@ class Placement:
     ) -> "Placement":
         """Return a placement with other hosts, and with other owners if `home` is given.
 
-        A guest that stays on its rank keeps its slot. New guests take the free slots of their rank in ascending order
-        of expert and slot.
+        A guest that stays on its rank keeps its slot. New guests take the free slots of their rank in ascending order.
 
         Args:
             hosts: [E] ranks in any order.
             primary: [E]; by default the current primary if it is still a host, else the owner, else the first host.
-            home: as in Placement; None: the same owners.
             quotas: as in Placement, in the order of `hosts`; those of the same rank are added up.
 
         Raises:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
-        for what, number in (("hosts", len(hosts)), ("quotas", len(quotas) or self.num_experts)):
-            if number != self.num_experts:
-                raise ValueError(f"{number} lists of {what} for {self.num_experts} experts")
         owners, alone = (self.owners, self._alone) if home is None else _owners(home, self.num_experts)
         # Most experts are computed by their owner alone, and Python's loop over the others is much shorter
         moved = [expert for expert, (ranks, own) in enumerate(zip(hosts, alone, strict=True)) if ranks != own]
@@ -153,10 +142,7 @@ class Placement:
 
     @cached_property
     def trimmed(self) -> "Placement":
-        """This placement without the last guest slots, where they are empty on every rank.
-
-        The other slots keep their index on their rank.
-        """
+        """This placement without the last guest slots that are empty on every rank."""
         used = max(index + 1 for row in self.guests for index, expert in enumerate((0, *row)) if expert != EMPTY) - 1
         if used == self.guest_slots:
             return self
@@ -205,32 +191,12 @@ class Placement:
         return self.home[rank]
 
     def physical(self, rank: int, expert: int) -> int:
-        """Return the index of the physical expert: the home slot if the rank owns the expert, else a guest slot.
-
-        Raises:
-            ValueError: the rank has no slot with this expert.
-        """
+        """Return the index of the physical expert of a rank that has a slot for the expert."""
         return rank * self.slots_per_rank + self.slot(rank, expert)
 
     def slot(self, rank: int, expert: int) -> int:
-        """Return the index of an expert among its rank's slots, home slots first.
-
-        Raises:
-            ValueError: the rank has no slot with this expert.
-        """
+        """Return the index of an expert among the slots of a rank that has one for it, home slots first."""
         return (self.home[rank] + self.guests[rank]).index(expert)
-
-    @cached_property
-    def physicals(self) -> IntRows:
-        """[E]: the physical experts that compute each logical expert, once each, by ascending rank."""
-        physical_N = self.tables.physical_N.tolist()
-        first_E = self.tables.first_E.tolist()
-        return tuple(tuple(physical_N[first:after]) for first, after in pairwise(first_E))
-
-    @cached_property
-    def expert_of_physical(self) -> tuple[int, ...]:
-        """[P]: the logical expert that each physical one computes; -1 for empty slots and lent experts' home slots."""
-        return tuple(self.tables.expert_P.tolist())
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -250,18 +216,13 @@ class Placement:
     def __str__(self) -> str:
         """Return the home slots, a plus and the guest slots of each rank: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
 
-        `x2` is two vExperts, `x0` none (a lent expert), `:5` a quota, `.` an empty slot, `!` the primary if it is not
-        the owner.
+        `x2`: two vExperts; `x0`: a lent expert; `:5`: a quota; `.`: empty; `!`: the primary if it is not the owner.
         """
         return printed(self.home, self.guests, self.hosts, self.primary, self.quotas)
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
-        """Return the placement that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not a placement.
-        """
+        """Return the placement that prints as `text`, or raise a ValueError."""
         home, guests, hosts, primary, quotas = parsed(text)
         placement = cls(num_experts=len(hosts), home=home, guests=guests, hosts=hosts, primary=primary, quotas=quotas)
         if text.split() != str(placement).split():
@@ -283,36 +244,30 @@ class Placement:
             raise ValueError(f"{sizes}: each of {self.num_experts} experts needs one entry")
 
     def _check_guests(self) -> None:
-        empty = (EMPTY,) * self.guest_slots
         for rank, row in enumerate(self.guests):
-            if row == empty:
-                continue
             experts = [expert for expert in row if expert != EMPTY]
-            if len({*experts}) < len(experts):
-                times, expert = max((experts.count(expert), expert) for expert in experts)
-                raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
             for expert in experts:
                 if not 0 <= expert < self.num_experts:
                     raise ValueError(f"rank {rank}: its guest {expert} is not one of {self.num_experts} experts")
+                if experts.count(expert) > 1:
+                    times = experts.count(expert)
+                    raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
                 if expert in self.home[rank]:
                     raise ValueError(f"rank {rank}: owns expert {expert} and keeps it as a guest")
                 if rank not in self.hosts[expert]:
                     raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
 
     def _check_hosts(self) -> None:
-        num_ranks = self.num_ranks
         rows = zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
-        moved = [expert for expert, row in enumerate(rows) if row[0] != row[1] or row[2] != row[3]]
-        for expert in moved:
-            ranks = self.hosts[expert]
-            owner = self.owners[expert]
-            primary = self.primary[expert]
+        for expert, (ranks, alone, primary, owner) in enumerate(rows):
+            if ranks == alone and primary == owner:
+                continue
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):
                 raise ValueError(f"expert {expert}: its hosts {ranks} must ascend")
             for rank in ranks:
-                if rank != owner and (not 0 <= rank < num_ranks or expert not in self.guests[rank]):
+                if rank != owner and (not 0 <= rank < self.num_ranks or expert not in self.guests[rank]):
                     raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
             if primary not in ranks:
                 raise ValueError(f"expert {expert}: its primary {primary} is not one of its hosts {ranks}")
@@ -375,7 +330,7 @@ class HostTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Arrays that a placement alone determines, for what is computed anew from every load. They must not be changed.
+    """Arrays that a placement alone determines. They must not be changed.
 
     In shapes, N counts the physical experts in use, K is the largest number of hosts of an expert, and M counts guests.
     """
@@ -383,10 +338,7 @@ class Tables:
     placement: Placement
 
     def complete(self) -> None:
-        """Compute what a forward pass needs, so that none has to wait for it.
-
-        `shares_ED` grows with the square of the ranks, and only policies and dispatch on the device need it.
-        """
+        """Compute what a forward pass needs: all but `shares_ED`, which policies and dispatch on the device need."""
         for name, member in vars(Tables).items():
             if isinstance(member, cached_property) and name != "shares_ED":
                 getattr(self, name)
@@ -438,7 +390,7 @@ class Tables:
         experts = self.placement.num_experts
         slot_DS = np.concatenate([_table(self.placement.home), _table(self.placement.guests)], axis=1)
         (filled_P,) = (slot_DS.ravel() >= 0).nonzero()
-        name_P = filled_P // self.slots_per_rank * experts + slot_DS.ravel()[filled_P]
+        name_P = filled_P // self.placement.slots_per_rank * experts + slot_DS.ravel()[filled_P]
         order_P = np.argsort(name_P)
         wanted_N = self.hosting.host_N * experts + self.expert_N
         return filled_P[order_P[np.searchsorted(name_P, wanted_N, sorter=order_P)]]
@@ -462,10 +414,7 @@ class Tables:
 
     @cached_property
     def shares_ED(self) -> np.ndarray:
-        """[E, D] int64: how the ranks share an expert's tokens; 0 where the rank is not a host.
-
-        They are the placement's quotas, and 1 for each vExpert of experts without quotas.
-        """
+        """[E, D] int64: how ranks share an expert's tokens: its quotas, or 1 for each vExpert; 0 for other ranks."""
         shares_ED = np.zeros((self.placement.num_experts, self.placement.num_ranks), dtype=np.int64)
         shares_ED[self.expert_N, self.hosting.host_N] = self.hosting.share_N
         return shares_ED

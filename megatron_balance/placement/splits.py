@@ -11,7 +11,7 @@ are `node_size` consecutive ranks. All numbers of tokens are whole.
 In shapes, D counts ranks, N physical experts in use, K the hosts of one expert, and G groups of consecutive ranks.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,16 @@ from megatron_balance.placement.placement import MOST_TOKENS, Placement
 SPLITS = ("local_first", "proportional")
 
 
+_Numbers = Annotated[np.ndarray, "int64[::1]"]
+
+
 class HostRules(NamedTuple):
     """The hosts of all experts, and how they share tokens; see `Tables.hosting`."""
 
-    first_E: np.ndarray
-    host_N: np.ndarray
-    share_N: np.ndarray
-    primary_E: np.ndarray
+    first_E: _Numbers
+    host_N: _Numbers
+    share_N: _Numbers
+    primary_E: _Numbers
     node_size: int
     local_first: bool
 
@@ -45,30 +48,21 @@ class SendRoom(NamedTuple):
 
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
     """Return [D, D] int64: tokens from each source rank that each rank computes, local tokens on the diagonal."""
-    counts_DE = np.ascontiguousarray(counts_DE, np.int64)
-    return _traffic(counts_DE, *placement.tables.hosting, node_size, split == "local_first")
+    rules = HostRules(*placement.tables.hosting, node_size, split == "local_first")
+    return _traffic(np.ascontiguousarray(counts_DE, np.int64), rules)
 
 
-@compiled("int64[:,::1](int64[:,::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean)")
-def _traffic(
-    counts_DE: np.ndarray,
-    first_E: np.ndarray,
-    host_N: np.ndarray,
-    share_N: np.ndarray,
-    primary_E: np.ndarray,
-    node_size: int,
-    local_first: bool,
-) -> np.ndarray:
-    rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
+@compiled("int64[:,::1](int64[:,::1], HostRules)", HostRules)
+def _traffic(counts_DE: np.ndarray, rules: HostRules) -> np.ndarray:
     ranks, experts = counts_DE.shape
     rank_D = np.arange(ranks)
-    room = room_of(first_E, ranks)
+    room = room_of(rules.first_E, ranks)
     # By target, because the tokens to one host are then consecutive
     traffic_DD = np.zeros((ranks, ranks), np.int64)
     for expert in range(experts):
         sent_KD = send(expert, counts_DE, counts_DE, rank_D, rules, room)
         for k in range(len(sent_KD)):
-            traffic_DD[host_N[first_E[expert] + k]] += sent_KD[k]
+            traffic_DD[rules.host_N[rules.first_E[expert] + k]] += sent_KD[k]
     return traffic_DD.T.copy()
 
 
@@ -95,9 +89,8 @@ def send(
 ) -> np.ndarray:
     """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
 
-    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive; see
-    the module's docstring. What a rank sends depends on other ranks only through the sums of those before it and those
-    after it, on its node and on others. So the tokens of a rank are those of its group, if it is alone in it.
+    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive. What a rank
+    sends depends on other ranks only through sums, so a rank that is alone in its group has the tokens of the group.
 
     Args:
         counts_DE: the load, with one source per host.
@@ -148,10 +141,7 @@ def _send_within(
     in_K: np.ndarray,
     sent_KG: np.ndarray,
 ) -> None:
-    """Let some groups send to some hosts what they can; take it from what they have, and still need.
-
-    Sources and receivers, in their order, lie along one line of tokens.
-    """
+    """Let some groups send what they can to some hosts. Both lie along one line of tokens, in their order."""
     received = in_K[first:after].sum()
     if received == 0:
         return

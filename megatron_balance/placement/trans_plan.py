@@ -38,13 +38,11 @@ class ExpertPiece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TransPlan:
-    """The messages that bring experts from their owners to guest slots, piece by piece, in consecutive rounds.
+    """The messages that bring experts from their owners to guest slots, piece by piece, in rounds of one batch each.
 
-    The messages of one round are one batch. A source is the expert's owner or a guest that received the piece in an
-    earlier round. Every piece reaches every occupied guest slot once.
-
-    Trans runs the rounds forward: the source sends weights to the target. Agg runs them backward: the target sends
-    gradients to the source, which adds what it receives to its own, so a guest passes on the sum of its subtree.
+    A source is the expert's owner or a guest that received the piece in an earlier round. Every piece reaches every
+    occupied guest slot once. Trans runs the rounds forward. Agg runs them backward: the target sends gradients to the
+    source, which adds what it receives to its own, so a guest passes on the sum of its subtree.
     """
 
     expert_M: np.ndarray
@@ -101,16 +99,15 @@ EMPTY_PLAN = TransPlan.of(())
 
 
 class Hops(NamedTuple):
-    """Messages of parts of experts, in one piece each; each array has one number per message."""
+    """Messages of parts of experts, in one piece each."""
 
     stage_M: np.ndarray
     expert_M: np.ndarray
     source_M: np.ndarray
     target_M: np.ndarray
     part_M: np.ndarray
-    """Index of the part of the expert."""
+    """Index of the part of the expert, of `parts_M`."""
     parts_M: np.ndarray
-    """Number of parts of the expert."""
 
 
 def hops(placement: Placement, node_size: int, route: str) -> Hops:

@@ -198,20 +198,14 @@ def fit(overload: Overload, order: int) -> Fitted:
             most_N[changed] = room_D[_largest(room_D, changed * node_size, (changed + 1) * node_size)]
 
 
-@compiled(
-    "UniTuple(float64[::1], 2)(int64[::1], int64[::1], int64[::1], int64, int64, float64)",
-)
+@compiled("UniTuple(float64[::1], 2)(int64[::1], int64[::1], int64[::1], int64, int64, float64)")
 def sending_times(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, node_size: int, far: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [M + 1] how long the busiest rank sends or receives, and [M + 1] how long a piece takes on other links.
 
     They are the arguments of `SendingModel.seconds_of` for the first guests, from none to all. An owner sends its
-    expert once, and guests send it on.
-
-    Args:
-        expert_M, rank_M: the expert and the rank of each guest.
-        far: time of an expert between nodes; within a node it is 1.
+    expert once, and guests send it on. `far` is the time of an expert between nodes; within a node it is 1.
     """
     busiest = np.zeros(len(expert_M) + 1)
     extra = np.zeros(len(expert_M) + 1)
@@ -251,12 +245,7 @@ def cheapest(
     """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
 
     If others are fewer and take negligibly longer, they are returned. A few guests of one rank may take longer than
-    more guests of several.
-
-    Args:
-        given_expert_M, given_rank_M: the expert and the rank of guests that are sent, too.
-        sending_1: as in `few_batches`.
-        negligible: seconds.
+    more guests of several. The given guests are sent, too; `sending_1` is as in `few_batches`.
     """
     best = moves
     least = np.inf

@@ -6,12 +6,11 @@ K counts the experts whose hosts an alternative changes.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.cost.candidates import change, involve, try_
-from megatron_balance.cost.core import COMPUTED, add_loads
+from megatron_balance.cost.core import COMPUTED, CandidateCosts, add_loads
 from megatron_balance.cost.loads import by_microbatch, owner_loads, placement_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
@@ -62,29 +61,9 @@ class LayerLoad:
         """Tokens per rank if all ranks computed equally long."""
         return float(self.tokens_E.sum() / self.cost.rate_D.sum())
 
-
-class Alternatives(NamedTuple):
-    """A layer under each of A alternatives."""
-
-    cost: CostModel
-    work_ABD: np.ndarray
-    """`CostModel.rank_seconds`."""
-    exchanging_A: np.ndarray
-    computed_A: np.ndarray
-    """`CostModel.work_of`."""
-    busiest_A: np.ndarray
-    extra_A: np.ndarray
-    """The arguments of `SendingModel.seconds_of`."""
-    more_A: np.ndarray
-    """Time of all ranks in Trans that the alternative adds."""
-    trans_A: np.ndarray
-    agg_A: np.ndarray
-    """Seconds of Trans and of Agg, as on the busiest rank."""
-
-    @property
-    def seconds_A(self) -> np.ndarray:
-        """Seconds of the layer by Eq. 6 or 8."""
-        return self.cost.time_of(self.exchanging_A, self.computed_A, self.trans_A, self.agg_A).total
+    def seconds(self, costs: CandidateCosts) -> np.ndarray:
+        """Return [A]: seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
+        return self.cost.time_of(costs.exchanging_A, costs.computed_A, costs.trans_A, costs.agg_A).total
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -146,8 +125,7 @@ class Hosting:
         shares_ED = self.shares_ED.copy()
         primary_E = self.primary_E.copy()
         hosts = layer.counts_EBD, shares_ED, primary_E, layer.owner_E
-        changes = expert_A, shares_AD, primary_A
-        change(loads_FBD, sent_D, extra_E, *hosts, *changes, layer.cost.prices[0])
+        change(loads_FBD, sent_D, extra_E, *hosts, expert_A, shares_AD, primary_A, layer.cost.prices[0])
         return replace(
             self,
             shares_ED=shares_ED,
@@ -163,25 +141,23 @@ class Hosting:
         shares_KAD: np.ndarray,
         primary_KA: np.ndarray,
         begins_A: np.ndarray | None = None,
-    ) -> Alternatives:
-        """Return the layer under alternatives that each give K different experts other hosts.
+    ) -> CandidateCosts:
+        """Return the costs of alternatives that each give K different experts (-1: none) other hosts.
 
-        The longest chain may be one of those before the change.
-
-        Args:
-            expert_KA: -1 for none.
-            begins_A: whether an alternative is on its own; otherwise it comes after the one before it. None: all are.
+        The longest chain may be one of those before the change. `begins_A` says whether an alternative is on its own
+        (None: all are); otherwise it comes after the one before it.
         """
-        layer = self.layer
-        ways = expert_KA.shape[1]
-        begins_A = np.ones(ways, dtype=bool) if begins_A is None else begins_A
-        hosts = layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E
+        begins_A = np.ones(expert_KA.shape[1], dtype=bool) if begins_A is None else begins_A
         changes = expert_KA, shares_KAD, primary_KA, begins_A
         now = self.loads_FBD, self.sent_D, float(self.extra_E.max())
-        return Alternatives(layer.cost, *try_(*now, *hosts, *changes, *layer.cost.prices))
+        return try_(*now, *self._experts, *changes, *self.layer.cost.prices)
+
+    @property
+    def _experts(self) -> tuple[np.ndarray, ...]:
+        return self.layer.counts_EBD, self.shares_ED, self.primary_E, self.layer.owner_E
 
     def involved_seconds(
-        self, alternatives: Alternatives, expert: int, rank: int, involved_AD: np.ndarray
+        self, alternatives: CandidateCosts, expert: int, rank: int, involved_AD: np.ndarray
     ) -> np.ndarray:
         """Return [A] the time of the ranks involved in alternatives, Trans and Agg included.
 
@@ -189,16 +165,15 @@ class Hosting:
         the slow `rank` computes of other experts beyond the mean does not count either, because these experts are next;
         it is taken off `alternatives.work_ABD`.
         """
-        layer = self.layer
+        cost = self.layer.cost
         found_A = np.zeros(len(involved_AD))
-        hosts = layer.counts_EBD, self.shares_ED, self.primary_E, layer.owner_E
         found = self.work_BD, alternatives.work_ABD, found_A
-        involve(self.loads_FBD, *hosts, expert, rank, involved_AD, *layer.cost.prices, *found)
-        return found_A + sum(layer.cost.exposed(layer.mean, alternatives.trans_A, alternatives.agg_A))
+        involve(self.loads_FBD, *self._experts, expert, rank, involved_AD, *cost.prices, *found)
+        return found_A + sum(cost.exposed(self.layer.mean, alternatives.trans_A, alternatives.agg_A))
 
     @cached_property
-    def _now(self) -> Alternatives:
-        """The layer under these hosts, as the only alternative."""
+    def _now(self) -> CandidateCosts:
+        """The costs under these hosts, as the only alternative."""
         nothing = np.full((1, 1), -1)
         return self.under(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
 
@@ -209,14 +184,13 @@ class Hosting:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
-        return self.seconds_with(*self._sending)
+        """See `LayerLoad.seconds`."""
+        return float(self.layer.seconds(self._now)[0])
 
     @cached_property
     def at_most(self) -> float:
         """Seconds of the layer if Trans and Agg take DOUBT times as long as on the busiest rank."""
-        trans, agg = self._sending
-        return self.seconds_with(DOUBT * trans, DOUBT * agg)
+        return self.seconds_with(DOUBT * float(self._now.trans_A[0]), DOUBT * float(self._now.agg_A[0]))
 
     def seconds_with(self, trans: float, agg: float) -> float:
         """Return the seconds of the layer if Trans and Agg take so long."""
@@ -227,11 +201,8 @@ class Hosting:
     @cached_property
     def floor(self) -> float:
         """Lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
-        return float(self.layer.cost.time_of(0.0, self.layer.mean, *self._sending).total)
-
-    @cached_property
-    def _sending(self) -> tuple[float, float]:
-        return float(self._now.trans_A[0]), float(self._now.agg_A[0])
+        now = self._now
+        return float(self.layer.cost.time_of(0.0, self.layer.mean, now.trans_A, now.agg_A).total[0])
 
     @property
     def tokens_BD(self) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""Even loads where hosts share an expert's tokens by a fixed rule: the greedy search of Pro-Prophet's Algorithm 1.
+"""The greedy search of Pro-Prophet's Algorithm 1, where hosts share an expert's tokens by a fixed rule.
 
 The search takes the heaviest rank's heaviest expert, and gives it the fewest guests (the paper's D - n) with which its
-hosts have room for their shares. It counts the tokens that ranks compute, and nothing else. `fastest` then times every
-step of several searches by the cost model.
+hosts have room for their shares. It counts only tokens; `fastest` times every step of several searches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,31 +79,22 @@ def _able(room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, re
     if reach != ALL_NODES:
         return able_R, 1
     is_seen_N = np.zeros(ranks // node_size + 1, np.bool_)
-    order_R = np.empty(able, np.int64)
-    first = 0
     is_seen_N[home] = True
-    is_first_R = np.zeros(able, np.bool_)
+    is_later_R = np.ones(able, np.int64)
     for r in range(able):
         node = able_R[r] // node_size
         if not is_seen_N[node]:
-            is_seen_N[node] = is_first_R[r] = True
-            order_R[first] = able_R[r]
-            first += 1
-    place = first
-    for r in range(able):
-        if not is_first_R[r]:
-            order_R[place] = able_R[r]
-            place += 1
-    return order_R, max(1, first)
+            is_seen_N[node] = True
+            is_later_R[r] = 0
+    order_R = np.argsort(is_later_R, kind="mergesort")
+    return able_R[order_R], max(1, able - is_later_R.sum())
 
 
 @compiled(None)
 def _even(able_R: np.ndarray, least: int, room_D: np.ndarray, size: float, kept: float, given_R: np.ndarray) -> int:
     """Choose the fewest guests with room for equal shares, or those whose room is exceeded least: return their number.
 
-    Args:
-        kept: tokens that the owner may keep.
-        given_R: set to the tokens that each guest computes.
+    `kept` is what the owner may keep; `given_R` is set to the tokens that each guest computes.
     """
     most = kept - size
     number = 0
@@ -171,9 +161,7 @@ def _local(
 def level(load: UnevenLoad, busiest: float, reach: int) -> Copies:
     """Return copies in order, until no rank is above its limit or those that are have no other experts.
 
-    Args:
-        busiest: tokens that a rank of rate 1 may compute.
-        reach: ANYWHERE, ALL_NODES or NEAR.
+    `busiest` is the number of tokens that a rank of rate 1 may compute.
     """
     rate_D = load.rate_D
     ranks = len(rate_D)
@@ -229,7 +217,6 @@ def leveled(alone: Hosting, free_D: np.ndarray, targets: Sequence[float], *, eve
     """Yield the copies of searches that aim at more or less even loads, with guests on one node or on several.
 
     Args:
-        alone: the hosting without guests.
         free_D: number of guests that each rank may take.
         targets: loads of the heaviest rank over the mean that searches aim at.
         even: whether hosts share tokens evenly under any split.
@@ -269,12 +256,9 @@ def _totals(alone: Hosting) -> Iterator[np.ndarray]:
 
 
 def fastest(alone: Hosting, searches: Iterable[Copies], min_gain: float, number: int) -> list[Hosting]:
-    """Return the fastest hostings on the way of different searches, the fastest first.
+    """Return at most `number` hostings on the way of different searches, the fastest first.
 
-    Args:
-        alone: the hosting without guests.
-        min_gain: share of the seconds that further copies must save.
-        number: maximum number of hostings.
+    Further copies must save the share `min_gain` of the seconds.
     """
     searches = [search for search in searches if len(search.expert_M)]
     if not searches:
@@ -284,7 +268,7 @@ def fastest(alone: Hosting, searches: Iterable[Copies], min_gain: float, number:
     stops = np.cumsum([len(search.expert_M) for search in searches])
     begins_A = np.zeros(len(expert_A), dtype=bool)
     begins_A[[0, *stops[:-1]]] = True
-    seconds_A = alone.under(expert_A[None], shares_AD[None], primary_A[None], begins_A).seconds_A
+    seconds_A = alone.layer.seconds(alone.under(expert_A[None], shares_AD[None], primary_A[None], begins_A))
     found: dict[float, slice] = {}
     for first, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True):
         own_A = seconds_A[first:stop]

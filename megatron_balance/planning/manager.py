@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,16 +81,12 @@ class Decision:
     _: KW_ONLY
     problem: str | None = None
     """Why there is no placement: see PolicyFailure."""
-
     settlement: Settlement | None = None
     """Why owners change; None: transfers are off."""
-
     wanted: frozenset[int] = frozenset()
     """Experts that would change their owner if the loads stayed as expected."""
-
     final: bool = False
     """Whether the policy must not be asked again."""
-
     last_plan: LastPlan = NO_PLAN
     """The policy's plan, even if it is not used because the last ones did not pay."""
 
@@ -108,32 +105,23 @@ class Question:
     policy: Policy
     expected_BDE: np.ndarray
     """[B, D, E] the loads to plan for, as in `Policy.plan`."""
-
     placement: Placement
     """The placement in use."""
-
     cost: CostModel
     """Cost model for the iteration's number of microbatches, calibrated."""
-
     transport: SendingModel
     """Chooses routes and pieces of Trans and Agg. It is not calibrated, because the order of sums depends on them, and
     a resumed run chooses them again."""
-
     held: Mapping[Guest, int]
     """Number of iterations that each guest has been on its rank."""
-
     ages: Mapping[int, int]
     """Number of iterations for which experts have been wanted elsewhere."""
-
     transfers: bool
     """Whether experts may change owners."""
-
     latest_BDE: np.ndarray | None
     """[B, D, E] the loads of the latest iteration; None before the first one."""
-
     last_plan: LastPlan
     """The last plan, for these loads."""
-
     beside: tuple[float, float] | None
     """Forward and backward seconds of the computation with which a part of Trans, and of Agg, overlaps; None: they are
     executed as a whole."""
@@ -155,11 +143,7 @@ class Question:
         return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
 
     def _planned(self) -> Placement:
-        """Return the policy's valid answer.
-
-        Raises:
-            PolicyFailure: there is none.
-        """
+        """Return the policy's answer, or raise a PolicyFailure."""
         try:
             answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
         except PolicyFailure:
@@ -171,6 +155,10 @@ class Question:
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             raise PolicyFailure(f"changed owners or guest slots: {cleaned(answer)}")
         return answer
+
+
+def _cost_of(cost: CostModel, microbatches: int, factors: Factors) -> CostModel:
+    return replace(calibrated(cost, factors), microbatches=microbatches)
 
 
 class Manager:
@@ -210,7 +198,7 @@ class Manager:
         self.history = History()
         self.factors = UNCALIBRATED
         """Calibration of the cost model that plans are made with."""
-        self._costs: dict[tuple[int, Factors], CostModel] = {}
+        self._cost_of = lru_cache(MOST_COSTS)(partial(_cost_of, cost))
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
         self.latest_BDE: np.ndarray | None = None
@@ -230,23 +218,14 @@ class Manager:
 
     def cost_of(self, microbatches: int, factors: Factors | None = None) -> CostModel:
         """Return the cost model of iterations with this number of microbatches, calibrated as plans are by default."""
-        key = microbatches, self.factors if factors is None else factors
-        if key not in self._costs:
-            if len(self._costs) == MOST_COSTS:
-                self._costs.clear()
-            self._costs[key] = replace(calibrated(self.cost, key[1]), microbatches=microbatches)
-        return self._costs[key]
+        return self._cost_of(microbatches, self.factors if factors is None else factors)
 
     def is_due(self, ahead: int) -> bool:
         """Return whether a plan is due for the next iteration (`ahead` 1) or for the current one (0)."""
         return (self.iterations - ahead) % self.interval == 0
 
     def question(self, expected_BDE: np.ndarray, microbatches: int) -> Question:
-        """Return the question to plan from.
-
-        Args:
-            expected_BDE: [B, D, E] the iteration's loads; together they are those of all microbatches.
-        """
+        """Return the question to plan from, for loads that add up to those of all microbatches."""
         return Question(
             policy=self.policy,
             expected_BDE=expected_BDE.copy(),

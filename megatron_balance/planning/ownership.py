@@ -59,7 +59,6 @@ class Swap(NamedTuple):
 
     experts: tuple[int, int]
     """The guest, which moves to the rank that computes it, and the expert whose home slot it takes."""
-
     ranks: tuple[int, int]
     """The owners of both before the exchange."""
 
@@ -69,13 +68,10 @@ class Settlement:
     """Exchanges in order, and what they save and cost. Without exchanges, owners stay."""
 
     exchanges: tuple[Swap, ...] = ()
-
     saved_seconds: float = 0.0
     """Seconds of the layer that one iteration with the current load saves."""
-
     lifetime: int = 0
     """Number of iterations for which the load is expected to stay the same."""
-
     transfer_seconds: float = 0.0
     """Seconds that the exchanges take."""
 
@@ -206,11 +202,11 @@ def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit:
 
     Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. All
     microbatches together take the slower of the two fewer seconds.
-    There are none if even loads without any exchange of tokens would not be faster than `limit`.
     """
     sending = cost.sending(placement)
     floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
     if floor >= limit * (1 - LEAST_GAIN):
+        # Even loads without any exchange of tokens would not be faster
         return
     # The state's own owners stay as they are. So its seconds of Trans do not count, and those of `sending` do
     state = Hosting.of(LayerLoad.of(counts_BDE, placement, cost))
@@ -268,10 +264,7 @@ def _pairs(
 def _own_guests(
     placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel, time: LayerTime
 ) -> tuple[Settlement, Placement]:
-    """Return the exchanges that make guests owners, and the placement after them.
-
-    Each exchange leaves fewer guests and takes no more seconds.
-    """
+    """Return exchanges that make guests owners, each with fewer guests and no more seconds, and the placement then."""
     best = Settlement()
     settled = placement
     reached = Settlement()
@@ -325,29 +318,26 @@ def _candidates(
         expert, target = guests[row]
         for other in sorted(placement.home[target], key=lambda other: (tokens_E[other], other)):
             exchange = Swap((expert, other), (placement.owner(expert), target))
-            for candidate in _exchanged(placement, exchange):
+            if candidate := _exchanged(placement, exchange):
                 yield exchange, candidate
 
 
-def _exchanged(placement: Placement, exchange: Swap) -> Iterator[Placement]:
-    """Yield placements with the two experts' owners exchanged and fewer guests, where guest slots suffice.
+def _exchanged(placement: Placement, exchange: Swap) -> Placement | None:
+    """Return the placement with the two experts' owners exchanged, if it has fewer guests and they fit the slots.
 
-    First, the expert that gave up its home slot is computed by its new owner, not the old one; then its hosts stay.
+    The expert that gave up its home slot is computed by its new owner, not the old one.
     """
     (expert, other) = exchange.experts
     (source, target) = exchange.ranks
     before = placement.hosts[other]
-    follows = tuple(source if rank == target else rank for rank in before)
-    for ranks in dict.fromkeys((follows, before)):
-        # The guest becomes an owner, and the old owner a guest if it computes the expert
-        more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
-        if more >= 0:
-            continue
-        staying = [len({*placement.guests[rank]} - {expert, other, EMPTY}) for rank in (source, target)]
-        wanted = staying[0] + (source in placement.hosts[expert]), staying[1] + (target in ranks)
-        if max(wanted) <= placement.guest_slots:
-            hosts = [*placement.hosts]
-            primary = [*placement.primary]
-            hosts[other] = ranks
-            primary[other] = primary[other] if primary[other] in ranks else source
-            yield placement.rehost(hosts, primary, home_of(placement, [exchange]), placement.quotas)
+    ranks = tuple(source if rank == target else rank for rank in before)
+    # The guest becomes an owner, and the old owner a guest if it computes the expert
+    more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
+    staying = len({*placement.guests[source]} - {expert, other, EMPTY})
+    if more >= 0 or staying + (source in placement.hosts[expert]) > placement.guest_slots:
+        return None
+    hosts = [*placement.hosts]
+    primary = [*placement.primary]
+    hosts[other] = ranks
+    primary[other] = primary[other] if primary[other] in ranks else source
+    return placement.rehost(hosts, primary, home_of(placement, [exchange]), placement.quotas)

@@ -17,20 +17,14 @@ class Predictor:
 
     method: str = "last"
     """last: the latest load. ema: an exponential moving average. linear: a line fitted to the latest `window` loads."""
-
     decay: float = 0.75
     """ema: weight of the past; at least 0, less than 1."""
-
     window: int = 4
     """linear: number of loads that the line is fitted to; at least 2."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"--balance-predictor {self.method}: choose from {', '.join(METHODS)}")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"ema decay {self.decay}: must be at least 0 and less than 1")
-        if self.window < 2:
-            raise ValueError(f"linear window {self.window}: must be at least 2")
 
     def observe(self, state: "History", counts_BDE: np.ndarray) -> "History":
         """Return the history after one more iteration.
@@ -73,10 +67,8 @@ class History:
 
     recent: tuple[np.ndarray, ...] = ()
     """[B] arrays of [D, E] int64, oldest first."""
-
     mean: np.ndarray | None = None
     """[D, E] float64 moving average."""
-
     parts: np.ndarray | None = None
     """[B, D, E] int64: the latest load by microbatch, which add up to the last of `recent`."""
 

@@ -28,7 +28,6 @@ class Workload:
 
     name: str
     """A name in workloads.synthetic.NAMES."""
-
     seed: int
 
 
@@ -38,26 +37,19 @@ class BatchPart:
 
     seq_length: int
     """Number of tokens of a whole sample."""
-
     data_rank: int
     data_ranks: int
     """Consecutive microbatches of samples go to consecutive data-parallel ranks."""
-
     sequence_rank: int = 0
     sequence_ranks: int = 1
     """If tensor-parallel ranks route different tokens, each has an equal, contiguous part of their tokens."""
-
     context_rank: int = 0
     context_ranks: int = 1
     """Each context-parallel rank has its `sequence_chunks` of every sequence."""
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, seq_length: int, divided: bool) -> "BatchPart":
-        """Return this rank's part.
-
-        Args:
-            divided: whether each tensor-parallel rank routes a part of each sequence.
-        """
+        """Return this rank's part. `divided`: whether each tensor-parallel rank routes a part of each sequence."""
         return cls(
             seq_length=seq_length,
             data_rank=groups.dp.rank(),
@@ -73,12 +65,7 @@ class BatchPart:
         return tokens * self.sequence_ranks * self.context_ranks // self.seq_length
 
     def tokens(self, microbatch: int, samples: int) -> np.ndarray:
-        """Return the indices of this rank's tokens of a microbatch in the global batch, [samples, tokens of each].
-
-        Args:
-            microbatch: index in the iteration, from 0.
-            samples: `--micro-batch-size`.
-        """
+        """Return the indices of this rank's tokens of a microbatch in the global batch, [samples, tokens of each]."""
         positions = np.arange(self.seq_length)
         if self.context_ranks > 1:
             chunks = np.split(positions, 2 * self.context_ranks)

@@ -45,50 +45,17 @@ def choices(
     # Numbers are drawn in the order of the rows, so rows before a chosen one cannot be left out
     rows = int(index_T.max(initial=-1)) + 1
     assert rows <= total_tokens
-    for block_TK in _blocks(_generator(workload, seed, step), workload, num_experts, topk, rows, step):
+    for block_TK in _blocks(workload, num_experts, topk, rows, seed, step):
         inside = (first <= index_T) & (index_T < first + len(block_TK))
         chosen_TK[inside] = block_TK[index_T[inside] - first]
         first += len(block_TK)
     return chosen_TK
 
 
-def draw(
-    workload: str, *, num_experts: int, topk: int, tokens: int, seed: int, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the experts [T, K] int64 and the gates [T, K] float32 of all rows of a step; a row's gates add up to 1."""
-    random = _generator(workload, seed, step)
-    chosen_TK = np.concatenate(list(_blocks(random, workload, num_experts, topk, tokens, step)))
-    # torch makes a float of the lower 24 bits
-    bits_TK = _numbers(random, tokens * topk).reshape(tokens, topk) & np.uint32(2**24 - 1)
-    gates_TK = bits_TK.astype(np.float32) * np.float32(2**-25) + np.float32(0.5)
-    return chosen_TK, gates_TK / gates_TK.sum(axis=1, keepdims=True)
-
-
-def source_sizes(workload: str, total_tokens: int, num_ranks: int) -> np.ndarray:
-    """Return how many tokens each rank has in a benchmark of one layer, [D] int64.
-
-    In W4, rank r has r + 1 parts; in other workloads, all have equally many, up to one token. In training, all ranks
-    always have equally many: there, W4 is merely uniform.
-    """
-    parts_D = np.arange(1, num_ranks + 1) if workload == "W4" else np.ones(num_ranks, dtype=np.int64)
-    ends_D = total_tokens * parts_D.cumsum() // parts_D.sum()
-    return np.diff(ends_D, prepend=0)
-
-
-def _generator(workload: str, seed: int, step: int) -> np.random.RandomState:
-    digest = hashlib.sha256(f"{WORKLOADS[workload]}|{seed}|{step}".encode()).hexdigest()
-    return np.random.RandomState(int(digest[:8], 16))
-
-
-def _numbers(random: np.random.RandomState, count: int) -> np.ndarray:
-    """Return the generator's next 32-bit numbers."""
-    return random.randint(0, 2**32, size=count, dtype=np.uint32)
-
-
-def _blocks(
-    random: np.random.RandomState, workload: str, num_experts: int, topk: int, tokens: int, step: int
-) -> Iterator[np.ndarray]:
+def _blocks(workload: str, num_experts: int, topk: int, tokens: int, seed: int, step: int) -> Iterator[np.ndarray]:
     """Yield the experts of rows 0 to `tokens`, block by block, [rows, K]."""
+    digest = hashlib.sha256(f"{WORKLOADS[workload]}|{seed}|{step}".encode()).hexdigest()
+    random = np.random.RandomState(int(digest[:8], 16))
     pool = _hot_pool(workload, num_experts, topk, step)
     everyone = np.arange(num_experts)
     size = max(1, BLOCK_NUMBERS // num_experts)
@@ -101,7 +68,7 @@ def _blocks(
         # A permutation of n candidates takes n - 1 numbers
         needed_T = np.where(hot_T, len(pool), num_experts) - 1
         ends_T = needed_T.cumsum()
-        numbers = _numbers(random, int(ends_T[-1]))
+        numbers = random.randint(0, 2**32, size=int(ends_T[-1]), dtype=np.uint32)
         chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
         for of, candidates in ((hot_T, pool), (~hot_T, everyone)):
             chosen_TK[of] = candidates[_permuted(numbers, (ends_T - needed_T)[of], len(candidates), topk)]

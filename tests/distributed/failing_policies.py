@@ -16,9 +16,6 @@ GOOD = 3
 RANK = "RANK_OF_A_TEST"
 """The environment variable with a policy's rank, in place of a launcher's RANK."""
 
-PLANS = "PLANS_OF_A_TEST"
-"""The environment variable with the number of plans that a new policy object counts as made."""
-
 
 class Turning:
     """Plans as top2 in the first iterations, and as `go_wrong` afterwards."""
@@ -73,12 +70,6 @@ class LoopsOnRank1(Turning):
 
 
 class ExitsOnRank1(Turning):
-    """Exits again in every process that replaces the first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plans = int(os.environ[PLANS])
-
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
         if os.environ[RANK] == "1":
             os._exit(0)

@@ -26,6 +26,19 @@ def check(problem: Problem, schedule: MiniTaskSchedule) -> list[str]:
     return [*problems, *done.workloads(), *done.capacities(), *done.order()]
 
 
+def parse(text: str) -> MiniTaskSchedule:
+    """Return the schedule that prints as `text`."""
+    first, _, *lines = text.splitlines()
+    names, amounts = [], []
+    for name, *cells in (line.split("|") for line in lines):
+        expert, task, ends = name.split()
+        names.append(MiniTask(int(expert[1:]), MiniTaskKind(task), *map(int, ends.split(">"))))
+        amounts.append([float(cell or 0) for cell in map(str.strip, cells)])
+    slots = max(map(len, amounts), default=0)
+    rows = tuple((*row, *(0.0,) * (slots - len(row))) for row in amounts)
+    return MiniTaskSchedule(tuple(tuple(map(int, part.split("+"))) for part in first.split()[1:]), tuple(names), rows)
+
+
 class _Done:
     """Work of a schedule: for each task, [E, D, D, T] by whole expert, source, target and slot."""
 

@@ -1,13 +1,11 @@
 """Policies that misbehave, each in a different way; otherwise, they plan like top2."""
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,11 +26,6 @@ class Leaves(Good):
         raise SystemExit(0)
 
 
-class Interrupts(Good):
-    def plan(self, *_: object) -> Placement:
-        raise KeyboardInterrupt
-
-
 class Recurses(Good):
     def plan(self, *arguments: object) -> Placement:
         return self.plan(*arguments)
@@ -46,17 +39,6 @@ class TakesMemory(Good):
 class Exits(Good):
     def plan(self, *_: object) -> Placement:
         os._exit(0)
-
-
-class ExitsOnce(Good):
-    """Exits in its first process, which leaves a mark."""
-
-    def plan(self, *arguments) -> Placement:
-        mark = os.environ.get("MARK_OF_A_TEST", "")
-        if not os.path.exists(mark):
-            open(mark, "w").close()
-            os._exit(3)
-        return super().plan(*arguments)
 
 
 class Crashes(Good):
@@ -84,39 +66,6 @@ class Prints(Good):
         return super().plan(*arguments)
 
 
-def write_everywhere(data: bytes) -> None:
-    """Write to all open files, including the connection to the rank."""
-    for descriptor in range(3, 4096):
-        with contextlib.suppress(OSError):
-            os.write(descriptor, data)
-
-
-class Babbles(Good):
-    def plan(self, *_: object) -> Placement:
-        write_everywhere(b"\0\0\0\4garbage")
-        time.sleep(60)
-
-
-class Truncates(Good):
-    def plan(self, *_: object) -> Placement:
-        write_everywhere(b"\0\0\1\0half")
-        os._exit(0)
-
-
-class Floods(Good):
-    """Announces a huge answer."""
-
-    def plan(self, *_: object) -> Placement:
-        write_everywhere(b"\x70\0\0\0")
-        time.sleep(60)
-
-
-class Closes(Good):
-    def plan(self, *_: object) -> Placement:
-        os.closerange(3, 4096)
-        time.sleep(60)
-
-
 class Colored(Exception):
     def __str__(self) -> str:
         return "\x1b[31mred\x1b[0m\r\nand \u202elong" + "g" * 10**6
@@ -140,48 +89,6 @@ class RaisesMute(Good):
 class ReturnsALock(Good):
     def plan(self, *_: object) -> Placement:
         return threading.Lock()
-
-
-class ReturnsAGigabyte(Good):
-    def plan(self, *_: object) -> Placement:
-        return bytes(2**30)
-
-
-@dataclass(frozen=True)
-class Hostile(Placement):
-    def __eq__(self, other: object) -> bool:
-        raise SystemExit(0)
-
-    def __str__(self) -> str:
-        raise SystemExit(0)
-
-    def __reduce__(self):
-        return os._exit, (0,)
-
-
-class ReturnsASubclass(Good):
-    """Returns a valid placement of another class."""
-
-    def plan(self, *arguments) -> Placement:
-        good = super().plan(*arguments)
-        hosts = tuple(tuple(np.array(ranks)) for ranks in good.hosts)
-        return Hostile(
-            num_experts=good.num_experts, home=good.home, guests=good.guests, hosts=hosts, primary=good.primary
-        )
-
-
-class Homeless(Placement):
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def home(self) -> tuple:
-        raise SystemExit(0)
-
-
-class ReturnsAHomeless(Good):
-    def plan(self, *_: object) -> Placement:
-        return Homeless()
 
 
 class ReturnsAnInvalid(Good):

@@ -77,3 +77,9 @@ def random_placement(num_experts: int, num_ranks: int, guest_slots: int, seed: i
         if len(row) > 1 and generator.random() < 0.4:
             row.remove(owners.owner(expert))
     return owners.rehost(hosts, [int(generator.choice(row)) for row in hosts])
+
+
+def physicals_of(placement: Placement) -> list[list[int]]:
+    """Return [E]: the physical experts that compute each logical expert, by ascending rank."""
+    tables = placement.tables
+    return [row.tolist() for row in np.split(tables.physical_N, tables.first_E[1:-1])]

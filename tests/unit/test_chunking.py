@@ -24,7 +24,7 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.workloads.synthetic import load_matrix
-from tests.unit.placements import random_placement
+from tests.unit.placements import physicals_of, random_placement
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(0, 2**31))
@@ -120,8 +120,9 @@ def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
     shares_CDE[:, :, 0] = 0.0
     tokens_CDP = split_by(shares_CDE.tolist(), plan)
     assert torch.equal(tokens_CDP.sum(0), plan.tokens_DP) and int(tokens_CDP.min()) >= 0
-    expected = torch.from_numpy(shares_CDE)[:, :, torch.tensor(plan.placement.expert_of_physical)] * plan.tokens_DP
-    covered = torch.tensor(plan.placement.expert_of_physical) > 0
+    expert_P = torch.from_numpy(plan.placement.tables.expert_P)
+    expected = torch.from_numpy(shares_CDE)[:, :, expert_P] * plan.tokens_DP
+    covered = expert_P > 0
     assert float((tokens_CDP - expected)[:, :, covered].abs().max()) <= 1
 
 
@@ -144,7 +145,7 @@ def test_mini_tasks_say_which_tokens_go_together() -> None:
         slots = np.any([*computed.values()], axis=0).nonzero()[0]
         assert chunking.chunks == len(slots) >= 2
         for (source, expert), sum_T in computed.items():
-            sizes_C = tokens_CDP[:, source, [*placement.physicals[expert]]].sum(1)
+            sizes_C = tokens_CDP[:, source, [*physicals_of(placement)[expert]]].sum(1)
             rounding = len(placement.hosts[expert])
             assert sizes_C.tolist() == pytest.approx((sum_T[slots] / cost.token_bytes).tolist(), abs=rounding)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,6 @@ from megatron_balance.planning.policies import demi as demi_module
 from megatron_balance.planning.policies import demi_baselines, load_policy, registered
 from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.planning.policies.demi_baselines import assign
-from megatron_balance.planning.policies.interface import one_host_each
-from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from megatron_balance.workloads.synthetic import WORKLOADS, load_matrix
 from tests.unit.demi_check import check
@@ -135,21 +132,6 @@ def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
     assert Demi().plan(load_matrix("balanced", 4, 16, 2, 4096, 0, 0), current, cost).is_identity
 
 
-def test_lends_that_are_slower_than_owners_end() -> None:
-    cost = cost_model(3, 3e6)
-    owned = Placement.identity(6, 3, 2)
-    looked = 0
-    for seed in range(8):
-        counts_DE = lognormal(3, 6, seed)
-        limit = cost.layer_seconds(counts_DE, owned)
-        for hosts_E in all_hosts(owned)[::4]:
-            current = one_host_each(owned, hosts_E)
-            if limit < cost.layer_seconds(counts_DE, current) < 1.05 * limit:
-                looked += 1
-                assert cost.layer_seconds(counts_DE, Demi().plan(counts_DE, current, cost)) <= limit
-    assert looked >= 10
-
-
 def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     def solve(*_: object) -> None:
         raise AssertionError("solved")
@@ -237,27 +219,6 @@ def test_fast_ranks_get_more() -> None:
     assert computed_D.argmax() == 2 and computed_D[2] > counts_DE.sum() / 4
 
 
-def test_two_hot_experts_of_one_rank_part_within_their_node() -> None:
-    """Mixtral's shape on two nodes: a lend pays within a node, whose links are faster than the network."""
-    hidden = 4096
-    ffn = 14336
-    path = Path(__file__).parents[2] / "configs/clusters/h100.yaml"
-    weights = 3 * hidden * ffn
-    cost = CostModel(
-        profile_of(read(path), Ranks(16, 8, 8), hidden, ffn * 3 // 2),
-        token_bytes=2 * hidden,
-        param_bytes=2 * weights,
-        grad_bytes=4 * weights,
-    )
-    counts_DE = np.full((16, 32), 128)
-    current = Placement.identity(32, 16, 1)
-    counts_DE[:, :2] = 1200
-    planned = Demi().plan(counts_DE, current, cost)
-    assert planned.added_hosts
-    assert all(max(ranks) < 8 for ranks in planned.hosts[:2]) and planned.hosts[0] != planned.hosts[1]
-    assert cost.layer_seconds(counts_DE, planned) < 0.7 * cost.layer_seconds(counts_DE, current)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -312,7 +273,7 @@ def test_the_schedule_of_a_plan(hosts: int) -> None:
         assert check(Demi().problem(counts_DE, current, cost), schedule) == []
     lent = {(expert, planned.owner(expert), rank) for expert, ranks in enumerate(planned.hosts) for rank in ranks}
     moved = {
-        (expert, source, target) for expert, task, source, target in schedule.transfers if task is MiniTaskKind.TRANS
+        (expert, source, target) for expert, task, source, target in schedule.mini_tasks if task is MiniTaskKind.TRANS
     }
     assert moved == {(expert, owner, rank) for expert, owner, rank in lent if owner != rank} and moved
     computed = dict.fromkeys(itertools.product(range(4), range(16), range(4)), 0.0)
@@ -354,12 +315,6 @@ def test_baselines_are_optimal_on_small_sizes(seed: int, slots: int, monkeypatch
     near, s2 = (hosts_of(load_policy(name).plan(counts_DE, current, cost)) for name in ("demi_s3", "demi_s2"))
     greedy, start = (objective_B[(hosts_BE == hosts_E).all(1)][0] for hosts_E in (near, s2))
     assert greedy <= min(start, 1.1 * objective_B.min())
-
-
-def test_s1_is_the_rank_with_most_tokens_where_there_is_room() -> None:
-    counts_DE = lognormal(4, 8, 0)
-    planned = load_policy("demi_s1").plan(counts_DE, Placement.identity(8, 4, 6), cost_model(4))
-    assert (hosts_of(planned) == counts_DE.argmax(0)).all()
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))

@@ -204,15 +204,6 @@ def test_filling_receivers_needs_fewer_slots() -> None:
     assert [level(sizes, 51, 1, order=order).fits for order in (BUSIEST, FILLING)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "moves"),
-    [([72, 79, 39, 19, 35], [3, 4, 3]), ([71, 74, 31, 42, 28], [4, 3, 4]), ([68, 65, 78, 15, 20, 49], [4, 4, 3])],
-)
-def test_no_order_needs_the_fewest_moves_of_all_loads(tokens: list[int], moves: list[int]) -> None:
-    fits = [level([[size] for size in tokens], 50, 2, order=order) for order in (BUSIEST, LEAST_FIRST, WHOLE)]
-    assert all(found.fits for found in fits) and [len(found.moves.expert_M) for found in fits] == moves
-
-
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])
 def test_a_guest_on_another_node_has_to_take_more_for_its_cost(far: float, target: int) -> None:
     # Room for 10 tokens on the same node, for 20 on the other one

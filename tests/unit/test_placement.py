@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
-from tests.unit.placements import loads, placements
+from tests.unit.placements import loads, physicals_of, placements
 
 BY_HAND = Placement(
     num_experts=4,
@@ -57,10 +57,10 @@ def test_identity(ranks: int, slots: int, guest_slots: int) -> None:
     assert (placement.num_experts, placement.num_ranks) == (ranks * slots, ranks)
     assert (placement.home_slots, placement.guest_slots) == (slots, guest_slots)
     assert placement.slots_per_rank == slots + guest_slots
-    assert placement.num_physical == ranks * (slots + guest_slots) == len(placement.expert_of_physical)
+    assert placement.num_physical == ranks * (slots + guest_slots) == len(placement.tables.expert_P.tolist())
     assert [placement.owner(expert) for expert in range(ranks * slots)] == [e // slots for e in range(ranks * slots)]
     if not guest_slots:
-        assert placement.expert_of_physical == tuple(range(ranks * slots))
+        assert placement.tables.expert_P.tolist() == [*range(ranks * slots)]
 
 
 def test_placements_are_frozen_values() -> None:
@@ -82,8 +82,8 @@ def test_by_hand() -> None:
     assert not BY_HAND.is_identity
     assert BY_HAND.added_hosts == 2
     assert BY_HAND.experts_of(1) == (2, 3)
-    assert BY_HAND.expert_of_physical == (0, 1, 3, -1, 2, -1, -1, 1)
-    assert BY_HAND.physicals == ((0,), (1, 7), (4,), (2,))
+    assert BY_HAND.tables.expert_P.tolist() == [0, 1, 3, -1, 2, -1, -1, 1]
+    assert physicals_of(BY_HAND) == [[0], [1, 7], [4], [2]]
     # The owner keeps the weights of the expert that it lends
     assert BY_HAND.physical(1, 3) == 5
     with pytest.raises(ValueError):
@@ -92,16 +92,17 @@ def test_by_hand() -> None:
 
 @given(placements())
 def test_physical_experts_are_the_hosts(placement: Placement) -> None:
-    hosted = {(index // placement.slots_per_rank, e) for index, e in enumerate(placement.expert_of_physical) if e >= 0}
+    experts = placement.tables.expert_P.tolist()
+    hosted = {(index // placement.slots_per_rank, expert) for index, expert in enumerate(experts) if expert >= 0}
     assert hosted == {(rank, expert) for expert, ranks in enumerate(placement.hosts) for rank in ranks}
     assert placement.added_hosts == sum(placement.owner(expert) != rank for rank, expert in hosted)
     for rank, expert in hosted:
         index = placement.physical(rank, expert)
         slots = placement.home[rank] + placement.guests[rank]
-        assert placement.expert_of_physical[index] == expert == slots[index - rank * placement.slots_per_rank]
-        assert index in placement.physicals[expert]
-    assert all(list(indices) == sorted(indices) for indices in placement.physicals)
-    assert sum(map(len, placement.physicals)) == len(hosted)
+        assert experts[index] == expert == slots[index - rank * placement.slots_per_rank]
+        assert index in physicals_of(placement)[expert]
+    assert all(list(indices) == sorted(indices) for indices in physicals_of(placement))
+    assert sum(map(len, physicals_of(placement))) == len(hosted)
 
 
 @given(placements())
@@ -132,9 +133,9 @@ def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> 
     # The physical experts are the same, except for the stride between ranks
     stride = placement.slots_per_rank
     shorter = trimmed.slots_per_rank
-    assert trimmed.physicals == tuple(
-        tuple(index // stride * shorter + index % stride for index in indices) for indices in placement.physicals
-    )
+    assert physicals_of(trimmed) == [
+        [index // stride * shorter + index % stride for index in indices] for indices in physicals_of(placement)
+    ]
 
 
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.data())
@@ -291,7 +292,6 @@ def test_primary_of_a_lent_expert() -> None:
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ([(0,), (1,)], "2 lists of hosts for 3 experts"),
         ([(0,), (1,), ()], "expert 2: has no host"),
         ([(0,), (1,), (2, 3)], "expert 2 on rank 3: there are 3 ranks"),
         ([(0,), (1,), (-1, 2)], "expert 2 on rank -1: there are 3 ranks"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_balance.flow.device_plan import DeviceTables, tokens_until
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
-from tests.unit.placements import loads, placements
+from tests.unit.placements import loads, physicals_of, placements
 
 SPLITS = ["local_first", "proportional"]
 
@@ -104,9 +104,9 @@ def check_against_reference(case: tuple[torch.Tensor, Placement, str, int | None
     counts_DE, placement, *options = case
     plan = make_dispatch_plan(counts_DE, placement, *options)
     assert plan.tokens_DP.tolist() == reference(counts_DE.tolist(), placement, *options)
-    for expert, physicals in enumerate(placement.physicals):
+    for expert, physicals in enumerate(physicals_of(placement)):
         assert torch.equal(plan.tokens_DP[:, list(physicals)].sum(1), counts_DE[:, expert])
-    unused = [index for index, expert in enumerate(placement.expert_of_physical) if expert < 0]
+    unused = [index for index, expert in enumerate(placement.tables.expert_P.tolist()) if expert < 0]
     assert not plan.tokens_DP[:, unused].any()
     assert (plan.tokens_DP >= 0).all()
 
@@ -143,7 +143,7 @@ def test_a_hosts_tokens_are_divided_among_its_sources(case: tuple, each: int, da
     expected = torch.zeros_like(plan.tokens_DP)
     for host, planned in enumerate(of_hosts):
         sources = range(host * each, (host + 1) * each)
-        for expert, physicals in enumerate(placement.physicals):
+        for expert, physicals in enumerate(physicals_of(placement)):
             found = among_sources(counts_DE[sources].tolist(), planned, physicals, expert)
             for source, sent in zip(sources, found, strict=True):
                 for physical, tokens in sent.items():

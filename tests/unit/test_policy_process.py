@@ -1,9 +1,7 @@
 """Whatever an external policy does, the rank continues and logs it in one short line."""
 
 import functools
-import io
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -19,7 +17,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.manager import Decision, Manager
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policy_process import MOST_DEATHS, PolicyProcess, _Plain, start_policy
+from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from tests.unit import misbehaving
@@ -75,21 +73,13 @@ def test_it_shares_nothing_with_the_rank() -> None:
 
 PLANS = {
     "Leaves": "raised SystemExit: 0",
-    "Interrupts": "raised KeyboardInterrupt",
     "Recurses": "raised RecursionError: maximum recursion depth exceeded",
     "TakesMemory": "raised MemoryError",
     "Exits": "ended its process: exit status 0",
     "Crashes": "ended its process: Segmentation fault (signal 11)",
-    "Babbles": "broke its connection: OSError: its answer cannot be read (UnpicklingError",
-    # The message depends on what the rank notices first
-    "Truncates": ("broke its connection: OSError: got end of file during message", "ended its process: "),
-    "Floods": "broke its connection: OSError: bad message length",
-    "Closes": "broke its connection: ",
     "RaisesColors": "raised Colored: red and ?longggg",
     "RaisesMute": "raised Mute: (its text cannot be shown)",
     "ReturnsALock": "returned no Placement: a lock",
-    "ReturnsAGigabyte": "returned no Placement: a bytes",
-    "ReturnsAHomeless": "raised ",
     "ReturnsAnInvalid": "raised ValueError: expert 0",
 }
 """Beginning of the log message about a plan, by policy."""
@@ -97,19 +87,11 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_failed_plan_is_a_problem_of_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only this process stays when it has closed its pipe
-    seconds = 0.5 if name == "Closes" else SOON
-    monkeypatch.setattr("megatron_balance.planning.policy_process._LAST_SECONDS", seconds)
+    monkeypatch.setattr("megatron_balance.planning.policy_process._LAST_SECONDS", SOON)
     decision = decide(policy(name))
-    assert decision.placement is None and not decision.final
+    assert decision.placement is None and decision.final == PLANS[name].startswith("ended")
     assert decision.problem is not None and decision.problem.startswith(PLANS[name])
     assert decision.problem.isprintable() and len(decision.problem) < 250
-
-
-def test_a_placement_of_another_class_counts_as_what_it_describes() -> None:
-    planned = policy("ReturnsASubclass").plan(LOAD, OWNERS, COST)
-    assert type(planned) is Placement and planned == load_policy("top2").plan(LOAD, OWNERS, COST)
-    assert all(type(rank) is int for ranks in planned.hosts for rank in ranks)
 
 
 MAKING = {
@@ -169,20 +151,6 @@ def test_a_policy_that_never_answers_can_be_stopped(name: str) -> None:
     assert decide(one).placement is None, "it is not started again"
 
 
-def test_a_process_that_ended_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARK_OF_A_TEST", str(tmp_path / "mark"))
-    one = policy("ExitsOnce")
-    assert decide(one).problem == "ended its process: exit status 3"
-    assert [decide(one).placement for _ in range(2)] == [load_policy("top2").plan(LOAD, OWNERS, COST)] * 2
-
-
-def test_it_is_given_up_after_some_deaths_in_a_row() -> None:
-    one = policy("Exits")
-    decisions = [decide(one) for _ in range(MOST_DEATHS)]
-    assert [decision.final for decision in decisions] == [False, False, True]
-    assert decisions[-1].problem == "ended its process: exit status 0 (3 times in a row)"
-
-
 def test_what_it_prints_goes_where_the_rank_prints(tmp_path: Path) -> None:
     code = "from tests.unit import test_policy_process as t; print(t.decide(t.policy('Prints')).placement)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -208,9 +176,3 @@ def test_it_ends_with_a_rank_that_is_killed(name: str) -> None:
         time.sleep(0.05)
     assert not gone() or planner.status() == psutil.STATUS_ZOMBIE
     rank.stdout.close()
-
-
-def test_nothing_in_an_answer_is_imported_or_called() -> None:
-    with pytest.raises(pickle.UnpicklingError, match=r"asks for .*system"):
-        _Plain(io.BytesIO(pickle.dumps(os.system))).load()
-    assert _Plain(io.BytesIO(pickle.dumps((None, ((1, 2), "text"))))).load() == (None, ((1, 2), "text"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
 from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
 from megatron_balance.placement.placement import Placement
-from tests.unit.placements import placements
+from tests.unit.placements import physicals_of, placements
 
 
 def routing(placement: Placement, seed: int, largest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -32,7 +32,7 @@ def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tens
     left = plan.tokens_DP[rank].tolist()
     map_TP = torch.zeros(len(map_TE), plan.placement.num_physical, dtype=torch.bool)
     for token, expert in map_TE.nonzero().tolist():
-        host = next(index for index in plan.placement.physicals[expert] if left[index])
+        host = next(index for index in physicals_of(plan.placement)[expert] if left[index])
         left[host] -= 1
         map_TP[token, host] = True
     assert not any(left)
@@ -50,7 +50,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
         assert torch.equal(map_TP, reference(map_TE, plan, rank))
         assert torch.equal(map_TP.sum(0), plan.tokens_DP[rank])
         assert not probs_TP[~map_TP].any()
-        for expert, physicals in enumerate(placement.physicals):
+        for expert, physicals in enumerate(physicals_of(placement)):
             assert torch.equal(probs_TP[:, list(physicals)].sum(1), probs_TE[:, expert])
 
 
@@ -58,7 +58,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
 def test_fixed_targets_need_no_load(placement: Placement, split: str, seed: int, tokens: int) -> None:
     maps, counts_DE = routing(placement, seed, tokens)
     plan = make_dispatch_plan(counts_DE, placement, split)
-    shared = any(len(physicals) > 1 for physicals in placement.physicals)
+    shared = any(len(physicals) > 1 for physicals in physicals_of(placement))
     for rank, map_TE in enumerate(maps):
         target_E = fixed_targets(placement, split, rank)
         assert (target_E is None) == (shared and split == "proportional")
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str
     maps, counts_DE = routing(placement, seed, largest=30)
     plan = make_dispatch_plan(counts_DE, placement, split)
     scale_E = torch.rand(placement.num_experts, dtype=torch.float64)
-    scale_P = scale_E[torch.tensor(placement.expert_of_physical)]
+    scale_P = scale_E[torch.tensor(placement.tables.expert_P.tolist())]
     for rank, map_TE in enumerate(maps):
         probs_TE = weights(map_TE).requires_grad_()
         (expected,) = torch.autograd.grad(((probs_TE * scale_E)[map_TE] ** 3).sum(), probs_TE)

@@ -19,7 +19,7 @@ from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
 from tests.block_index import block_index
 from tests.operators import Operators
-from tests.unit.placements import placements
+from tests.unit.placements import physicals_of, placements
 
 
 class _Copies(torch.autograd.Function):
@@ -205,7 +205,7 @@ def sent(placement: Placement, map_TE: torch.Tensor, tokens_CDP: torch.Tensor) -
         member, physical, chunk = next(
             (member, physical, chunk)
             for member in range(len(left[0]))
-            for physical in placement.physicals[expert]
+            for physical in physicals_of(placement)[expert]
             for chunk in range(len(left))
             if left[chunk][member][physical]
         )

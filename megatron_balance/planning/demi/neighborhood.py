@@ -149,11 +149,7 @@ def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
 
 
 def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarray:
-    """Return [A] bool: whether the source and the target respect all bounds after a step.
-
-    Args:
-        used: `Problem.use` of the placement before the step.
-    """
+    """Return [A] bool: whether the source and the target respect all bounds after a step; `used`: `Problem.use`."""
     ends = steps.ends
     foreign, back = (problem.owner_E[part_A][:, None] != ends for part_A in (steps.expert_A, steps.other_A))
     changes = (
@@ -168,11 +164,7 @@ def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarr
 
 
 def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarray:
-    """Return [A]: soft maxima of the busy times of neighbors of `hosts_E`.
-
-    They follow from the busy times of `hosts_E`, because a step changes only its experts and what its two workers
-    compute, send and receive.
-    """
+    """Return [A]: soft maxima of the busy times of neighbors; a step changes only its experts and two workers."""
     expert_A, source_A, target_A, other_A = steps
     rows_A = np.arange(len(expert_A))
     ends = steps.ends

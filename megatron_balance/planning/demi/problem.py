@@ -27,34 +27,24 @@ class Problem:
 
     tokens_DE: np.ndarray
     """d, [D, E] float64: size of the tokens that each source routes to each expert."""
-
     owner_E: np.ndarray
     """b, [E] int64: the worker that owns each expert."""
-
     size_E: np.ndarray
     """w, [E]: size that crosses a link if an expert migrates; 0 if migration is free."""
-
     link_DD: np.ndarray
     """Z^comm, [D, D]: size that can cross each link in a slot; above 0 except on the diagonal."""
-
     compute_D: np.ndarray
     """Z^comp, [D]: size of the tokens that each worker can compute in a slot; above 0."""
-
     token_room_D: np.ndarray
     """C, [D]: total size of the tokens that each worker may compute."""
-
     expert_room_D: np.ndarray
     """Q, [D]: total size of the experts that each worker may host."""
-
     slots: int = 5
     """T: number of slots of the linear program, at least FEWEST_SLOTS. Schedules may be longer."""
-
     weights: str = "pow2"
     """Weights of the slots: a name in WEIGHTS."""
-
     guests: int | None = None
     """Number of other workers' experts that each worker may host; None: unlimited."""
-
     part_of_E: np.ndarray | None = None
     """[E] int64, ascending: the expert that each one is a part of; None: experts are whole."""
 
@@ -85,10 +75,6 @@ class Problem:
         """`link_DD` with infinity on the diagonal: local data crosses no link."""
         return np.where(np.eye(self.num_workers, dtype=bool), np.inf, self.link_DD)
 
-    @property
-    def most_guests(self) -> float:
-        return np.inf if self.guests is None else self.guests
-
     def divided(self, parts_E: np.ndarray) -> "Problem":
         """Return the problem in which these numbers of equal parts take the place of experts.
 
@@ -99,12 +85,10 @@ class Problem:
         return self.of_parts(self.tokens_DE[:, whole_E] / parts_E[whole_E], whole_E)
 
     def of_parts(self, tokens_DE: np.ndarray, whole_E: np.ndarray) -> "Problem":
-        """Return the problem in which parts with these tokens take the place of the experts `whole_E`.
-
-        Owners have room for all parts of their experts.
-        """
+        """Return the problem in which parts with these tokens take the place of the experts `whole_E`."""
         owner_E = self.owner_E[whole_E]
         size_E = self.size_E[whole_E]
+        # Owners have room for all parts of their experts
         owned_D = np.bincount(owner_E, weights=size_E, minlength=self.num_workers)
         return replace(
             self,
@@ -138,7 +122,7 @@ class Problem:
 
     def rooms(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the bounds (3a), (3b) and `guests` on the values of `use`, each [D]."""
-        guests_D = np.full(self.num_workers, self.most_guests)
+        guests_D = np.full(self.num_workers, np.inf if self.guests is None else self.guests)
         return self.token_room_D * (1 + TOLERANCE), self.expert_room_D * (1 + TOLERANCE), guests_D
 
     def fits(self, hosts_BE: np.ndarray) -> np.ndarray:

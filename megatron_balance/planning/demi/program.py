@@ -2,9 +2,9 @@
 
 Arrays of variables hold variables' indices, ABSENT where there is none; arrays of rows hold constraints' indices.
 
-Tasks 1, 3 and 4 are summed over the experts of a group. One group per expert is the paper's program. One group of all
-experts has E times fewer variables for tokens, and the same optimum except for (6b): a group's work splits into parts
-of experts in proportion to their tokens, and (4), (5a), (5b), (6a) and (6c) hold for the parts as for their sum.
+Tasks 1, 3 and 4 are summed over all experts. So the program has E times fewer variables for tokens than the paper, and
+the same optimum except for (6b): the work splits into parts of experts in proportion to their tokens, and (4), (5a),
+(5b), (6a) and (6c) hold for the parts as for their sum.
 """
 
 from dataclasses import dataclass
@@ -27,23 +27,14 @@ class Relaxed:
 
     share_ED: np.ndarray
     """s-hat: the share of each expert on each worker."""
-
     objective: float
     """(7), in units of size times omega."""
-
     pace: Pace
 
 
-def relax(problem: Problem, group_E: np.ndarray) -> Relaxed | None:
-    """Solve the linear program with the dual simplex method of HiGHS.
-
-    Args:
-        group_E: [E] the group of each expert, 0 .. Z-1.
-
-    Returns:
-        The optimum; None if the work does not fit into T slots.
-    """
-    return Program(problem, group_E).solve()
+def relax(problem: Problem) -> Relaxed | None:
+    """Solve the linear program with the dual simplex method of HiGHS; return None if the work does not fit."""
+    return Program(problem).solve()
 
 
 class ProgramRows:
@@ -82,14 +73,8 @@ class ProgramRows:
 class Program:
     """The program's variables, and its constraints by equation. r is not a variable, because (2a) to (2d) give it."""
 
-    def __init__(self, problem: Problem, group_E: np.ndarray) -> None:
-        """Assemble the program.
-
-        Args:
-            group_E: [E] the group of each expert, 0 .. Z-1.
-        """
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.group_E = group_E
         workers = problem.num_workers
         slots = np.arange(problem.slots)
         # Sizes near 1, as the solver's tolerances expect them
@@ -99,19 +84,17 @@ class Program:
         self.apart_DD = ~np.eye(workers, dtype=bool)
         self.foreign_ED = problem.owner_E[:, None] != np.arange(workers)
         self.migrates_ED = self.foreign_ED & (problem.size_E > 0)[:, None]
-        self.has_tokens_ZD = np.zeros((int(group_E.max()) + 1, workers), dtype=bool)
-        np.logical_or.at(self.has_tokens_ZD, group_E, self.tokens_ED > 0)
-        pairs = self.has_tokens_ZD[:, :, None, None] & np.ones((workers, 1), dtype=bool)
+        pairs = np.any(self.tokens_ED, axis=0)[:, None, None] & np.ones((workers, 1), dtype=bool)
         crossing = pairs & self.apart_DD[..., None]
         local = pairs & ~self.apart_DD[..., None]
         # (6a) to (6e) forbid some tasks in the first and last slots
         end = problem.slots
         self.count = 0
         self.share_ED = self._variables(np.ones(self.foreign_ED.shape, dtype=bool))
-        self.dispatch_ZDDU = self._variables(crossing & (slots < end - 2))
+        self.dispatch_DDU = self._variables(crossing & (slots < end - 2))
         self.trans_EDU = self._variables(self.migrates_ED[..., None] & (slots < end - 1))
-        self.compute_ZDDU = self._variables(crossing & (slots >= 1) & (slots < end - 1) | local & (slots >= 0))
-        self.combine_ZDDU = self._variables(crossing & (slots >= 2))
+        self.compute_DDU = self._variables(crossing & (slots >= 1) & (slots < end - 1) | local & (slots >= 0))
+        self.combine_DDU = self._variables(crossing & (slots >= 2))
         """Axes: source, worker."""
         self.equal, self.most = ProgramRows(), ProgramRows()
         self._place()
@@ -121,11 +104,6 @@ class Program:
         self._wait_for_experts()
         self.matrices = self.most.matrix(self.count), self.equal.matrix(self.count)
 
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Numbers of variables, of rows and of nonzeros."""
-        return self.count, self.most.count + self.equal.count, sum(matrix.nnz for matrix in self.matrices)
-
     def _variables(self, exist: np.ndarray) -> np.ndarray:
         variables = np.full(exist.shape, ABSENT)
         number = int(exist.sum())
@@ -134,9 +112,9 @@ class Program:
         return variables
 
     @property
-    def _remote_ZDDU(self) -> np.ndarray:
+    def _remote_DDU(self) -> np.ndarray:
         """Variables of task 3 on other workers' tokens."""
-        return np.where(self.apart_DD[..., None], self.compute_ZDDU, ABSENT)
+        return np.where(self.apart_DD[..., None], self.compute_DDU, ABSENT)
 
     def _place(self) -> None:
         """Add (1), (3a), (3b) and the bound on guests."""
@@ -152,12 +130,12 @@ class Program:
 
     def _complete(self) -> None:
         """Add (2a) to (2d) with (4): shares determine the work over all slots."""
-        first = np.where(self.apart_DD[..., None], self.dispatch_ZDDU, self.compute_ZDDU)
+        first = np.where(self.apart_DD[..., None], self.dispatch_DDU, self.compute_DDU)
         tokens = self.equal.new(first.shape[:-1], 0.0)
         self.equal.put(tokens[..., None], first, 1.0)
-        self.equal.put(tokens[self.group_E], self.share_ED[:, None, :], -self.tokens_ED[:, :, None])
-        remote_ZDDU = self._remote_ZDDU
-        for before, after in ((self.dispatch_ZDDU, remote_ZDDU), (remote_ZDDU, self.combine_ZDDU)):
+        self.equal.put(tokens, self.share_ED[:, None, :], -self.tokens_ED[:, :, None])
+        remote_DDU = self._remote_DDU
+        for before, after in ((self.dispatch_DDU, remote_DDU), (remote_DDU, self.combine_DDU)):
             rows = self.equal.new(first.shape[:-1], 0.0)[..., None]
             self.equal.put(rows, before, 1.0)
             self.equal.put(rows, after, -1.0)
@@ -168,28 +146,26 @@ class Program:
     def _share_capacities(self) -> None:
         """Add (5a) and (5b)."""
         problem = self.problem
-        workers = self.problem.num_workers
-        slots = self.problem.slots
+        workers = problem.num_workers
+        slots = problem.slots
         link = np.where(self.apart_DD, problem.link_DD, 0.0) / self.unit
         links_DDU = self.most.new((workers, workers, slots), link[..., None])
-        self.most.put(links_DDU, self.dispatch_ZDDU, 1.0)
+        self.most.put(links_DDU, self.dispatch_DDU, 1.0)
         self.most.put(links_DDU[problem.owner_E], self.trans_EDU, 1.0)
-        self.most.put(links_DDU.swapaxes(0, 1), self.combine_ZDDU, 1.0)
+        self.most.put(links_DDU.swapaxes(0, 1), self.combine_DDU, 1.0)
         computers_DU = self.most.new((workers, slots), problem.compute_D[:, None] / self.unit)
-        self.most.put(computers_DU, self.compute_ZDDU, 1.0)
+        self.most.put(computers_DU, self.compute_DDU, 1.0)
 
     def _keep_order(self) -> None:
         """Add (6a) and (6c). The variables' slots satisfy (6d) and (6e), and (4) covers the last slot."""
+        remote_DDU = self._remote_DDU
         end = self.problem.slots
-        remote_ZDDU = self._remote_ZDDU
-        self._follow(remote_ZDDU, self.dispatch_ZDDU, 1, end - 2)
-        self._follow(self.combine_ZDDU, remote_ZDDU, 2, end - 1)
-
-    def _follow(self, later: np.ndarray, earlier: np.ndarray, first: int, end: int) -> None:
-        """Bound `later` up to each slot in first .. end-1 by `earlier` up to the slot before it."""
-        rows = self.most.new((*later.shape[:-1], end - first), 0.0)[..., None]
-        self.most.put(rows, later[..., None, :], self._up_to(0)[first:end])
-        self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:end])
+        ways = ((remote_DDU, self.dispatch_DDU, 1, end - 2), (self.combine_DDU, remote_DDU, 2, end - 1))
+        for later, earlier, first, last in ways:
+            # Up to each slot, no more than the earlier task did up to the slot before it
+            rows = self.most.new((*later.shape[:-1], last - first), 0.0)[..., None]
+            self.most.put(rows, later[..., None, :], self._up_to(0)[first:last])
+            self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:last])
 
     def _up_to(self, offset: int) -> np.ndarray:
         """Return [U, U]: for each slot, 1 for the slots up to itself plus `offset`."""
@@ -201,31 +177,22 @@ class Program:
         The paper bounds the computed part by a variable g, and g only from below, which bounds nothing. Its
         max(0, B * x + 1 - B) of the arrived part x is 1 for x = 1 and may be 0 below. It equals x where x is 0 or 1,
         and x is its least concave bound. With shares, both sides are multiplied by the share, which (4) makes that of
-        the tokens and of the expert. Rows are sums over the experts of a group: an expert without migration counts with
+        the tokens and of the expert. Rows are sums over the experts: one without migration counts with
         all of its tokens, another with the part of its tokens that equals its arrived part.
         """
         slots = self.problem.slots
-        rows = self.most.new((*self.compute_ZDDU.shape[:-1], slots - 1), 0.0)
-        self.most.put(rows[..., None], self.compute_ZDDU[..., None, :], self._up_to(0)[:-1])
-        by_expert = rows[self.group_E]
+        rows = self.most.new((*self.compute_DDU.shape[:-1], slots - 1), 0.0)
+        self.most.put(rows[..., None], self.compute_DDU[..., None, :], self._up_to(0)[:-1])
         stays_ED = ~self.migrates_ED
         here = np.where(stays_ED[:, None], self.tokens_ED[:, :, None], 0.0)
-        self.most.put(by_expert, self.share_ED[:, None, :, None], -here[..., None])
+        self.most.put(rows, self.share_ED[:, None, :, None], -here[..., None])
         per_size = self.tokens_ED / np.where(self.size_E > 0, self.size_E, 1.0)[:, None]
         factors = -per_size[:, :, None, None, None] * self._up_to(-1)[:-1]
-        self.most.put(by_expert[..., None], self.trans_EDU[:, None, :, None, :], factors)
+        self.most.put(rows[..., None], self.trans_EDU[:, None, :, None, :], factors)
 
-    def solve(self, method: str = "highs-ds", seconds: float | None = None) -> Relaxed | None:
-        """Minimize (7).
-
-        Args:
-            method: one of HiGHS's in `scipy.optimize.linprog`.
-            seconds: time limit, if any.
-
-        Returns:
-            The optimum; None if there is none, or none was found in time.
-        """
-        tasks = (self.dispatch_ZDDU, self.trans_EDU, self.compute_ZDDU, self.combine_ZDDU)
+    def solve(self) -> Relaxed | None:
+        """Minimize (7). See `relax`."""
+        tasks = (self.dispatch_DDU, self.trans_EDU, self.compute_DDU, self.combine_DDU)
         weight_U = self.problem.weight_U
         costs = np.zeros(self.count)
         for task in tasks:
@@ -233,8 +200,7 @@ class Program:
             costs[task[exist]] = np.broadcast_to(weight_U, task.shape)[exist]
         most, equal = self.matrices
         bounds = self.most.bound, self.equal.bound
-        options = {} if seconds is None else {"time_limit": seconds}
-        answer = scipy.optimize.linprog(costs, most, bounds[0], equal, bounds[1], method=method, options=options)
+        answer = scipy.optimize.linprog(costs, most, bounds[0], equal, bounds[1], method="highs-ds")
         if not answer.success:
             return None
         # ABSENT indexes the last value
@@ -242,7 +208,7 @@ class Program:
         share_ED = values[self.share_ED].clip(0.0)
         means = [_mean_weights(values[task], weight_U, stage) for task, stage in zip(tasks, (0, 0, 1, 2), strict=True)]
         dispatch, trans, compute, combine = means
-        pace = Pace(dispatch[self.group_E], trans, compute[self.group_E], combine[self.group_E])
+        pace = Pace(dispatch[None], trans, compute[None], combine[None])
         return Relaxed(share_ED / share_ED.sum(1, keepdims=True), float(answer.fun) * self.unit, pace)
 
 

@@ -19,11 +19,8 @@ DRAWS = 8
 
 SEED = 0
 
-FULL = 600
-"""Maximum number of variables for tokens (E * D^2 * T) for which the linear program has one group per expert."""
-
-AGGREGATED = 4000
-"""Approximate number of variables up to which the aggregated program is solved, which takes about 20 ms."""
+MOST_VARIABLES = 4000
+"""Approximate number of variables up to which the linear program is solved, which takes about 20 ms."""
 
 TRIED = 8
 """Number of neighbors whose schedules are timed in each step of `improve`."""
@@ -51,34 +48,21 @@ class Found(NamedTuple):
     hosts_BE: np.ndarray
     finish_B: np.ndarray
     """End of each schedule, in slots; infinity if it takes more than LONGEST times as long as the owners'."""
-
     pace: Pace
     """Pace that the schedules were listed with."""
 
 
 def relax_by_size(problem: Problem) -> Relaxed | None:
-    """Solve the linear program in full or aggregated; return None if both are too large, or if it is infeasible.
-
-    The choice depends on sizes alone, so that plans are equal on every machine and in every run.
-    """
+    """Solve the linear program; return None if it is too large or infeasible. Plans are equal on every machine."""
     workers = problem.num_workers
-    experts = problem.num_experts
-    slots = problem.slots
-    if experts * workers**2 * slots <= FULL:
-        return relax(problem, np.arange(experts))
-    if (experts + 3 * workers) * workers * slots <= AGGREGATED:
-        return relax(problem, np.zeros(experts, dtype=np.int64))
-    return None
+    variables = (problem.num_experts + 3 * workers) * workers * problem.slots
+    return relax(problem) if variables <= MOST_VARIABLES else None
 
 
 def best_pace(
     problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None, longest: float = math.inf
 ) -> tuple[Pace, np.ndarray]:
-    """Return the linear program's pace, or the eager one if that makes the shortest schedule shorter.
-
-    Returns:
-        The pace, and [B] the ends of the placements' schedules with it, as in `finishes`.
-    """
+    """Return the linear program's pace, or the eager one if it shortens the best schedule, and [B] `finishes`."""
     paces = [Pace.eager(problem)] if relaxed is None else [relaxed.pace, Pace.eager(problem)]
     timed = ((pace, finishes(problem, hosts_BE, pace, longest)) for pace in paces)
     return min(timed, key=lambda pair: pair[1].min())
@@ -114,10 +98,7 @@ def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
 
 
 def round_shares(problem: Problem, share_ED: np.ndarray) -> np.ndarray:
-    """Return [B, E]: the placement by the largest shares, then draws. Experts without tokens stay on their owners.
-
-    The shares of experts without tokens are arbitrary where migration is free.
-    """
+    """Return [B, E]: the placement by the largest shares, then draws. Experts without tokens stay on their owners."""
     hosts_BE = np.stack([share_ED.argmax(1), *draw(share_ED, DRAWS, SEED)])
     return np.where(problem.load_E > 0, hosts_BE, problem.owner_E)
 
@@ -133,8 +114,7 @@ def draw(share_ED: np.ndarray, count: int, seed: int) -> np.ndarray:
 def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
     """Move experts, lightest first, from overfull workers to the least loaded worker with room (line 2).
 
-    Returns:
-        [E] hosts that respect all bounds; None if a worker stays overfull.
+    Return [E] hosts that respect all bounds; None if a worker stays overfull.
     """
     hosts_E = hosts_E.copy()
     workers = np.arange(problem.num_workers)
@@ -180,8 +160,7 @@ def improve(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Step to the neighbor with the shortest schedule among the most promising ones, while that shortens it.
 
-    Returns:
-        The placements timed in each step, and the ends of their schedules.
+    Return the placements timed in each step, and the ends of their schedules.
     """
     seen = []
     while len((steps := neighbors(problem, hosts_E)).expert_A):

@@ -48,22 +48,15 @@ def option_fields() -> frozenset[str]:
 
 
 def policy_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a policy's constructor; none for `package.module:Class`.
-
-    Args:
-        values: the flags' values by field name.
-    """
+    """Return the arguments of a policy's constructor from the flags' values by field name."""
     policy = registered().get(name)
     return {option: values[field] for option, field in policy.options.items()} if policy else {}
 
 
 def load_policy(name: str, **options: Any) -> Policy:
-    """Make a policy by its registered name or by `package.module:Class`.
+    """Make a policy by its registered name or by `package.module:Class`, with these arguments of its constructor.
 
     A class from elsewhere need not inherit from Policy: a method `plan` is enough.
-
-    Args:
-        options: arguments of the policy's constructor, such as alpha.
 
     Raises:
         ValueError: there is no such name, module, class or method `plan`, or the class does not take these options.
@@ -86,11 +79,7 @@ def load_policy(name: str, **options: Any) -> Policy:
 
 
 def split_of(policy: Policy) -> str:
-    """Return the policy's `split`, or `local_first` for a class without one.
-
-    Raises:
-        ValueError: it is not a name in SPLITS.
-    """
+    """Return the policy's `split`, or `local_first` for a class without one; raise a ValueError for an unknown one."""
     split = getattr(policy, "split", Policy.split)
     if type(split) is not str or split not in SPLITS:
         raise ValueError(f"{type(policy).__qualname__}.split is {cleaned(split, 60)}: choose from {', '.join(SPLITS)}")

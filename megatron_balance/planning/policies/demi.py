@@ -47,8 +47,7 @@ many lends are about equally good; lends that stay can become Transfers."""
 class Demi(Policy):
     """Lends experts to the ranks where dispatch, expert transfer and computation together finish soonest.
 
-    The linear program and the search minimize the length of a schedule of mini-tasks, in which computation and
-    transfers of one layer overlap. Execution overlaps less. So the plan is the fastest by the cost model among the
+    Execution overlaps less than a schedule of mini-tasks. So the plan is the fastest by the cost model among the
     placements with the shortest schedules, with and without parts of experts, the current placement and owners alone;
     the current placement wins if it is nearly as fast.
     """
@@ -62,10 +61,8 @@ class Demi(Policy):
 
     slots: int = 5
     """T: number of time slots of the linear program."""
-
     weights: str = "pow2"
     """Weights omega_t of the slots: a name in WEIGHTS."""
-
     hosts: int = 16
     """Maximum number of parts of an expert; 1: as in the paper."""
 
@@ -84,10 +81,11 @@ class Demi(Policy):
         """See `Policy.plan`."""
         best = current if current.is_identity else owners_host(current)
         limit = most = cost.layer_seconds(counts, best) * (1 - MIN_GAIN)
-        for parts_E in self._divisions(counts):
-            if self._least_seconds(counts, current, cost, parts_E) >= limit:
+        counts_DE = by_microbatch(counts).sum(0)
+        for parts_E in self._divisions(counts_DE):
+            if self._least_seconds(counts_DE, current, cost, parts_E) >= limit:
                 continue
-            problem = self.problem(counts, current, cost).divided(parts_E)
+            problem = self.problem(counts_DE, current, cost).divided(parts_E)
             for hosts_E in solve(problem, relax_by_size(problem)).hosts_BE[:CONFIRMED]:
                 planned = _hosted(current, problem.whole_E, hosts_E)
                 if (seconds := cost.layer_seconds(counts, planned)) < limit:
@@ -110,21 +108,16 @@ class Demi(Policy):
         pace, _ = best_pace(problem, hosts_N[None], relax_by_size(problem))
         return list_schedule(problem, hosts_N, pace)
 
-    def problem(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Problem:
-        """Return DEMI's problem, in bytes, for half an iteration.
-
-        An iteration takes tokens to experts and back twice, the second time as gradients; weights go to guests, and
-        their gradients come back. Half of that is the paper's forward pass, at the mean speed of both passes.
+    def problem(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Problem:
+        """Return DEMI's problem, in bytes, for half an iteration: the paper's forward pass, at the mean speed of both.
 
         A link has its share of the ranks' bandwidth in an exchange among all ranks. The size of an expert is the bytes
         that cross a slowest link during the exposed Trans and Agg of one expert between nodes, or within the only node.
         By the bytes of a link that is nearly free, every expert would be huge. Room for tokens and for experts is half
         of all, as in the paper, or more where a rank owns more or one expert needs more. A slot is long enough for the
-        owners to finish within T slots when each stage works evenly and starts one slot after the previous stage, so
-        the linear program always has a solution.
+        owners to finish within T slots, so the linear program always has a solution.
         """
         num_ranks = current.num_ranks
-        counts_DE = by_microbatch(counts).sum(0)
         tokens_DE = counts_DE * float(cost.token_bytes)
         owner_E = owners(current)
         profile = cost.profile
@@ -159,16 +152,15 @@ class Demi(Policy):
             guests=current.guest_slots,
         )
 
-    def _divisions(self, counts: np.ndarray) -> Iterator[np.ndarray]:
+    def _divisions(self, counts_DE: np.ndarray) -> Iterator[np.ndarray]:
         """Yield numbers of parts of each expert, as far as `hosts` permits: by LARGEST_PARTS, then whole experts."""
-        counts_DE = by_microbatch(counts).sum(0)
         load_E = counts_DE.sum(0)
         number = len(counts_DE) / max(1, counts_DE.sum())
         largest = LARGEST_PARTS[: 1 if counts_DE.size > FINE else None]
         ways = [np.ceil(load_E * number / share).astype(np.int64).clip(1, self.hosts) for share in largest]
         yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
 
-    def _least_seconds(self, counts: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
+    def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
         """Return a lower bound for all placements of so many parts of each expert that have guests.
 
         Computation is even unless a part is too large, and each part is on one of the ranks with most of its expert's
@@ -176,7 +168,6 @@ class Demi(Policy):
         """
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
-        counts_DE = by_microbatch(counts).sum(0)
         num_ranks = current.num_ranks
         tokens = float(counts_DE.sum())
         network = cost.network
@@ -190,12 +181,7 @@ class Demi(Policy):
 
 
 def _hosted(current: Placement, whole_P: np.ndarray, hosts_P: np.ndarray) -> Placement:
-    """Return the placement in which parts of experts have these hosts; owners that host are primary hosts.
-
-    Args:
-        whole_P: [P] the expert of each part.
-        hosts_P: [P] ranks.
-    """
+    """Return the placement in which parts of experts have these hosts; owners that host are primary hosts."""
     hosts: list[list[int]] = [[] for _ in range(current.num_experts)]
     for expert, rank in zip(whole_P.tolist(), hosts_P.tolist(), strict=True):
         hosts[expert].append(rank)

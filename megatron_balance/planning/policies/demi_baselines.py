@@ -29,10 +29,8 @@ class DemiS1(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
-        counts_DE = by_microbatch(counts).sum(0)
-        return one_host_each(
-            current, assign(_saved_tokens(counts_DE, owners(current)), owners(current), current.guest_slots)
-        )
+        owner_E = owners(current)
+        return one_host_each(current, assign(_saved_tokens(counts, owner_E), owner_E, current.guest_slots))
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class DemiS2(Policy):
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
         owner_E = owners(current)
-        counts_DE = by_microbatch(counts).sum(0)
-        saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
+        saved_ED = _saved_tokens(counts, owner_E) * cost.token_bytes - cost.param_bytes
         return one_host_each(current, assign(saved_ED, owner_E, current.guest_slots))
 
 
@@ -61,19 +58,12 @@ class DemiS3(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        counts_DE = by_microbatch(counts).sum(0)
         owner_E = owners(current)
-        load_E = counts_DE.sum(0) * float(cost.token_bytes)
-        saved_ED = _saved_tokens(counts_DE, owner_E) * cost.token_bytes - cost.param_bytes
+        load_E = by_microbatch(counts).sum((0, 1)) * float(cost.token_bytes)
+        saved_ED = _saved_tokens(counts, owner_E) * cost.token_bytes - cost.param_bytes
         saved_ED[np.arange(len(owner_E)), owner_E] = 0.0
-        hosts_E = None
-        if saved_ED.size <= EXACT:
-            hosts_E = _least_traffic_and_load(saved_ED, load_E, owner_E, current.guest_slots)
-        if hosts_E is None:
-            hosts_E = assign(saved_ED, owner_E, current.guest_slots)
-            hosts_E = _unload(
-                hosts_E, saved_ED=saved_ED, load_E=load_E, owner_E=owner_E, guest_slots=current.guest_slots
-            )
+        search = _least_traffic_and_load if saved_ED.size <= EXACT else _unload
+        hosts_E = search(saved_ED, load_E, owner_E, current.guest_slots)
         return one_host_each(current, hosts_E)
 
 
@@ -97,18 +87,16 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
     return hosts_E
 
 
-def _saved_tokens(counts_DE: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
+def _saved_tokens(counts: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [E, D] float64: how many fewer tokens are sent if a rank computes an expert instead of its owner."""
+    counts_DE = by_microbatch(counts).sum(0)
     return (counts_DE - counts_DE[owner_E, np.arange(len(owner_E))]).T.astype(np.float64)
 
 
 def _least_traffic_and_load(
     saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
-) -> np.ndarray | None:
-    """Return [E]: S3's hosts; None if the solver found none within NODES.
-
-    Its variables are (expert, host) pairs and the largest load.
-    """
+) -> np.ndarray:
+    """Return [E]: S3's hosts. The program's variables are (expert, host) pairs and the largest load."""
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
     foreign_ED = owner_E[:, None] != np.arange(num_ranks)
@@ -130,14 +118,14 @@ def _least_traffic_and_load(
         constraints=(np.column_stack([matrix, largest]), least, most),
         options={"node_limit": NODES},
     )
-    return None if answer.x is None else answer.x[:pairs].reshape(num_experts, num_ranks).argmax(1)
+    if answer.x is None:
+        return _unload(saved_ED, load_E, owner_E, guest_slots)
+    return answer.x[:pairs].reshape(num_experts, num_ranks).argmax(1)
 
 
-def _unload(
-    hosts_E: np.ndarray, *, saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
-) -> np.ndarray:
-    """Return [E]: hosts after the moves off the most loaded rank that lower S3's sum most, one at a time."""
-    hosts_E = hosts_E.copy()
+def _unload(saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
+    """Return [E]: S2's hosts after the moves off the most loaded rank that lower S3's sum most, one at a time."""
+    hosts_E = assign(saved_ED, owner_E, guest_slots)
     num_ranks = saved_ED.shape[1]
     ranks = np.arange(num_ranks)
     while True:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.core import COMPUTED
-from megatron_balance.cost.loads import expert_loads
+from megatron_balance.cost.core import CandidateCosts
 from megatron_balance.cost.model import CostModel, balance_ratio, variance_ratio
 from megatron_balance.placement.placement import EMPTY, Placement
-from megatron_balance.planning.hosting import Alternatives, Hosting, LayerLoad, prepare
+from megatron_balance.planning.hosting import Hosting, LayerLoad, prepare
 from megatron_balance.planning.leveling import fastest, level, leveled
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
@@ -41,9 +40,6 @@ TARGETS = (1.02, 1.25, 1.6)
 
 CHANGE = 0.02
 """Share of the layer's time by which expanding many experts at once must beat the placement in use."""
-
-NEARLY = 0.95
-"""Share of the slowest rank's time from which a rank counts as one of the slowest."""
 
 MOVES = 16
 """Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
@@ -92,22 +88,16 @@ class FlexMoE(Policy):
 
     threshold: float = 1.1
     """Balance ratio above which the policy acts."""
-
     metric: str = "max"
     """A name in METRICS."""
-
     vexperts_per_rank: int | None = None
     """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
-
     budget: int = 20
     """Maximum number of steps 2, which bounds planning time at any size."""
-
     improvements: int = 4
     """Maximum numbers of steps 3 and of steps 4."""
-
     patience: int = 6
-    """Number of steps 2 that neither shorten the layer nor leave fewer ranks nearly as slow as the slowest, before the
-    search ends."""
+    """Number of steps 2 that do not shorten the layer, before the search ends."""
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
@@ -151,13 +141,17 @@ class FlexMoE(Policy):
         first = Hosting.of(LayerLoad.of(counts, current, cost))
         if current.is_identity and self._is_balanced(first):
             return Searched(first, first, first)
-        alone = _alone(first)
+        alone = _reshared(first, first.layer.owned_ED.astype(np.int64))
         home = alone if alone.seconds < first.seconds * (1 - TOLERANCE) else first
         starts = [(home, 1)]
         if (even := self._expanded(first, alone, home, limit)) is not None:
             starts = [(even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
         ends = [self._improved(start, limit, part) for start, part in starts]
-        return Searched(first, alone, _merged(min(ends, key=lambda end: end.seconds)))
+        last = min(ends, key=lambda end: end.seconds)
+        # Several vExperts have no effect where only one rank computes an expert
+        is_single_E = (last.shares_ED > 0).sum(1) == 1
+        merged_ED = np.where(is_single_E[:, None], last.shares_ED.clip(0, 1), last.shares_ED)
+        return Searched(first, alone, _reshared(last, merged_ED))
 
     def _improved(self, state: Hosting, limit: int, part: int) -> Hosting:
         """Return the state after steps 2 to 4; `part` as in `_balanced`."""
@@ -181,9 +175,7 @@ class FlexMoE(Policy):
         plain = Hosting.alone(first.layer)
         searches = leveled(plain, np.full(placement.num_ranks, free), TARGETS, even=True)
         for selected in fastest(plain, searches, TOLERANCE, 1):
-            changed_E = (first.shares_ED != first.layer.owned_ED).any(1) | selected.guests_ED.any(1)
-            (expert_A,) = changed_E.nonzero()
-            even = first.changed(expert_A, selected.shares_ED[expert_A], first.primary_E[expert_A])
+            even = _reshared(first, selected.shares_ED)
             if even.seconds < home.seconds * (1 - CHANGE):
                 return even
         return None
@@ -193,7 +185,6 @@ class FlexMoE(Policy):
         patience = self.patience // part
         best = state
         waiting = patience
-        slow = _slow(state, state)
         for _ in range(self.budget // part):
             if self._is_balanced(state) or state.floor >= best.seconds or not waiting:
                 break
@@ -204,10 +195,6 @@ class FlexMoE(Policy):
             if state.seconds < best.seconds * (1 - TOLERANCE):
                 best = state
                 waiting = patience
-                slow = _slow(state, state)
-            elif (left := _slow(state, best)) < slow:
-                waiting = patience
-                slow = left
         return best
 
 
@@ -225,22 +212,22 @@ Change = tuple[int, np.ndarray]
 """An expert, and [D] the vExperts that it gains on each rank; below 0 it loses them."""
 
 
+def _reshared(state: Hosting, shares_ED: np.ndarray) -> Hosting:
+    """Return the state with these numbers of vExperts."""
+    (expert_A,) = (state.shares_ED != shares_ED).any(1).nonzero()
+    return state.changed(expert_A, shares_ED[expert_A], state.primary_E[expert_A]) if len(expert_A) else state
+
+
 def _after(state: Hosting, changes: Iterable[Change]) -> Hosting:
     """Return the state in which experts gain or lose vExperts."""
-    more: dict[int, np.ndarray] = {}
+    shares_ED = state.shares_ED.copy()
     for expert, more_D in changes:
-        more[expert] = more.get(expert, 0) + more_D
-    expert_A = np.array(sorted(more))
-    shares_AD = state.shares_ED[expert_A] + np.stack([more[expert] for expert in expert_A.tolist()])
-    return state.changed(expert_A, shares_AD, state.primary_E[expert_A])
+        shares_ED[expert] += more_D
+    return _reshared(state, shares_ED)
 
 
-def _under(state: Hosting, *changes: tuple[np.ndarray, np.ndarray]) -> Alternatives:
-    """Return the layer under alternatives that give experts more vExperts or fewer.
-
-    Args:
-        changes: pairs of experts [A], -1 for none, and numbers of vExperts that they gain [A, D].
-    """
+def _under(state: Hosting, *changes: tuple[np.ndarray, np.ndarray]) -> CandidateCosts:
+    """Return the costs of alternatives; `changes`: experts [A], -1 for none, and vExperts that they gain [A, D]."""
     expert_KA = np.stack([expert_A for expert_A, _ in changes])
     more_KAD = np.stack([more_AD for _, more_AD in changes])
     return state.under(expert_KA, state.shares_ED[expert_KA] + more_KAD, state.primary_E[expert_KA])
@@ -253,35 +240,10 @@ def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.nd
     return more_AD
 
 
-def _slow(state: Hosting, before: Hosting) -> int:
-    """Return the number of ranks, over all microbatches, that are nearly as slow as the slowest was."""
-    return int((state.work_BD >= NEARLY * before.work_BD.max(-1, keepdims=True)).sum())
-
-
-def _alone(state: Hosting) -> Hosting:
-    """Return the state in which each expert has one vExpert, on its owner."""
-    owned_ED = state.layer.owned_ED
-    (expert_A,) = (state.shares_ED != owned_ED).any(1).nonzero()
-    if not len(expert_A):
-        return state
-    return state.changed(expert_A, owned_ED[expert_A].astype(np.int64), state.primary_E[expert_A])
-
-
-def _merged(state: Hosting) -> Hosting:
-    """Return the state in which experts that only one rank computes have one vExpert; more have no effect there."""
-    (expert_A,) = (((state.shares_ED > 0).sum(1) == 1) & (state.shares_ED.sum(1) > 1)).nonzero()
-    if not len(expert_A):
-        return state
-    return state.changed(expert_A, state.shares_ED[expert_A].clip(0, 1), state.primary_E[expert_A])
-
-
 def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
     """Run Algorithm 2: Expand an expert of the slowest rank, with a Shrink if the target lacks a vExpert or a slot.
 
     The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
-
-    Args:
-        limit: maximum number of vExperts per rank.
     """
     place = state.slowest()
     ranks = len(state.sent_D)
@@ -304,35 +266,15 @@ def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
         rank_A = lightest_D[(full_D & found_D)[lightest_D]][:CANDIDATES]
         more_AD = gaining(rank_A, 1, ranks)
         changes = (np.full_like(rank_A, expert), more_AD), (smallest_D[rank_A], -more_AD)
-        involved_AD = np.any([_computes_other(state, *change) for change in changes], axis=0)
+        involved_AD = (state.shares_ED[expert] > 0) | (state.shares_ED[smallest_D[rank_A]] > 0) | (more_AD != 0)
         alternatives = _under(state, *changes)
         if (choice := _fastest(state, expert, place, alternatives, involved_AD)) is not None:
             return [(int(expert_A[choice]), more_AD[choice]) for expert_A, more_AD in changes]
     return []
 
 
-def _computes_other(state: Hosting, expert_A: np.ndarray, more_AD: np.ndarray) -> np.ndarray:
-    """Return [A, D] bool: ranks that compute other tokens if experts gain these vExperts."""
-    layer = state.layer
-    row_A = np.arange(len(expert_A))
-    owner_A = layer.owner_E[expert_A]
-    computed = []
-    for shares_AD in (state.shares_ED[expert_A], state.shares_ED[expert_A] + more_AD):
-        first_A = np.where(shares_AD[row_A, owner_A], owner_A, (shares_AD > 0).argmax(1))
-        primary_A = state.primary_E[expert_A]
-        primary_A = np.where(shares_AD[row_A, primary_A], primary_A, first_A)
-        counts_ABD = layer.counts_EBD[expert_A]
-        loads_AFBD = expert_loads(layer.cost.network, layer.cost.split, counts_ABD, shares_AD, primary_A)
-        computed.append(loads_AFBD[:, COMPUTED])
-    return (computed[0] != computed[1]).any(1)
-
-
 def _expansions(state: Hosting, expert: int, slowest: int, rank_R: np.ndarray) -> np.ndarray:
-    """Return [A, D]: numbers of vExperts that an expert may gain, from none on the slowest rank to many ranks.
-
-    Args:
-        rank_R: ranks that have room, the lightest first.
-    """
+    """Return [A, D]: vExperts that an expert may gain, on one or many of the ranks with room (the lightest first)."""
     network = state.layer.cost.network
     ranks = len(state.sent_D)
     near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
@@ -358,7 +300,7 @@ def _smallest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [D] the other expert on each rank that can give up a vExpert, and [D] whether there is one.
 
-    The expert has several vExperts and the fewest tokens per vExpert. On a rank without a free slot, it must free one.
+    The expert has the fewest tokens per vExpert. On a rank without a free slot, it must free one.
     """
     present_ED = (state.shares_ED > 0) & (state.shares_ED.sum(1) > 1)[:, None]
     present_ED[expert] = False
@@ -367,14 +309,11 @@ def _smallest(
 
 
 def _fastest(
-    state: Hosting, expert: int, slowest: tuple[int, int], alternatives: Alternatives, involved_AD: np.ndarray
+    state: Hosting, expert: int, slowest: tuple[int, int], alternatives: CandidateCosts, involved_AD: np.ndarray
 ) -> int | None:
     """Return the alternative with the least `involved_seconds`, if all ranks involved are faster than the slowest was.
 
-    Ties go to the most even ranks.
-
-    Args:
-        slowest: the microbatch and the rank with the most seconds above the mean.
+    Ties go to the most even ranks. `slowest` is `Hosting.slowest()`.
     """
     microbatch, rank = slowest
     involved_AD = involved_AD.copy()
@@ -403,10 +342,10 @@ def _drop(state: Hosting, limit: int) -> Sequence[Change]:
     return together[:1]
 
 
-def _saving(state: Hosting, alternatives: Alternatives) -> list[int]:
+def _saving(state: Hosting, alternatives: CandidateCosts) -> list[int]:
     """Return the alternatives that make the layer faster, or no slower with less work on all ranks; fastest first."""
     now = state.seconds
-    seconds_A = alternatives.seconds_A
+    seconds_A = state.layer.seconds(alternatives)
     less_A = alternatives.more_A < -TOLERANCE * state.sent_D.sum()
     saving_A = (seconds_A < now * (1 - TOLERANCE)) | (seconds_A <= now * (1 + TOLERANCE)) & less_A
     order_A = np.lexsort((alternatives.more_A, seconds_A))
@@ -414,10 +353,7 @@ def _saving(state: Hosting, alternatives: Alternatives) -> list[int]:
 
 
 def _migrate(state: Hosting, limit: int) -> Sequence[Change]:
-    """Migrate a guest's vExpert to another rank or node that has the expert, if that saves time.
-
-    A vExpert of a partner takes its place, if that rank has no free one.
-    """
+    """Migrate a guest's vExpert to another rank or node that has the expert, maybe in exchange for a partner's."""
     expert_A, source_A, target_A, partner_A = _with_partners(state, limit, *_migrations(state))
     if not len(expert_A):
         return []
@@ -430,10 +366,7 @@ def _migrate(state: Hosting, limit: int) -> Sequence[Change]:
 
 
 def _migrations(state: Hosting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A] experts, sources and targets of the moves of vExperts that save most of Trans.
-
-    With each move a rank gives up a guest, so that fewer ranks or fewer nodes have the expert.
-    """
+    """Return [A] experts, sources and targets of the moves after which fewest ranks and nodes have an expert."""
     network = state.layer.cost.network
     expert_M, source_M = (state.guests_ED & (state.shares_ED == 1)).nonzero()
     row_M = np.arange(len(expert_M))
@@ -451,10 +384,7 @@ def _migrations(state: Hosting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _with_partners(
     state: Hosting, limit: int, expert_M: np.ndarray, source_M: np.ndarray, target_M: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Return [A] experts, sources, targets and partners: each move with every partner that leaves room for it.
-
-    The partner EMPTY stands for a free vExpert.
-    """
+    """Return [A] experts, sources, targets and partners (EMPTY: a free vExpert) that leave room for each move."""
     shares_EM = state.shares_ED[:, target_M]
     member_M = (shares_EM[expert_M, np.arange(len(expert_M))] > 0) | state.layer.owned_ED[expert_M, target_M]
     kept_M = member_M | (state.free_slots_D[target_M] > 0)

@@ -17,26 +17,18 @@ class Policy(ABC):
 
     Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may keep
     state: it is asked on every rank, and all ranks must get the same result.
-
-    A class in a module of `planning/policies` that sets `name` is a value of `--balance-policy`. No other line of the
-    package names it.
     """
 
     name: str
-    """Value of `--balance-policy`. A class that does not set it is not registered."""
-
+    """Value of `--balance-policy`, for a class in a module of `planning/policies`."""
     split: str = "local_first"
     """How hosts share an expert's tokens if `--balance-token-split` is `policy`: a name in `splits.SPLITS`."""
-
     options: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Arguments of the constructor, each with the field of BalanceConfig that sets it."""
-
     sets_quotas: ClassVar[bool] = False
     """Whether plans have quotas, which only the split `proportional` keeps to."""
-
     must_pay: ClassVar[bool] = False
     """Whether owners compute alone while the last plans cost more than they saved; see `manager.LastPlan`."""
-
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 
@@ -54,13 +46,10 @@ class Policy(ABC):
         """
 
     def check(self, owners: Placement) -> None:  # noqa: B027, most policies can plan for any layout
-        """Refuse a layout that the policy cannot plan for. Called before the run starts.
+        """Raise a ValueError before the run starts if the policy cannot plan for this layout.
 
         Args:
             owners: every expert on its owner alone, and the guest slots to fill.
-
-        Raises:
-            ValueError: the policy cannot plan for it; the message names the flag, its value and the remedy.
         """
 
     def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
@@ -76,11 +65,9 @@ class Policy(ABC):
 
 
 def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -> Placement:
-    """Return the placement in which every expert is hosted by its owner, its primary, and by the added ranks.
+    """Return the placement in which every expert is hosted by its owner, its primary, and by the added (expert, rank).
 
-    Args:
-        current: gives owners and guest slots; an expert that stays a guest keeps its slot.
-        additions: (expert, rank) pairs, within the free guest slots of a placement without guests.
+    An expert that stays a guest keeps its slot.
     """
     hosts = [[current.owner(expert)] for expert in range(current.num_experts)]
     primary = [ranks[0] for ranks in hosts]

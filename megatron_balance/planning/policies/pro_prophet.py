@@ -46,7 +46,6 @@ class ProProphet(Policy):
 
     alpha: float = 0.5
     """Eq. 7: loads count as balanced once max(H) - min(H) < alpha * I / E."""
-
     min_gain: float = 0.001
     """Share of the layer's time that more guests must save, because the cost model omits part of their cost."""
 

@@ -146,10 +146,8 @@ def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
-    """Return whether experts may be sent to save messages: they are hidden, or weigh less than their tokens.
-
-    Tokens travel there and back, forward and backward.
-    """
+    """Return whether experts may be sent to save messages: they are hidden, or weigh less than their tokens."""
+    # Tokens travel to experts and back, forward and backward
     experts_bytes = counts.shape[-1] * (cost.param_bytes + cost.grad_bytes)
     return cost.overlap is not None or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
 
@@ -201,14 +199,11 @@ class _Layer:
     owner_E: np.ndarray
     home_DS: np.ndarray
     """Experts of each rank."""
-
     owned_FBD: np.ndarray
     """`owner_loads` of all experts."""
-
     tokens_BE: np.ndarray
     total_E: np.ndarray
     """Tokens of each expert in all microbatches."""
-
     slots: int
 
     @classmethod
@@ -241,10 +236,7 @@ class _Layer:
 
     @cached_property
     def _localized(self) -> tuple[_Guests, np.ndarray]:
-        """Guests of the experts that other nodes than their owner's have most tokens for; they compute these.
-
-        The second array is [M], how many pairs of an expert and a node have more tokens than a guest's.
-        """
+        """Guests of the experts that other nodes have most tokens for, and [M] their places among all such pairs."""
         network = self.cost.network
         slots = [self.slots] * network.num_ranks
         tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
@@ -289,8 +281,7 @@ class _Layer:
 
     def _moves(self, tokens_E: np.ndarray, others: _Guests, way: _Way) -> TokenMoves:
         """Return the moves of a microbatch's tokens that are worth their cost, given guests for other microbatches."""
-        alone = len(self.tokens_BE) == 1 and not len(others.expert_M)
-        load = self._only_load if alone else self._left(tokens_E, others)
+        load = self._left(tokens_E, others)
         busiest = way.even * load.mean
         if not way.reaches_far:
             # A node keeps its tokens
@@ -316,11 +307,6 @@ class _Layer:
             NEGLIGIBLE * self._token_seconds * busiest,
         )
 
-    @cached_property
-    def _only_load(self) -> _Load:
-        """The load of the only microbatch without guests."""
-        return self._left(self.tokens_BE[0], NOBODY)
-
     def _left(self, tokens_E: np.ndarray, others: _Guests) -> _Load:
         """Return the load of a microbatch that guests for other microbatches leave."""
         ranks = self.cost.network.num_ranks
@@ -342,8 +328,7 @@ class _Layer:
     def _fitted(self, load: _Load, way: _Way, busiest: float) -> tuple[float, int, Fitted]:
         """Return the tokens of a rank of average speed, a rank's slots, and a fit that leaves no rank with more tokens.
 
-        The number of tokens is `busiest`, or rises as the way says if some ranks keep more. If no fit succeeds, the
-        result is the one that leaves the busiest rank the fewest tokens.
+        If none succeeds, the result is the fit that leaves the busiest rank the fewest tokens.
         """
         rungs = RUNGS if way.raised else 1
         while True:
@@ -389,10 +374,7 @@ class _Layer:
         return int((total <= total.min() * (1 + NEGLIGIBLE)).argmax())
 
     def timed(self, plans: Sequence[_Guests]) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the seconds of the layer without guests, and [A] with each plan, and [A] of Trans and Agg hidden then.
-
-        Trans and Agg count as on the busiest rank.
-        """
+        """Return the layer's seconds without guests, [A] with each plan, and [A] those of hidden Trans and Agg."""
         expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*plans, strict=True))
         plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
         planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
