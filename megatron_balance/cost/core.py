@@ -1,7 +1,6 @@
 """What exchanges, computation, and Trans and Agg cost: machine code that the cost model and all searches share.
 
-numpy would take a call for each line of these loops, and plans call them hundreds of times. No loop reorders sums, so
-that all ranks get the same bits.
+No loop reorders sums, so that all ranks get the same bits.
 
 *Loads* are arrays [F, B, D] of tokens: for each rank and microbatch, the tokens that it computes, sends and receives
 within its node, and sends to and receives from other nodes. Exchanges take amounts [4, D], the last four of these.
@@ -25,7 +24,7 @@ MOST_PIECES = 64
 """Maximum number of pieces of an expert, because each piece costs a call."""
 
 LEAST_ALPHA = 1e-6
-"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
+"""Minimum latency of a message in seconds for choosing pieces; a line through noisy times may have none."""
 
 ROUNDING = 1e-9
 
@@ -155,11 +154,7 @@ def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.nd
 
 @compiled("Tuple((float64[:,::1], float64[:,::1], float64[:,::1], float64[::1]))(float64[:,:,::1], Links[::1])", Links)
 def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one.
-
-    Args:
-        links_1: `packed` Links.
-    """
+    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one."""
     links = links_1[0]
     exchanges, _, ranks = amount_XFD.shape
     near_XD = np.zeros((exchanges, ranks))
@@ -175,8 +170,7 @@ def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.n
 def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
     """Replace the work of ranks by the seconds after which it is done, with the ranks of a node in a shared fabric.
 
-    Args:
-        work_XD: the seconds of each rank if all ranks of a full node have as much.
+    A rank's work is its seconds if all ranks of a full node have as much.
     """
     for x in range(len(work_XD)):
         for first in range(0, work_XD.shape[1], node_size):
@@ -199,21 +193,16 @@ def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
 @compiled(None)
 def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, node_size: int) -> None:
     """Do what `add_expert` does for an expert with one host, which receives all tokens of other ranks."""
-    ranks = loads_FBD.shape[2]
-    first = host - host % node_size
-    last = min(first + node_size, ranks)
     for b in range(loads_FBD.shape[1]):
         near = 0.0
         far = 0.0
-        for d in range(first, last):
-            loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
-            near += counts_BD[b, d]
-        for d in range(first):
-            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
-            far += counts_BD[b, d]
-        for d in range(last, ranks):
-            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
-            far += counts_BD[b, d]
+        for d in range(loads_FBD.shape[2]):
+            if d // node_size == host // node_size:
+                loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
+                near += counts_BD[b, d]
+            else:
+                loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
+                far += counts_BD[b, d]
         loads_FBD[COMPUTED, b, host] += sign * (near + far)
         loads_FBD[NEAR_OUT, b, host] -= sign * counts_BD[b, host]
         loads_FBD[NEAR_IN, b, host] += sign * (near - counts_BD[b, host])
@@ -233,10 +222,8 @@ def add_node(
 ) -> None:
     """Add, times `sign`, the loads of a node's ranks in a microbatch, of which each computes its quota.
 
-    Tokens that stay on the node are shared out in proportion to what each rank sends or receives.
-
-    Args:
-        is_whole: whether all tokens stay on the node.
+    Tokens that stay on the node, all of them if it `is_whole`, are shared out in proportion to what each rank sends or
+    receives.
     """
     out = 0.0
     into = 0.0
@@ -315,11 +302,8 @@ def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: in
     """Add, times `sign`, the time in which ranks receive an expert, and in which its owner sends it once.
 
     Return the time that a piece spends on links other than the slowest one, if guests pass it on one after another. The
-    unit is an expert within a node. An expert enters each node once, at the first guest after the owner in cyclic order
-    of the places in a node.
-
-    Args:
-        guest_M: the ranks that receive the expert, ascending.
+    unit is an expert within a node. An expert enters each node once, at the first guest (ascending in `guest_M`) after
+    the owner in cyclic order of the places in a node.
     """
     total = 0.0
     most = 0.0
@@ -439,15 +423,9 @@ def _few_batches(busy: float, extra: float, line: SendingLine, far: float, least
     return line.start + alpha * ((pieces if extra > 0 else 1.0) + more) + time + last / pieces
 
 
-@compiled("UniTuple(float64, 2)(float64, float64, SendingPrices[::1])", SendingPrices)
-def few_batches(busy: float, extra: float, sending_1: np.ndarray) -> tuple[float, float]:
-    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
-    return estimate(busy, extra, sending_1[0])
-
-
 @compiled(None)
-def estimate(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
-    """Do what `few_batches` does."""
+def few_batches(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
+    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
     trans = _few_batches(busy, extra, prices.trans, prices.far, prices.least_rounds)
     return trans, _few_batches(busy, extra, prices.agg, prices.far, prices.least_rounds)
 
@@ -458,7 +436,7 @@ def few_batches_each(busy_A: np.ndarray, extra_A: np.ndarray, sending_1: np.ndar
     trans_A = np.zeros(len(busy_A))
     agg_A = np.zeros(len(busy_A))
     for a in range(len(busy_A)):
-        trans_A[a], agg_A[a] = estimate(busy_A[a], extra_A[a], sending_1[0])
+        trans_A[a], agg_A[a] = few_batches(busy_A[a], extra_A[a], sending_1[0])
     return trans_A, agg_A
 
 

@@ -255,7 +255,7 @@ def cheapest(
 
     Args:
         given_expert_M, given_rank_M: the expert and the rank of guests that are sent, too.
-        sending_1: as in `few_batches`.
+        sending_1: `SendingModel.prices_1`.
         negligible: seconds.
     """
     best = moves
@@ -271,7 +271,7 @@ def cheapest(
         expert_M = np.concatenate((given_expert_M, found.expert_M))
         rank_M = np.concatenate((given_rank_M, found.target_M))
         busiest, extra = sending_times(expert_M, rank_M, owner_E, ranks, overload.node_size, sending_1[0].far)
-        trans, agg = few_batches(busiest[-1], extra[-1], sending_1)
+        trans, agg = few_batches(busiest[-1], extra[-1], sending_1[0])
         more = trans + agg - least
         if more < -negligible or (more <= negligible and len(found.expert_M) < len(best.expert_M)):
             best = found

@@ -165,15 +165,15 @@ class ClusterProfile:
     """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
     launch, beta the seconds of each message. The number is that of the rank that sends or receives the most."""
 
+    launches: Mapping[str, Mapping[str, Fit]]
+    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
+    rank sends and receives."""
+
     forward: Throughput
     backward: Throughput
 
-    launches: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
-    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
-    rank sends and receives. Empty: as `messages`, in which a rank sends as many as it receives."""
-
-    starts: Mapping[str, float] = field(default_factory=dict)
-    """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches. Empty: none."""
+    starts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))
+    """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches."""
 
     tensors: int = 1
     """Number of tensors of an expert. Each is a message of its own, and cutting an expert adds one for every cut."""
@@ -194,11 +194,7 @@ class ClusterProfile:
         return self.links[collective][group]
 
     def launch(self, kind: str, level: str) -> Fit:
-        """Return the line of `launches`, or the one that follows from `messages`."""
-        if self.launches:
-            return self.launches[kind][level]
-        line = self.messages[level]
-        return line._replace(beta=line.beta / 2)
+        return self.launches[kind][level]
 
     def codec(self, name: str) -> CodecTimes:
         """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
@@ -265,6 +261,9 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     )
 
 
+INSTANT = Fit(0.0, 0.0, 0.0, 0.0)
+"""The thread that launches takes no time."""
+
 MESSAGE = 0.1
 """Share of a lone message's latency that each further message of its batch adds, where nothing was measured."""
 
@@ -278,7 +277,7 @@ def from_links(
     shared: Fit,
     forward: Throughput,
     backward: Throughput,
-    host: Fit | None = None,
+    host: Fit = INSTANT,
     rates: tuple[float, ...] = (),
 ) -> ClusterProfile:
     """Return the profile that follows from the links of a cluster, without measurements.
@@ -290,7 +289,7 @@ def from_links(
     Args:
         near, far: a message within a node, and between nodes while no other rank of the node sends.
         shared: a message between nodes while all ranks of the node send.
-        host: seconds of the thread that launches a batch of Trans or Agg, by its messages; None: those of the links.
+        host: seconds of the thread that launches a batch of Trans or Agg, by its messages, if they exceed the links'.
     """
     far, shared = (far, shared) if num_ranks > node_size else (near, near)
     crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0
@@ -308,9 +307,8 @@ def from_links(
         level: Fit((1 - MESSAGE) * line.alpha, MESSAGE * line.alpha, 0.0, 0.0)
         for level, line in zip(LEVELS, (near, far), strict=True)
     }
-    alpha, beta = host[:2] if host is not None else (0.0, 0.0)
     launches = {
-        level: line._replace(alpha=max(line.alpha, alpha), beta=max(line.beta / 2, beta))
+        level: line._replace(alpha=max(line.alpha, host.alpha), beta=max(line.beta / 2, host.beta))
         for level, line in messages.items()
     }
     return ClusterProfile(
@@ -320,6 +318,6 @@ def from_links(
         messages=messages,
         forward=forward,
         backward=backward,
-        launches={} if host is None else dict.fromkeys(ROUNDS, launches),
+        launches=dict.fromkeys(ROUNDS, launches),
         rates=rates,
     )

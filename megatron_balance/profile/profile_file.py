@@ -43,8 +43,6 @@ _NAMES = {
 }
 """Keys of each object, and of the objects in it; those of others may have any names."""
 
-_MAY_BE_EMPTY = ("launches", "starts")
-
 _BY_MESSAGE = ("launches.", "messages.")
 """Lines whose beta is the seconds of a message, not of a byte."""
 
@@ -92,7 +90,7 @@ def _parse(wanted: Any, content: Any, where: str = "") -> Any:
     if typing.get_origin(wanted) is Mapping:
         outer, _, inner = where.partition(".")
         names = _NAMES.get(f"{outer}." if inner else outer, content)
-        keys = _keys(content, () if outer in _MAY_BE_EMPTY and content == {} else names, where)
+        keys = _keys(content, names, where)
         return {name: _parse(choices[1], value, f"{where}.{cleaned(name)}") for name, value in keys.items()}
     hints = typing.get_type_hints(wanted)
     fields = _keys(content, [*hints], where or "the file").items()

@@ -204,7 +204,7 @@ class Simulation:
             if plan.decision.placement is not None:
                 manager.adopt(plan.decision)
                 if plan.sending is not None:
-                    self._trans_plans[key] = manager.cost.trans_plan(manager.placement)
+                    self._trans_plans[key] = manager.cost.transport.plan(manager.placement)
 
         return NOTHING._replace(latency=seconds), adopt, plan.decision.placement
 

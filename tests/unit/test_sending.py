@@ -105,7 +105,7 @@ def test_gradients_that_arrive_at_once_are_bounded() -> None:
 def test_trans_takes_its_rounds() -> None:
     cost = CostModel(profile(3, 3, line(1.0, 0.25)), token_bytes=4, param_bytes=100, grad_bytes=300)
     placement = Placement.identity(3, 3, 2).with_hosts([(0, 1), (0, 2)])
-    plan = cost.trans_plan(placement)
+    plan = cost.transport.plan(placement)
     # Two parts for two guests. In three pieces, guests exchange one while they receive the next: 25 s for an expert,
     # 4 batches of 1 to 1.05 s for the owner's two messages or a guest's three
     assert (len(plan.rounds), {message.pieces for messages in plan.rounds for message in messages}) == (4, {6})
@@ -117,7 +117,7 @@ def test_trans_takes_its_rounds() -> None:
     assert cost.plan_seconds(plan) == pytest.approx((trans, trans + 2 * 25 * 7 / 6))
     time = cost.layer_time(np.zeros((3, 3)), placement)
     assert (time.trans, time.agg) == pytest.approx(cost.plan_seconds(plan))
-    assert cost.plan_seconds(cost.trans_plan(Placement.identity(3, 3, 2))) == (0, 0)
+    assert cost.plan_seconds(cost.transport.plan(Placement.identity(3, 3, 2))) == (0, 0)
 
 
 FOUR = SendingModel(profile(4, 2, line(0.0, 1.0), line(0.0, 3.0)), 10, 20, in_parts=False)
