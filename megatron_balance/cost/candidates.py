@@ -205,10 +205,9 @@ def guest_costs(
     guests: PlannedGuests,
     plans: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A, 5, B, D] what the guests of A = `plans` plans add to `owner_loads`, and [A], [A] how long they are sent.
+    """Return [A, 5, B, D]: what the guests of A = `plans` plans add to `owner_loads`; and [A], [A] for `seconds_of`.
 
-    These are the arguments of `SendingModel.seconds_of`: the time of the busiest rank or adapter, and the longest time
-    that a piece spends on other links.
+    These are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
 
     Args:
         far: see `SendingModel.far`.

@@ -128,8 +128,9 @@ class Network:
         amount_XFD = np.concatenate([bytes_.near_2XD, bytes_.far_2XD])
         shape = amount_XFD.shape[1:-1]
         amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
-        *each, longest_X = carry(amount_XFD, self._links_1)
-        return Busy(*(seconds.reshape(*shape, -1) for seconds in each), longest_X.reshape(shape))
+        near_XD, far_XD, node_XN, longest_X = carry(amount_XFD, self._links_1)
+        near_XD, far_XD, node_XN = (seconds.reshape(*shape, -1) for seconds in (near_XD, far_XD, node_XN))
+        return Busy(near_XD, far_XD, node_XN, longest_X.reshape(shape))
 
     @cached_property
     def _links_1(self) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Executes the programs of all teams of a job, event by event.
 
-A program is an iterator of commands. All ranks of its team execute them in order, each at its own time: a rank that has
-computed for longer comes to the next command later. Collectives begin when all their ranks have come to them, and when
-the collectives before them on the same lane are over; then they take the resources that they need, which collectives in
-progress share fairly (`speeds`). A collective has one end for all its ranks.
+A program is an iterator of commands. All ranks of its team execute them in order, each at its own time. Collectives
+begin when all their ranks have come to them, and when the collectives before them on the same lane are over; then they
+share the resources that they need fairly (`speeds`). A collective has one end for all its ranks.
 
 In shapes, R counts the ranks of a team, N resources, and C collectives in progress.
 """
@@ -92,15 +91,12 @@ class Observer(Protocol):
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
         """The team's ranks computed."""
-        ...
 
     def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
         """The team's ranks waited for something that started at `start`, a number or one for each rank."""
-        ...
 
-    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
         """A collective of these teams was in progress."""
-        ...
 
 
 class DeadlockError(RuntimeError):
@@ -129,7 +125,7 @@ class _Collective:
     since: float = 0.0
     """When `left` was true."""
     version: int = 0
-    """Counts changes of the speed: ends that were expected before are void."""
+    """Number of changes of the speed; ends expected before the latest one are void."""
 
 
 @dataclass(eq=False)
@@ -144,11 +140,7 @@ class Engine:
     """Executes programs. Collectives are in the order of their times, and programs run ahead as far as they can."""
 
     def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, observer: Observer) -> None:
-        """
-        Args:
-            programs: number of ranks and program of each team.
-            num_resources: resources have numbers below this.
-        """
+        """Create an engine for the number of ranks and the program of each team; resources are numbered from 0."""
         self._teams = [_Team(program, np.zeros(ranks)) for ranks, program in programs]
         self._observer = observer
         self._lanes: defaultdict[tuple[int, str], deque[_Collective]] = defaultdict(deque)
@@ -165,11 +157,7 @@ class Engine:
         """Seconds for which each resource has worked, if nothing is shared."""
 
     def run(self) -> float:
-        """Execute all programs and return the time at which the last rank is done.
-
-        Raises:
-            DeadlockError: some teams wait for what never comes.
-        """
+        """Execute all programs and return the time at which the last rank is done, or raise DeadlockError."""
         while self._runnable or self._events:
             while self._runnable:
                 self._advance(self._runnable.popleft())
@@ -270,13 +258,13 @@ class Engine:
         resources = collective.work.resources
         for resource in resources.tolist():
             self._users[resource].remove(collective)
-        sharers = {id(one): one for resource in resources.tolist() for one in self._users[resource]}
+        # Collectives compare by identity
+        sharers = {one: None for resource in resources.tolist() for one in self._users[resource]}
         while sharers:
-            _, other = sharers.popitem()
-            for one in self._share(other, now):
-                sharers.pop(id(one), None)
+            for one in self._share(sharers.popitem()[0], now):
+                sharers.pop(one, None)
         teams = collective.teams
-        self._observer.communicated(teams, collective.label, collective.lane, collective.start, now, collective.work)
+        self._observer.communicated(teams, collective.label, collective.lane, collective.start, now)
         for team in teams:
             lane = self._lanes[team, collective.lane]
             lane.popleft()
@@ -287,13 +275,12 @@ class Engine:
     def _share(self, collective: _Collective, now: float) -> list[_Collective]:
         """Change and return the collectives that share resources with this one, directly or indirectly, and itself."""
         together = [collective]
-        found = {id(collective)}
+        found = {collective}
         for one in together:
             for resource in one.work.resources.tolist():
-                for other in self._users[resource]:
-                    if id(other) not in found:
-                        found.add(id(other))
-                        together.append(other)
+                new = [other for other in self._users[resource] if other not in found]
+                together += new
+                found.update(new)
         for one, speed in zip(together, _speeds(together), strict=True):
             one.left -= one.speed * (now - one.since) / one.work.seconds.max()
             one.speed, one.since, one.version = speed, now, one.version + 1
@@ -315,12 +302,11 @@ def _speeds(together: Sequence[_Collective]) -> list[float]:
 def speeds(use_CN: np.ndarray) -> np.ndarray:
     """Return [C] the speed of each collective, at most 1, with max-min fair progress.
 
-    Together, all collectives progress equally fast until a resource is used up. Those that need it keep their speed,
-    and the others go on, up to speed 1. So no collective can be faster without a slower one becoming slower.
+    All collectives progress equally fast until a resource is used up. Those that need it keep their speed, and the
+    others go on, up to speed 1.
 
     Args:
-        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one; the sum over
-            collectives may exceed 1.
+        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one.
     """
     speed_C = np.zeros(len(use_CN))
     grows_C = np.ones(len(use_CN), dtype=bool)

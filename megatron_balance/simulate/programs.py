@@ -1,6 +1,4 @@
-"""The program of a team: what its pipeline stage's schedule makes its ranks compute, send and wait for in an iteration.
-
-The schedule is the one that the runtime executes (`timeline/`). Pure: durations and works in, commands out.
+"""The program of a team: what its pipeline stage's schedule (`timeline/`) makes its ranks compute, send and wait for.
 
 In the shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
 """
@@ -110,32 +108,29 @@ class StageSchedule:
     the step before, which takes as long."""
 
 
-def program(stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
-    """Yield the commands of an iteration.
+@dataclass(eq=False)
+class TeamProgram:
+    """The program of a team in an iteration."""
 
-    Args:
-        layers: by the number of the MoE layer.
-        team: the team's position in its stage.
-        ranks: number of its ranks.
-    """
-    return _Writer(stage, layers, team, ranks).commands()
+    stage: StageSchedule
+    layers: Mapping[int, LayerWork]
+    """By the number of the MoE layer."""
+    team: int
+    """The team's position in its stage."""
+    ranks: int
+    """Number of its ranks."""
 
-
-class _Writer:
-    def __init__(self, stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
-        self.stage = stage
-        self.layers = layers
-        self.team = team
-        self.ranks = ranks
-        self.steps = deque(stage.schedule)
+    def __post_init__(self) -> None:
+        self.steps = deque(self.stage.schedule)
         self.started: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were asked for and have not begun."""
-        self.late = set(stage.late)
+        self.late = set(self.stage.late)
         """Blocks whose parameters are not gathered yet."""
-        self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
+        self.last_microbatch = max((one.microbatch for one in self.stage.passes), default=0)
 
-    def commands(self) -> Iterator[Command]:
+    def commands(self) -> Program:
+        """Yield the commands of the iteration."""
         stage = self.stage
         for block, work in stage.late.items():
             yield self._shared("late gather", block, work)
@@ -193,7 +188,10 @@ class _Writer:
         for number in reversed(numbers):
             layer = self.layers[number]
             if layer.repeats:
-                yield from self._order(layer.forward_B[one.microbatch], f"L{number} repeated m{one.microbatch}")
+                name = f"L{number} repeated m{one.microbatch}"
+                labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
+                for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
+                    yield from commands
             yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3)
             yield from self._other(Operation.BNEC)
 
@@ -239,10 +237,6 @@ class _Writer:
             yield from commands
             if index == computing[-1]:
                 yield from self._begin(second)
-
-    def _order(self, direction: Direction, name: str) -> Iterator[Command]:
-        for commands in self._tasks(direction, f"{name} experts", f"{name} dispatch", f"{name} combine"):
-            yield from commands
 
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         """Yield the commands of each task of a pass."""

@@ -27,10 +27,9 @@ from megatron_balance.simulate.engine import (
     speeds,
 )
 from megatron_balance.simulate.network import Fabric, one_after_another, ring
-from megatron_balance.simulate.programs import program
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.timeline.actions import Operation
-from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
+from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
 
 uses = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=6)
 

@@ -8,11 +8,11 @@ import pytest
 from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Engine
 from megatron_balance.simulate.network import at_once
-from megatron_balance.simulate.programs import StageSchedule, program
+from megatron_balance.simulate.programs import StageSchedule
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, one_forward_one_backward
-from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
+from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
 
 
 def dense_stage(number: int, stages: int, microbatches: int, **more: object) -> StageSchedule:
