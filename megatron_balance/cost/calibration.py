@@ -26,10 +26,8 @@ class Factors(NamedTuple):
 
     exchange: float = 1.0
     """All-to-alls and their codecs."""
-
     experts: float = 1.0
     """Computation of the experts. That of the other layers, which hides Trans and Agg, is taken to be off alike."""
-
     trans: float = 1.0
     agg: float = 1.0
 

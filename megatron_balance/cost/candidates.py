@@ -91,16 +91,9 @@ def try_(
     """
     prices = prices_1[0]
     ways = len(begins_A)
-    costs = CandidateCosts(
-        np.empty((ways, *loads_FBD.shape[1:])),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-    )
+    work_ABD = np.empty((ways, *loads_FBD.shape[1:]))
+    numbers = np.empty((7, ways))
+    costs = CandidateCosts(work_ABD, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6])
     more_FBD = np.zeros_like(loads_FBD)
     more_D = np.zeros_like(sent_D)
     extra = longest

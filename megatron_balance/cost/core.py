@@ -62,7 +62,7 @@ class SendingLine(NamedTuple):
 
 
 class SendingPrices(NamedTuple):
-    """What `few_batches` takes; `SendingModel` explains the last two."""
+    """What `few_batches` takes; see SendingModel."""
 
     trans: SendingLine
     agg: SendingLine
@@ -86,7 +86,9 @@ class CandidateCosts(NamedTuple):
     """What each of A candidates costs."""
 
     work_ABD: Annotated[np.ndarray, "float64[:,:,::1]"]
-    """`CostModel.rank_seconds`."""
+    """Each rank's seconds of computation and exchanges beyond latencies (FlexMoE's Eq. 7 and 8).
+
+    Adapters that ranks share are left out, because they are no rank's own."""
     exchanging_A: _Numbers
     computed_A: _Numbers
     """`CostModel.work_of`."""
@@ -110,8 +112,8 @@ def _busiest(sent: float, received: float, one_way: float) -> float:
 def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
     """Replace the work of a node's ranks by the seconds after which it is done, and return the latest.
 
-    Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such as
-    memory. All get the same rate, which grows when others are done, up to 1 / `one_way` of that in a full node.
+    Where the directions of a link take turns, so do the ranks of a node. All get the same rate, which grows when others
+    are done, up to 1 / `one_way` of that in a full node.
     """
     if one_way == 1.0:
         return work_S.max()
@@ -354,12 +356,6 @@ def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
     return 4 * max(near, far) + load_F[COMPUTED] * per_token
 
 
-@compiled("float64[::1](float64[:,::1], float64[::1], Links[::1])", Links)
-def rank_work(loads_XF: np.ndarray, per_token_X: np.ndarray, links_1: np.ndarray) -> np.ndarray:
-    """Return [X] the seconds of X ranks' computation and exchanges beyond latencies; see `CostModel.rank_seconds`."""
-    return np.array([_rank_work(loads_XF[x], per_token_X[x], links_1[0]) for x in range(len(loads_XF))])
-
-
 @compiled(None)
 def sum_work(
     loads_FBD: np.ndarray,
@@ -369,24 +365,20 @@ def sum_work(
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> tuple[float, float]:
-    """Return `CostModel.work_of` the sum of two loads, and set `CostModel.rank_seconds`."""
-    features, microbatches, ranks = loads_FBD.shape
+    """Return `CostModel.work_of` the sum of two loads, and set the work of ranks, `CandidateCosts.work_ABD`."""
+    _, microbatches, ranks = loads_FBD.shape
     links = prices.links
     exchanging = 0.0
     computed = 0.0
-    total_FD = np.empty((features, ranks))
-    total_DF = total_FD.T
     near_D = np.empty(ranks)
     far_D = np.empty(ranks)
     node_N = np.empty((ranks - 1) // links.node_size + 1)
     for b in range(microbatches):
         longest = 0.0
         coded = 0.0
-        for f in range(features):
-            for d in range(ranks):
-                total_FD[f, d] = loads_FBD[f, b, d] + more_FBD[f, b, d]
+        total_FD = loads_FBD[:, b] + more_FBD[:, b]
         for d in range(ranks):
-            work_BD[b, d] = _rank_work(total_DF[d], per_token_D[d], links)
+            work_BD[b, d] = _rank_work(total_FD[:, d], per_token_D[d], links)
             longest = max(longest, total_FD[COMPUTED, d] / rate_D[d])
             sent = total_FD[NEAR_OUT, d] + total_FD[FAR_OUT, d]
             coded = max(coded, sent, total_FD[NEAR_IN, d] + total_FD[FAR_IN, d])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, add_loads, carry, layer_work, rank_work
+from megatron_balance.cost.core import Prices, add_loads, carry, layer_work
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.network import Network
@@ -80,10 +80,8 @@ class Overlap(NamedTuple):
 
     forward: float
     """T_FNEC: seconds of the forward pass of non-MoE layers."""
-
     backward: float
     """T_BNEC: seconds of their backward pass."""
-
     experts: bool = True
     """Whether the previous block has experts, whose computation hides transfers; False for the first MoE layer."""
 
@@ -94,32 +92,23 @@ class CostModel:
 
     profile: ClusterProfile
     _: KW_ONLY
-
     token_bytes: float
     """Bytes of one token in an exchange, size(input) in Eq. 1: the mean over the four exchanges, with their codecs."""
-
     param_bytes: float
     """Bytes of one expert's parameters, as Trans sends them."""
-
     grad_bytes: float
     """Bytes of one expert's gradients, as Agg sends them."""
-
     state_bytes: float = 0.0
     """Bytes of one expert's parameters and optimizer state on one rank, as Transfer sends them."""
-
     coding: float = 0.0
     """Seconds in which a codec compresses and decompresses one token: the mean over the four exchanges."""
-
     split: str = "local_first"
     """A name in SPLITS."""
-
     microbatches: int = 1
     """Number of microbatches that the loads are for, each with its own latencies; a matrix of the loads may stand for
     several. Trans and Agg happen once per iteration."""
-
     degrees: tuple[int, ...] = (1,)
     """Numbers of chunks in which tokens may pass through the layer; the number with the shortest time is assumed."""
-
     overlap: Overlap | None = None
     """Selects Eq. 8; None selects Eq. 6."""
 
@@ -141,7 +130,7 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile what predictions need, so that no plan takes seconds for it."""
-        for loop in (add_loads, carry, layer_work, rank_work):
+        for loop in (add_loads, carry, layer_work):
             loop.prepare()
         self.transport.prepare()
 
@@ -200,22 +189,6 @@ class CostModel:
         loads_XFBD = np.ascontiguousarray(loads_XFBD, np.float64).reshape(-1, *loads_XFBD.shape[-3:])
         exchanging_X, computed_X = layer_work(loads_XFBD, *self.prices)
         return exchanging_X.reshape(shape), computed_X.reshape(shape)
-
-    def rank_seconds(self, loads_XFBD: np.ndarray, rates: np.ndarray | None = None) -> np.ndarray:
-        """Return [X, B, D]: each rank's computation and exchanges beyond latencies, FlexMoE's Eq. 7 and 8.
-
-        Adapters that ranks share are left out, because they are no rank's own.
-
-        Args:
-            rates: speeds of the ranks, if the loads are not those of all ranks.
-        """
-        loads_XF = np.moveaxis(loads_XFBD, -3, -1)
-        shape = loads_XF.shape[:-1]
-        per_token_X = np.broadcast_to(
-            self._seconds_per_token / (self.rate_D if rates is None else rates), shape
-        ).flatten()
-        loads_XF = np.ascontiguousarray(loads_XF, np.float64).reshape(-1, loads_XF.shape[-1])
-        return rank_work(loads_XF, per_token_X, self.prices[0]["links"]).reshape(shape)
 
     def time_of(self, exchanging: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
         """Return the layer's time from sums over microbatches; arrays of one shape give arrays of seconds.

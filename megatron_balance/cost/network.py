@@ -26,13 +26,10 @@ class Level(NamedTuple):
 
     launch: float
     """Seconds of a batch, independent of its messages."""
-
     message: float
     """Seconds for each message of the rank that sends or receives the most."""
-
     beta: float
     """Seconds per byte that a rank sends, while it receives as much."""
-
     one_way: float = 1.0
     """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
     independent, 1/2 if they take turns."""
@@ -43,7 +40,6 @@ class Crossing(NamedTuple):
 
     near_2XD: np.ndarray
     """[2, ..., D] sent to and received from ranks of the same node."""
-
     far_2XD: np.ndarray
     """[2, ..., D] sent to and received from other nodes."""
 

@@ -1,9 +1,7 @@
 """`planning.fit.fit` on the device, to the bit.
 
-The exact load of a layer is known only when its router has run, and only on the device. A host that plans from it has
-to wait for the device and then launches the layer's other kernels late. Here, the host never reads a value. One program
-makes one layer's moves, in whole numbers, in a fixed order and without atomics, so all ranks that know the same loads
-find the same moves.
+The host never reads a value, so that it does not wait for the device. One program makes one layer's moves, in whole
+numbers, in a fixed order and without atomics, so all ranks that know the same loads find the same moves.
 
 A value and its index form one int64 key, value * 2**INDEX_BITS + index, so that one maximum finds both, with ties as in
 `planning.fit`. All state stays in the program's registers.

@@ -26,8 +26,8 @@ from megatron_balance.profile.cluster_profile import (
     ParallelLines,
     Throughput,
     fit,
+    load,
 )
-from megatron_balance.profile.profile_file import load
 
 Lines = TypeVar("Lines")
 

@@ -25,7 +25,6 @@ class Passes(NamedTuple):
     """The forward and backward pass of one rank's experts, or both directions of a codec, on a number of tokens."""
 
     forward: Call
-
     backward: Call
     """The backward pass of the latest forward pass."""
 

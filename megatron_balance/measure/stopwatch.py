@@ -53,9 +53,7 @@ class Stopwatch:
     """Times operations that all ranks of a group run together; all of them make the same calls."""
 
     group: dist.ProcessGroup
-
     device: torch.device
-
     repeats: int
     """Number of times that a call is timed."""
 
@@ -127,25 +125,18 @@ class GroupBench:
 
     stopwatch: Stopwatch
     """The stopwatch of the expert-parallel group."""
-
     groups: Mapping[Members, dist.ProcessGroup]
     """The `sub_groups` that this rank is a member of; it idles while other groups measure."""
-
     passes: Callable[[int], Passes]
     """Returns the passes of this rank's experts over a number of tokens."""
-
     dtype: torch.dtype
     """Data type of the messages."""
-
     node_size: int
     """Number of members on one node."""
-
     shares: Sequence[float] = (1.0,)
     """Share of each tensor in the weights of an expert; each is sent in a message of its own."""
-
     all_to_alls: Mapping[str, AllToAll] = field(default_factory=dict)
     """All-to-alls of the whole group, by name."""
-
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
     """By the codec's name, a function that returns compression and decompression of a number of rows."""
 

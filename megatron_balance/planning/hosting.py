@@ -68,7 +68,7 @@ class Alternatives(NamedTuple):
 
     cost: CostModel
     work_ABD: np.ndarray
-    """`CostModel.rank_seconds`."""
+    """`CandidateCosts.work_ABD`."""
     exchanging_A: np.ndarray
     computed_A: np.ndarray
     """`CostModel.work_of`."""
@@ -204,7 +204,7 @@ class Hosting:
 
     @property
     def work_BD(self) -> np.ndarray:
-        """Seconds of each rank in each microbatch: see `CostModel.rank_seconds`."""
+        """Seconds of each rank in each microbatch: see `CandidateCosts.work_ABD`."""
         return self._now.work_ABD[0]
 
     @cached_property

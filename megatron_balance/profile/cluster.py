@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from megatron_balance.files.reading import number_in, read_yaml, shown
@@ -105,20 +106,25 @@ class Cluster:
     @property
     def num_nodes(self) -> float | None:
         """Number of nodes; None if it is not limited."""
-        counts = [gpu.nodes.value for gpu in self.gpus if gpu.nodes is not None]
-        return sum(counts) if len(counts) == len(self.gpus) else None
+        counts = self.of_gpus("nodes")
+        return sum(counts) if counts else None
 
     @property
     def memory(self) -> float | None:
         """Bytes of the smallest memory of a GPU; None if one is not given."""
-        sizes = [gpu.memory_gb.value for gpu in self.gpus if gpu.memory_gb is not None]
-        return 1e9 * min(sizes) if len(sizes) == len(self.gpus) else None
+        sizes = self.of_gpus("memory_gb")
+        return 1e9 * min(sizes) if sizes else None
 
     @property
     def memory_bandwidth(self) -> float | None:
         """Bytes per second of the slowest memory of a GPU; None if one is not given."""
-        rates = [gpu.memory_gb_per_second.value for gpu in self.gpus if gpu.memory_gb_per_second is not None]
-        return 1e9 * min(rates) if len(rates) == len(self.gpus) else None
+        rates = self.of_gpus("memory_gb_per_second")
+        return 1e9 * min(rates) if rates else None
+
+    def of_gpus(self, name: str) -> list[float]:
+        """Return a number of all kinds of GPUs; none if one is not given."""
+        numbers: list[SourcedNumber | None] = [getattr(gpu, name) for gpu in self.gpus]
+        return [] if None in numbers else [number.value for number in numbers if number is not None]
 
 
 class Ranks(NamedTuple):
@@ -257,7 +263,16 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     Raises:
         ValueError: the job is larger than the cluster, or the file lacks a required number.
     """
-    _check(cluster, ranks)
+    nodes = -(-ranks.num_ranks // ranks.node_size)
+    if ranks.ranks_per_node > cluster.gpus_per_node.value:
+        raise ValueError(
+            f"gpus_per_node: {cluster.gpus_per_node.value}, but this job has {ranks.ranks_per_node} ranks on a node; "
+            "give the number there would be with --moe-comm-node-size"
+        )
+    if nodes > 1 and cluster.network is None:
+        raise ValueError(f"network: is missing, but expert-parallel ranks are on {nodes} nodes")
+    if cluster.num_nodes is not None and nodes > cluster.num_nodes:
+        raise ValueError(f"gpus[].nodes: {cluster.num_nodes} nodes, but expert-parallel ranks are on {nodes}")
     base = builtin(ranks.num_ranks, ranks.node_size, hidden, ffn, dtype_bytes)
     near = base.link("p2p", "intra")
     far = base.link("p2p", "inter")
@@ -283,19 +298,6 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     )
 
 
-def _check(cluster: Cluster, ranks: Ranks) -> None:
-    if ranks.ranks_per_node > cluster.gpus_per_node.value:
-        raise ValueError(
-            f"gpus_per_node: {cluster.gpus_per_node.value}, but this job has {ranks.ranks_per_node} ranks on a node; "
-            "give the number there would be with --moe-comm-node-size"
-        )
-    nodes = -(-ranks.num_ranks // ranks.node_size)
-    if nodes > 1 and cluster.network is None:
-        raise ValueError(f"network: is missing, but expert-parallel ranks are on {nodes} nodes")
-    if cluster.num_nodes is not None and nodes > cluster.num_nodes:
-        raise ValueError(f"gpus[].nodes: {cluster.num_nodes} nodes, but expert-parallel ranks are on {nodes}")
-
-
 def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
     """Return the alpha-beta line of a link whose adapters are shared by `senders`; each sender uses one adapter."""
     latency = alpha if link.latency_us is None else link.latency_us.value * 1e-6
@@ -306,14 +308,12 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
 def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
     """Return the TFLOP/s of each rank's GPU."""
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
-    rates: list[float] = []
-    for index, gpu in enumerate(cluster.gpus):
-        rate: SourcedNumber | None = getattr(gpu, name)
-        if rate is None:
-            raise ValueError(f"gpus[{index}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
-        rates.append(rate.value)
-    if cluster.num_nodes is None:
+    rates = cluster.of_gpus(name)
+    if not rates:
+        missing = [getattr(gpu, name) for gpu in cluster.gpus].index(None)
+        raise ValueError(f"gpus[{missing}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
+    counts = cluster.of_gpus("nodes")
+    if not counts:
         return [min(rates)] * ranks.num_ranks
-    counts = [int(gpu.nodes.value) for gpu in cluster.gpus if gpu.nodes is not None]
-    by_node = [rate for rate, count in zip(rates, counts, strict=True) for _ in range(count)]
+    by_node = np.repeat(rates, [int(count) for count in counts]).tolist()
     return [by_node[rank // ranks.node_size] for rank in range(ranks.num_ranks)]

@@ -118,7 +118,6 @@ class _Collective:
     end: float | None = None
     waiting: list[int] = field(default_factory=list)
     """Teams that wait for its end."""
-
     left: float = 1.0
     """Part of the bytes that is not sent yet."""
     speed: float = 0.0

@@ -206,9 +206,8 @@ class Simulation:
 
 class _Decided(NamedTuple):
     placement: Placement
-    """The placement in force."""
     transfers: TransPlan
-    """Its Trans."""
+    """Trans of the placement in force."""
     planned: Work
     """The time of the next plan."""
     end: Callable[[], object]

@@ -40,13 +40,9 @@ class Fabric:
     def work(
         self, ranks_D: np.ndarray, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray, whole: float
     ) -> Work:
-        """Return the work of a collective.
+        """Return the work of a collective of ranks, ascending, that takes `whole` seconds alone.
 
-        Args:
-            ranks_D: its ranks, ascending.
-            near_D, far_D: seconds of their links.
-            node_N: seconds of all adapters of each of their nodes, ascending.
-            whole: seconds that it takes alone, at least those of its busiest resource.
+        The arrays are seconds of the ranks' links, and of all adapters of each of their nodes, ascending.
         """
         nodes_N = np.unique(ranks_D // self.node_size)
         resources = np.concatenate([ranks_D, self.num_ranks + ranks_D, 2 * self.num_ranks + nodes_N])
@@ -82,12 +78,10 @@ class TeamNetwork:
     def gather(
         self, line: Fit, members: int, num_bytes: float, times: int = 1, share_D: np.ndarray | None = None
     ) -> Work:
-        """Return the work of rings among each `members` consecutive ranks; the line says how long they take alone.
+        """Return the `ring`s among each `members` consecutive ranks; the line says how long they take alone.
 
         Args:
-            num_bytes: bytes of the buffer of a whole ring.
-            times: see `ring`.
-            share_D: part of these bytes that each rank's ring has; None: all.
+            share_D: part of the bytes that each rank's ring has; None: all.
         """
         if members == 1 or not num_bytes:
             return NOTHING
@@ -145,15 +139,10 @@ class TeamNetwork:
 def ring(
     fabric: Fabric, network: Network, ranks_D: np.ndarray, group_D: np.ndarray, num_bytes: float, times: int
 ) -> Work:
-    """Return the work of rings in which all ranks of each group pass on `num_bytes`, `times` times.
+    """Return the work of rings in which all ranks of each group pass on a buffer of `num_bytes`, `times` times.
 
     An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once;
-    there, its bytes are spread over the adapters of its ranks.
-
-    Args:
-        ranks_D: the ranks of all groups, ascending.
-        group_D: the group of each rank; groups have one size.
-        num_bytes: bytes of a whole buffer.
+    there, its bytes are spread over the adapters of its ranks. Ranks are ascending, and groups have one size.
     """
     _, group_D = np.unique(group_D, return_inverse=True)
     size = len(group_D) // (int(group_D.max()) + 1)

@@ -21,28 +21,20 @@ class Direction(NamedTuple):
 
     order: Order
     """The order of its chunks' tasks."""
-
     dispatch_C: Sequence[Work]
     """Each chunk's first exchange."""
-
     experts_CR: np.ndarray
     """[C, R] seconds of each chunk's experts."""
-
     combine_C: Sequence[Work]
     """Each chunk's second exchange."""
-
     coding: float = 0.0
     """Seconds of a chunk's compression or decompression, each."""
-
     spread: Work = NOTHING
     """What an expert's shards do to a chunk's rows after they arrive."""
-
     collect: Work = NOTHING
     """What an expert's shards do to a chunk's results before they return."""
-
     first: Work = NOTHING
     """What ranks gather before the first exchange."""
-
     last: Work = NOTHING
     """What ranks gather after the last one."""
 
@@ -53,19 +45,14 @@ class LayerWork:
 
     forward_B: Sequence[Direction]
     backward_B: Sequence[Direction]
-
     repeats: bool = False
     """Whether the backward pass repeats the forward pass (full recomputation)."""
-
     moves: Callable[[Action], Work] = lambda action: NOTHING
     """Returns the work of a Trans, an Agg or a part of one."""
-
     plan: Work = NOTHING
     """Time of the next plan, and the lane of the thread that makes it."""
-
     planner: int = 0
     """Number of the rank that plans the layer."""
-
     transfer: Work = NOTHING
     """The Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
 
@@ -78,31 +65,22 @@ class StageSchedule:
     stages: int
     teams: int
     """Number of teams of the stage."""
-
     passes: Sequence[Pass]
     blocks: Sequence[Sequence[int]]
     """Numbers of the MoE layers of each model chunk."""
-
     schedule: Schedule
-
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by its number."""
-
     message: float = 0.0
     """Seconds of a message to the next stage."""
-
     early: Mapping[int, Work] = field(default_factory=dict)
     """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
-
     reduce: Work = NOTHING
     """The reduction of gradients after the backward pass."""
-
     step: float = 0.0
     """Seconds of the optimizer's step."""
-
     gather: Work = NOTHING
     """The all-gather of parameters after the step."""
-
     late: Mapping[int, Work] = field(default_factory=dict)
     """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
     the step before, which takes as long."""

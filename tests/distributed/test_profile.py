@@ -26,8 +26,7 @@ from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import group_kinds, measure
 from megatron_balance.measure.operations import OPERATIONS, Load, Passes
 from megatron_balance.measure.stopwatch import sub_groups
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, load
 from tests.distributed.runs import BASE
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)

@@ -19,8 +19,8 @@ from megatron_balance.profile.cluster_profile import (
     builtin,
     fit,
     from_links,
+    load,
 )
-from megatron_balance.profile.profile_file import load
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
 PARALLEL = {"mp": 2, "esp": 2} | dict.fromkeys(ParallelLines._fields[2:])

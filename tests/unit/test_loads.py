@@ -18,7 +18,7 @@ from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import loads as any_loads
-from tests.unit.placements import placements
+from tests.unit.placements import placements, rank_seconds
 from tests.unit.slow_splits import slow_traffic
 
 
@@ -117,7 +117,7 @@ def test_the_slowest_rank_bounds_the_layer(data: st.DataObject, placement: Place
     cost = cost_model(placement.num_ranks, node_size)
     counts_BDE = data.draw(any_loads(placement, 100)).numpy()[None]
     loads_FBD = summed(cost, counts_BDE, placement)
-    seconds_BD = cost.rank_seconds(loads_FBD)
+    seconds_BD = rank_seconds(cost, loads_FBD)
     computed, *exchanged = loads_FBD
     rank = data.draw(st.integers(0, placement.num_ranks - 1))
     near, far = (max(pair[0][0, rank], pair[1][0, rank]) for pair in (exchanged[:2], exchanged[2:]))

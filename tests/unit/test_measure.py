@@ -23,8 +23,7 @@ from megatron_balance.measure.measure import (
 )
 from megatron_balance.measure.operations import Load, plan
 from megatron_balance.measure.stopwatch import middle
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin, load
 
 TOKENS = (16, 32, 64, 128)
 layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))

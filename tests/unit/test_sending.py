@@ -17,7 +17,6 @@ from megatron_balance.cost.core import (
     MOST_PIECES,
     SendingLine,
     SendingPrices,
-    few_batches,
     few_batches_each,
 )
 from megatron_balance.cost.model import CostModel, Overlap
@@ -114,10 +113,10 @@ def test_trans_takes_its_rounds() -> None:
     last = (25 / 6, 1.0)
     trans = sum(first) + 2 * sum(middle) + sum(last)
     assert cost.sending(placement)[:3] == ("exchanged", 3, pytest.approx(trans))
-    assert cost.plan_seconds(plan) == pytest.approx((trans, trans + 2 * 25 * 7 / 6))
-    time = cost.layer_time(np.zeros((3, 3)), placement)
-    assert (time.trans, time.agg) == pytest.approx(cost.plan_seconds(plan))
-    assert cost.plan_seconds(cost.transport.plan(Placement.identity(3, 3, 2))) == (0, 0)
+    seconds = [ends[-1] for ends in cost.transport.progress(plan)]
+    assert seconds == pytest.approx([trans, trans + 2 * 25 * 7 / 6])
+    assert cost.layer_time(np.zeros((3, 3)), placement)[3:] == pytest.approx(seconds)
+    assert cost.transport.plan(Placement.identity(3, 3, 2)) == EMPTY_PLAN
 
 
 FOUR = SendingModel(profile(4, 2, line(0.0, 1.0), line(0.0, 3.0)), 10, 20, in_parts=False)
@@ -181,7 +180,7 @@ def reference(model: SendingModel, plan: TransPlan, kind: str, size: float, back
     lines = [model.profile.link(kind, level) for level in LEVELS]
     launches = [model.profile.launch(kind, level) for level in LEVELS]
     node_size = model.profile.node_size
-    first = model.profile.starts.get(kind, 0.0)
+    first = model.profile.starts[kind]
     free: dict[int, Fraction] = {}
     carried: dict[tuple[int, int], Fraction] = {}
     ends = []
@@ -366,4 +365,3 @@ def test_estimates_of_few_batches_are_those_of_their_description(
             sending = busy * size * (far_beta / far if is_far else near_beta)
             expected.append(start + alpha * batches + sending + last / pieces if busy else 0.0)
         assert [part[index] for part in found] == pytest.approx(expected)
-        assert few_batches(busy, extra, prices) == tuple(part[index] for part in found)
