@@ -1,9 +1,6 @@
 """What a placement makes ranks compute, send and receive, summed over experts.
 
-`cost/core.py` explains loads, [..., 5, B, D]. The loads of a layer are the sum of the loads of its experts, so a search
-updates them by what one expert adds.
-
-In the shapes, A counts experts, or ways to place one expert.
+`cost/core.py` explains loads, [..., 5, B, D]. In the shapes, A counts experts, or ways to place one expert.
 """
 
 import numpy as np
@@ -53,10 +50,7 @@ def expert_loads(
 ) -> np.ndarray:
     """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways.
 
-    Args:
-        split: a name in SPLITS.
-        counts_ABD: tokens of each source rank, float64.
-        shares_AD, primary_A: as `Tables.shares_ED`, and the primary hosts.
+    Shares are those of `Tables.shares_ED`, and `primary_A` are the primary hosts.
     """
     loads_AFBD = np.zeros((len(counts_ABD), FEATURES, *counts_ABD.shape[1:]))
     counts_ABD = np.ascontiguousarray(counts_ABD, np.float64)

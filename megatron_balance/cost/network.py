@@ -31,8 +31,7 @@ class Level(NamedTuple):
     beta: float
     """Seconds per byte that a rank sends, while it receives as much."""
     one_way: float = 1.0
-    """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
-    independent, 1/2 if they take turns."""
+    """Share of `beta` that a byte takes while none travels in the other direction: 1 if directions are independent."""
 
 
 class Crossing(NamedTuple):

@@ -132,8 +132,7 @@ class BatchModel:
     def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
         """Return [X, D] the share of a full batch's time that a node's messages within it take.
 
-        The lines hold for batches in which every rank sends and receives as much as its busiest one. Where the ranks of
-        a node share its fabric, less takes less time (`core.take_turns`).
+        Where the ranks of a node share its fabric, less than the busiest rank's takes less time (`core.take_turns`).
         """
         network = self.network
         one_way = network.near.one_way
@@ -350,10 +349,9 @@ class SendingModel:
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
         """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
 
-        Where nothing follows, the owners send in one batch. Otherwise guests pass on their parts, piece by piece: c
-        pieces take c + 1 batches, and the last piece is passed on alone. It is an estimate for many placements.
-
-        The unit is an expert within a node; arguments are numbers, or arrays of one shape.
+        It is an estimate for many placements. Where nothing follows, the owners send in one batch. Otherwise guests
+        pass on their parts, piece by piece: c pieces take c + 1 batches, and the last piece is passed on alone. An
+        expert within a node is the unit; arguments are numbers, or arrays of one shape.
         """
         busy_X, extra_X = (np.asarray(times, np.float64) for times in (busy, extra))
         trans_A, agg_A = few_batches_each(busy_X.ravel(), extra_X.ravel(), self.prices_1)
@@ -409,10 +407,7 @@ class SendingModel:
         return trans.progress(plan, backward=False)[1], agg.progress(plan, backward=True)[1]
 
     def rounds_beside(self, plan: TransPlan, seconds: tuple[float, float]) -> tuple[int, int]:
-        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds.
-
-        They are the last rounds of Trans, and the first rounds that Agg executes.
-        """
+        """Return how many last rounds of Trans, and first rounds of Agg, fit these forward and backward seconds."""
         if not len(plan):
             return 0, 0
         forward, backward = seconds

@@ -122,17 +122,12 @@ def measure(
 
 
 def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -> Lines:
-    """Call a function on every rank, because its collectives need all of them; return the first rank's result.
-
-    Raises:
-        ValueError: the function raised it on the first rank.
-    """
-    outcome: Lines | ValueError
+    """Call a function on every rank, and return the first rank's result or raise its ValueError."""
+    outcomes: list[Any] = [None]
     try:
-        outcome = measure_lines()
+        outcomes[0] = measure_lines()
     except ValueError as error:
-        outcome = error
-    outcomes = [outcome]
+        outcomes[0] = error
     dist.broadcast_object_list(outcomes, group=job, group_src=0)
     if isinstance(outcomes[0], ValueError):
         raise outcomes[0]
@@ -205,10 +200,7 @@ def _description(profile: ClusterProfile) -> Iterator[str]:
 
 
 def loads(sizes_bytes: Sequence[int]) -> list[Load]:
-    """Return the loads to time with experts of these sizes, ordered by size.
-
-    No rank sends more than the largest size, nor more than MOST_SENT.
-    """
+    """Return the loads to time, ordered by size; no rank sends more than the largest size or MOST_SENT."""
     limit = min(max(sizes_bytes), MOST_SENT)
     found = [Load(*shape, size) for size in sorted(sizes_bytes) for shape in LOAD_SHAPES]
     return [load for load in found if load.experts * load.num_bytes <= limit]
@@ -229,9 +221,6 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
     """Fit the seconds to start, of a batch, of a message and of a byte by least squares of relative errors.
 
     None is negative. Several numbers of batches and messages tell them apart.
-
-    Args:
-        tensors: number of tensors of an expert.
 
     Raises:
         ValueError: there are less than four sizes.
@@ -292,11 +281,8 @@ def experts_speed(
 ) -> tuple[tuple[float, ...], Throughput, Throughput]:
     """Return the ranks' rates, and the forward and backward pass of a rank with the rate 1.
 
-    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank.
-
-    Args:
-        tokens: [T] numbers of tokens per rank.
-        forward_TD, backward_TD: [T, D] seconds of each rank.
+    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank. T counts the
+    numbers of tokens per rank.
     """
     speed_TD = 1 / (forward_TD + backward_TD)
     speed_D = np.median(speed_TD / speed_TD.mean(1, keepdims=True), axis=0)
@@ -321,11 +307,10 @@ def measure_parallel(
 
     Args:
         stopwatch: the stopwatch of all shards of all hosts.
-        job: the default process group.
         mp, esp: see ParallelLines.
         calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
-        ranges: by line, the fewest and the most bytes that it has to predict. Only sizes around them are measured,
-            because a line through sizes of all magnitudes is too coarse to compare schedules that hardly differ.
+        ranges: by line, the fewest and the most bytes that it has to predict. A line through sizes of all magnitudes
+            would be too coarse to compare schedules that hardly differ.
         log: receives a line of text per line measured; None on ranks that do not log.
     """
 
@@ -359,9 +344,6 @@ def measured_once(
 
     Every rank of the job calls it. Only rank 0 reads and writes, and all ranks get its profile.
 
-    Args:
-        measure_cluster: measures the profile; every rank calls it.
-
     Raises:
         ValueError: the file is damaged, belongs to another cluster, or cannot be written; raised on every rank.
     """
@@ -376,8 +358,7 @@ def measured_once(
             measured.save(paths[0])
         return measured
 
-    found = on_first_rank(read)
-    if found is not None:
+    if (found := on_first_rank(read)) is not None:
         return found
     measured = measure_cluster()
     try:

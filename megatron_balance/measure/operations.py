@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 
 class Passes(NamedTuple):
-    """The forward and backward pass of one rank's experts, or both directions of a codec, on a number of tokens."""
+    """The forward and backward pass of one rank's experts, or both directions of a codec."""
 
     forward: Call
     backward: Call
@@ -116,11 +116,7 @@ class SyntheticSlots:
 
 
 def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
-    """Return a plan in which every rank sends its experts to other ranks in turn, a piece of each in every batch.
-
-    Args:
-        step: distances between ranks that exchange messages are multiples of it.
-    """
+    """Return a plan in which every rank sends its experts to ranks at distances that are multiples of `step`."""
     peers = max(1, num_ranks // step - 1)
     routes = [
         (rank * load.experts + index, rank, (rank + step * (1 + index % peers)) % num_ranks)
@@ -135,12 +131,7 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
 def transfer(
     kind: str, group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
 ) -> Call:
-    """Return a call that runs the Trans or the Agg of `plan`; Agg adds every piece up and sets it to zero.
-
-    Args:
-        kind: `trans` or `agg`.
-        slots: the tensors of as many experts as guests.
-    """
+    """Return a call that runs the Trans or the Agg of `plan`, given the tensors of as many experts as guests."""
     run = getattr(TransAgg(group), kind)
     return functools.partial(run, *plan(group.size(), step, load), SyntheticSlots(slots))
 
@@ -152,8 +143,7 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
     "all_gather": _all_gather,
     "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),
 }
-"""Collectives by name, as functions of a group, a buffer and a step between ranks that return a call; the buffer has
-the bytes that `ClusterProfile.links` counts."""
+"""Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a step between ranks."""
 
 
 def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:

@@ -60,12 +60,8 @@ class Stopwatch:
     def typical(self, calls: Sequence[Call], together: int = 1) -> list[float]:
         """Return each call's seconds on its slowest rank, the `middle` of its repeats; the same on every rank.
 
-        The slowest rank counts because a rank may return before the others have its data. The calls take turns, so
-        that other load on the machine affects all of them. Their order differs from repeat to repeat, because a call
-        that follows a long one takes longer.
-
-        Args:
-            together: number of consecutive calls that keep their order.
+        The calls take turns, so that other load on the machine affects all of them. Their order differs from repeat to
+        repeat, except for runs of `together` consecutive calls, because a call that follows a long one takes longer.
         """
         seconds = self._repeat(calls, together)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)

@@ -1,7 +1,6 @@
 """Clusters as described by papers and data sheets (configs/clusters/*.yaml), and the profile that follows from them.
 
-Every number comes with its source; a number without a source is omitted. Most rates are those of data sheets, which a
-run does not reach. tools/bench/measured_cluster.py writes files with measured rates of a GPU, and tables of them.
+Every number comes with its source. tools/bench/measured_cluster.py writes files with measured rates of a GPU.
 """
 
 import dataclasses
@@ -80,11 +79,6 @@ class Table:
         for index, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ValueError(f"rows[{index}]: has {len(row)} entries for {len(self.columns)} columns")
-            for name, cell in zip(ENDS, row[-2:], strict=True):
-                if isinstance(cell, str):
-                    raise ValueError(f"rows[{index}]: {name} {shown(cell)} is not a number")
-        if len({row[:-2] for row in self.rows}) < len(self.rows):
-            raise ValueError("rows: two rows differ in value and spread alone; keep one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +225,7 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """Return the profile of the cluster in a file, for `--balance-profile`; see `profile_of`.
-
-    Raises:
-        ValueError: see `read` and `profile_of`.
-    """
+    """Return the profile of the cluster in a file, for `--balance-profile`; see `read` and `profile_of`."""
     try:
         cluster = read(path)
     except ValueError as error:
@@ -249,15 +239,12 @@ def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: i
 def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return the profile of a job on this cluster; numbers missing in the file, mostly latencies, are `builtin`'s.
 
-    - Nodes have the kinds of GPUs in the order of the file, and a job takes the first nodes; without numbers of nodes,
-      all have the slowest kind. A backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
-    - Within its node, a rank sends at the link's rate. The messages of all expert-parallel groups that leave a node
-      share its adapters, and a message uses at most one adapter.
-    - The operations of a group follow from these links as in `from_links`.
+    A job takes the first nodes, in the order of the file; without numbers of nodes, all have the slowest kind of GPU. A
+    backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). The messages of all expert-parallel groups
+    that leave a node share its adapters, and a message uses at most one adapter.
 
     Args:
-        hidden: width of the model.
-        ffn: inner width of a rank's part of one expert.
+        hidden, ffn: width of the model, and inner width of a rank's part of one expert.
         dtype_bytes: size of the numbers that experts compute with and send.
 
     Raises:

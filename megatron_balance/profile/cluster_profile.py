@@ -48,12 +48,8 @@ class Fit(NamedTuple):
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit a line by least squares of relative errors, because sizes span orders of magnitude.
 
-    Args:
-        sizes_bytes: at least four message sizes; each of the two halves needs two different ones.
-        seconds: time of each message, above zero.
-
     Raises:
-        ValueError: there are too few sizes, the lengths differ, or a time is not a positive number.
+        ValueError: there are fewer than four different sizes, the lengths differ, or a time is not a positive number.
     """
     sizes = np.asarray(sizes_bytes, dtype=float)
     times = np.asarray(seconds, dtype=float)
@@ -131,8 +127,7 @@ class ParallelLines(NamedTuple):
     simultaneous: Fit | None = None
     """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), by the bytes of `all_to_all`."""
     sorting: Fit | None = None
-    """Local work, which takes longer for more rows: copying rows by expert and summing the returned rows, and the
-    gradients of both, as a function of the bytes of the rows."""
+    """Copying rows by expert and summing the returned rows, and their gradients, by the bytes of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +139,11 @@ class ClusterProfile:
     node_size: int
     """Number of expert-parallel ranks on one node."""
     links: Mapping[str, Mapping[str, Fit]]
-    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
-    that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
+    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all (the
+    default one), those that the busiest rank sends to others or receives; for an all-gather, those gathered.
 
-    p2p is a batch in which every rank sends one message and receives one; in one_way, half of the ranks send one to
-    the other half; trans and agg are a batch of Trans and of Agg in which every rank sends and receives one message.
-    In the group `ep`, all these messages go to another node at the same time, if there are several nodes. all_to_all is
-    the default all-to-all."""
+    In p2p, trans and agg, every rank sends and receives one message; in one_way, half of the ranks send one to the
+    other half. In the group `ep`, all these messages go to another node at the same time, if there are several."""
     messages: Mapping[str, Fit]
     """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
     launch, beta the seconds of each message. The number is that of the rank that sends or receives the most."""
@@ -188,11 +181,7 @@ class ClusterProfile:
         return np.array(self.rates) if self.rates else np.ones(self.num_ranks)
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON; the file appears only when complete.
-
-        Raises:
-            OSError: the directory does not exist, or there is no space.
-        """
+        """Write the profile as JSON; the file appears only when complete. Raise OSError as `Path.write_text` does."""
         content = {"version": VERSION, **_as_json(vars(self))}
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -261,8 +250,7 @@ def from_links(
     """Return the profile that follows from the links of a cluster, without measurements.
 
     Operations of the whole group pass the slowest link once, an all-reduce twice: it is a reduce and a broadcast. In an
-    all-to-all, the messages of both levels travel at the same time, and the fraction (D - node_size) / (D - 1) of the
-    bytes that a rank sends leaves its node.
+    all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves its node.
 
     Args:
         near, far: a message within a node, and between nodes while no other rank of the node sends.
@@ -319,9 +307,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
 }
 """Minimum, maximum and unit of each number in a file; a count has no unit.
 
-A link carries between 1 kB/s and 100 TB/s (NVLink 5.0: 0.9 TB/s); `fit` returns a flat line if the measured times are
-only noise. No message and no token takes a minute.
-"""
+`fit` returns a flat line if the measured times are only noise. No message and no token takes a minute."""
 
 _NAMES = {
     "links": COLLECTIVES,
@@ -338,12 +324,7 @@ _BY_MESSAGE = ("launches.", "messages.")
 
 
 def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Read a profile and check that it is for this cluster.
-
-    Raises:
-        ValueError: the file cannot be read or is damaged, or has another version, or is for another number of ranks or
-            node size.
-    """
+    """Read a profile; raise ValueError if the file is damaged or for another version, number of ranks or node size."""
     where = f"--balance-profile {path}"
     content = read_object(path, MAX_BYTES, "--balance-profile")
     if content.get("version") != VERSION:

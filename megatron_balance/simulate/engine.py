@@ -105,13 +105,9 @@ class DeadlockError(RuntimeError):
 
 @dataclass(eq=False)
 class _Collective:
-    key: Hashable
-    label: str
-    work: Work
-    lane: str
-    missing: int
-    """Number of teams that have not started it."""
+    command: Start
     teams: list[int] = field(default_factory=list)
+    """Teams that have started it."""
     ready: float = 0.0
     """When the last rank came to it."""
     start: float = 0.0
@@ -198,7 +194,7 @@ class Engine:
                 collective.waiting.append(number)
                 return False
             begin_R, team.now_R = team.now_R, np.maximum(team.now_R, collective.end)
-            self._observer.waited(number, collective.label, begin_R, collective.start, team.now_R)
+            self._observer.waited(number, collective.command.label, begin_R, collective.start, team.now_R)
         elif isinstance(command, Send):
             self._messages[command.key] = command.label, team.now_R, team.now_R + command.seconds
             if command.key in self._receivers:
@@ -213,21 +209,18 @@ class Engine:
         return True
 
     def _start(self, number: int, team: _Team, command: Start) -> None:
-        found = self._collectives.get(command.key)
-        if found is None:
-            found = _Collective(command.key, command.label, command.work, command.lane, command.teams)
-            self._collectives[command.key] = found
-        found.missing -= 1
-        assert found.missing >= 0, f"{command.key}: more than {command.teams} teams take part"
+        found = self._collectives.setdefault(command.key, _Collective(command))
         found.teams.append(number)
+        assert len(found.teams) <= command.teams, f"{command.key}: more than {command.teams} teams take part"
         found.ready = max(found.ready, float(team.now_R.max()))
-        self._lanes[number, found.lane].append(found)
+        self._lanes[number, command.lane].append(found)
         self._offer(found, 0.0)
 
     def _offer(self, collective: _Collective, now: float) -> None:
         """Let a collective begin if all its teams have come to it and it is the first one on their lanes."""
-        first = all(self._lanes[team, collective.lane][0] is collective for team in collective.teams)
-        if first and not collective.missing:
+        command = collective.command
+        first = all(self._lanes[team, command.lane][0] is collective for team in collective.teams)
+        if first and len(collective.teams) == command.teams:
             self._push(max(now, collective.ready), "begin", collective)
 
     def _push(self, time: float, kind: str, collective: _Collective) -> None:
@@ -235,7 +228,7 @@ class Engine:
 
     def _begin(self, collective: _Collective, now: float) -> None:
         """Begin a collective, or its bytes after its latency."""
-        latency, resources, seconds = collective.work
+        latency, resources, seconds = collective.command.work
         if collective.version == 0:
             collective.start = now
             collective.version = 1
@@ -254,7 +247,8 @@ class Engine:
     def _finish(self, collective: _Collective, now: float) -> None:
         collective.end = now
         collective.left = 0.0
-        resources = collective.work.resources
+        command = collective.command
+        resources = command.work.resources
         for resource in resources.tolist():
             self._users[resource].remove(collective)
         # Collectives compare by identity
@@ -262,10 +256,9 @@ class Engine:
         while sharers:
             for one in self._share(sharers.popitem()[0], now):
                 sharers.pop(one, None)
-        teams = collective.teams
-        self._observer.communicated(teams, collective.label, collective.lane, collective.start, now)
-        for team in teams:
-            lane = self._lanes[team, collective.lane]
+        self._observer.communicated(collective.teams, command.label, command.lane, collective.start, now)
+        for team in collective.teams:
+            lane = self._lanes[team, command.lane]
             lane.popleft()
             if lane:
                 self._offer(lane[0], now)
@@ -276,25 +269,30 @@ class Engine:
         together = [collective]
         found = {collective}
         for one in together:
-            for resource in one.work.resources.tolist():
+            for resource in one.command.work.resources.tolist():
                 new = [other for other in self._users[resource] if other not in found]
                 together += new
                 found.update(new)
         for one, speed in zip(together, _speeds(together), strict=True):
-            one.left -= one.speed * (now - one.since) / one.work.seconds.max()
-            one.speed, one.since, one.version = speed, now, one.version + 1
+            seconds = float(one.command.work.seconds.max())
+            one.left -= one.speed * (now - one.since) / seconds
+            one.speed = speed
+            one.since = now
+            one.version += 1
             remaining = one.left if one.left > DONE else 0.0
-            self._push(now + remaining * float(one.work.seconds.max()) / speed, "end", one)
+            self._push(now + remaining * seconds / speed, "end", one)
         return together
 
 
 def _speeds(together: Sequence[_Collective]) -> list[float]:
     if len(together) == 1:
         return [1.0]
-    resources = np.unique(np.concatenate([one.work.resources for one in together]))
+    resources = np.unique(np.concatenate([one.command.work.resources for one in together]))
     use_CN = np.zeros((len(together), len(resources)))
     for use_N, one in zip(use_CN, together, strict=True):
-        use_N[np.searchsorted(resources, one.work.resources)] = one.work.seconds / one.work.seconds.max()
+        use_N[np.searchsorted(resources, one.command.work.resources)] = (
+            one.command.work.seconds / one.command.work.seconds.max()
+        )
     return speeds(use_CN).tolist()
 
 
