@@ -112,15 +112,16 @@ class TeamProgram:
         stage = self.stage
         for block, work in stage.late.items():
             yield self._shared("late gather", block, work)
+        places = range(len(stage.blocks) * stage.stages)
         for one in stage.passes:
             place = one.chunk * stage.stages + stage.number
             before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
             kind = "forward" if one.forward else "backward"
-            if 0 <= before < self._places:
-                yield Receive(self._message(before, place, one.microbatch))
+            if before in places:
+                yield Receive(("message", self.team, before, place, one.microbatch))
             yield from self._pass(one)
-            if 0 <= after < self._places:
-                yield Send(self._message(place, after, one.microbatch), f"{kind} message", stage.message)
+            if after in places:
+                yield Send(("message", self.team, place, after, one.microbatch), f"{kind} message", stage.message)
         yield from self._begin(self._take(Operation.REDUCE))
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
@@ -129,14 +130,6 @@ class TeamProgram:
         yield from self._collective("gather", stage.gather)
         for number, layer in self.layers.items():
             yield from self._collective(f"L{number} TRANSFER", layer.transfer)
-
-    @property
-    def _places(self) -> int:
-        """Number of model chunks of all stages."""
-        return len(self.stage.blocks) * self.stage.stages
-
-    def _message(self, source: int, target: int, microbatch: int) -> Hashable:
-        return "message", self.team, source, target, microbatch
 
     def _collective(self, name: str, work: Work) -> Iterator[Command]:
         """Run a collective of all teams of the stage."""
@@ -196,10 +189,8 @@ class TeamProgram:
 
     def _shared(self, name: str, block: int, work: Work) -> Command:
         """Start a collective of all teams of the stage."""
-        label = "reduction" if name == "reduce" else "gather"
-        return Start(
-            (name, self.stage.number, block), f"{block_name(block)} {label}", work, "reduction", self.stage.teams
-        )
+        label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
+        return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""

@@ -302,24 +302,6 @@ def barriers(model: SendingModel, plan: TransPlan) -> float:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 100)), min_size=1, max_size=4),
-    st.sampled_from([0.0, 1e-3, 1.0, 50.0]),
-    st.sampled_from([0.5, 1.0, 4.0]),
-    st.booleans(),
-)
-def test_numbers_are_timed_as_arrays_are(
-    pairs: list[tuple[float, float]], alpha: float, far: float, in_parts: bool
-) -> None:
-    model = SendingModel(profile(8, 4, line(alpha, 1.0), line(2 * alpha, far)), 40, 70, in_parts)
-    # Without messages, nothing follows
-    pairs = [(busy, extra if busy > 1e-3 else 0.0) for busy, extra in pairs]
-    busy_A, extra_A = np.array(pairs).T
-    each = [model.seconds_of(busy, extra) for busy, extra in pairs]
-    assert pytest.approx(np.array(model.seconds_of(busy_A, extra_A)), rel=1e-12) == np.array(each).T
-
-
-@settings(deadline=None)
 @given(placements(), sizes, st.floats(0, 100))
 def test_rounds_within_fit(placement: Placement, node_size: int, seconds: float) -> None:
     links = profile(placement.num_ranks, node_size, line(0.5, 0.25), line(1.0, 0.75), adapters=1)
