@@ -51,8 +51,7 @@ class Target:
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
     layer_seconds: float = 0.0
-    """Seconds of each layer's forward pass over a microbatch that its operations do not explain; the backward pass has
-    proportionally more."""
+    """Seconds of each layer's forward pass that its operations do not explain; backward, more in proportion."""
     iteration_seconds: float = 0.0
     """Seconds of each iteration that nothing else explains."""
 

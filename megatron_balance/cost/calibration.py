@@ -48,11 +48,9 @@ class Calibration:
         return Factors(*(statistics.median(ratios) if ratios else 1.0 for ratios in self.ratios))
 
     def observe(self, measured: Sequence[float], predicted: Sequence[float], used: Factors) -> "Calibration":
-        """Return the estimate after one more iteration.
+        """Return the estimate after one more iteration, in which components without predicted seconds did not occur.
 
-        Args:
-            measured, predicted: seconds of each component. Without predicted seconds, it did not occur.
-            used: factors that the prediction contains.
+        The predicted seconds contain the factors `used`.
         """
         found = []
         for ratios, seconds, expected, factor in zip(self.ratios, measured, predicted, used, strict=True):
@@ -72,10 +70,7 @@ class Calibration:
 
 
 def calibrated(cost: CostModel, factors: Factors) -> CostModel:
-    """Return the cost model whose predictions contain the factors.
-
-    Messages of a Transfer take as much longer as those of an exchange.
-    """
+    """Return the cost model whose predictions contain the factors; a Transfer has the factor of an exchange."""
     if factors == UNCALIBRATED:
         return cost
     overlap = cost.overlap

@@ -1,7 +1,6 @@
 """What candidates of a search cost: experts that get other hosts, and the guests of whole plans. See `cost/core.py`.
 
-In shapes, M counts the experts whose hosts a candidate changes, or the guests of all plans; A counts candidates or
-plans.
+In shapes, A counts candidates or plans, and M the experts whose hosts a candidate changes, or the guests of all plans.
 """
 
 from typing import NamedTuple

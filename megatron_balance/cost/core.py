@@ -86,9 +86,7 @@ class CandidateCosts(NamedTuple):
     """What each of A candidates costs."""
 
     work_ABD: Annotated[np.ndarray, "float64[:,:,::1]"]
-    """Each rank's seconds of computation and exchanges beyond latencies (FlexMoE's Eq. 7 and 8).
-
-    Adapters that ranks share are left out, because they are no rank's own."""
+    """Each rank's seconds of computation and exchanges (FlexMoE's Eq. 7 and 8), without latencies."""
     exchanging_A: _Numbers
     computed_A: _Numbers
     """`CostModel.work_of`."""
@@ -131,10 +129,7 @@ def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
 
 @compiled(None)
 def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray) -> float:
-    """Set the seconds for which each resource carries the amounts of one exchange; return those of the busiest one.
-
-    The resources are a rank's link within its node, its share of an adapter, and all adapters of a node.
-    """
+    """Set the seconds of ranks' links within nodes, their shares of adapters, and nodes' adapters; return the most."""
     ranks = amount_FD.shape[1]
     longest = 0.0
     for node in range(len(node_N)):
@@ -170,10 +165,7 @@ def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.n
 
 @compiled("void(float64[:,::1], int64, float64)")
 def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
-    """Replace the work of ranks by the seconds after which it is done, with the ranks of a node in a shared fabric.
-
-    A rank's work is its seconds if all ranks of a full node have as much.
-    """
+    """Replace the work of ranks, in seconds if all ranks of a full node have as much, by when `_take_turns` is done."""
     for x in range(len(work_XD)):
         for first in range(0, work_XD.shape[1], node_size):
             _take_turns(work_XD[x, first : first + node_size], node_size, one_way)

@@ -76,10 +76,7 @@ class ExchangeModel:
 
 
 def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Return the profile of the same links for other ranks: their all-to-all follows from the links.
-
-    Lines of all-to-alls and rates of ranks are those of the measured ranks.
-    """
+    """Return the profile of the same links for other ranks: their all-to-all follows from the links."""
     if (num_ranks, node_size) == (profile.num_ranks, profile.node_size):
         return profile
     found = dataclasses.replace(profile, num_ranks=num_ranks, node_size=node_size, rates=(), all_to_alls={})

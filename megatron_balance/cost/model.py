@@ -36,10 +36,7 @@ def balance_ratio(tokens_BD: np.ndarray) -> float:
 
 
 def variance_ratio(tokens_BD: np.ndarray) -> float:
-    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the standard deviation over the mean.
-
-    Like Eq. 6 it is linear in the excess of loads, so that one threshold suits both.
-    """
+    """Return FlexMoE's other metric (Section 5.3), scaled like Eq. 6: 1 plus the standard deviation over the mean."""
     mean = float(np.mean(tokens_BD))
     return 1.0 + float(np.std(tokens_BD, axis=-1).mean()) / mean if mean else 1.0
 
@@ -54,10 +51,7 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
 
 
 class LayerTime(NamedTuple):
-    """Seconds of an MoE layer in one iteration, by part; `trans` and `agg` are the exposed seconds.
-
-    They are numbers, or arrays if the model was given arrays.
-    """
+    """Seconds, numbers or arrays, of an MoE layer in one iteration; `trans` and `agg` are the exposed seconds."""
 
     all_to_all: Any
     """Seconds of the exchanges, and of their codec; with chunks, those that computation does not hide."""
@@ -220,8 +214,7 @@ class CostModel:
     def _unhidden(self, exchanging: Any, computing: Any, overhead: float) -> Any:
         """Return the seconds of dispatch and combine in one direction that computation does not hide.
 
-        One resource carries dispatch and combine. Computation starts with the second chunk's dispatch and ends before
-        the last chunk's combine.
+        Computation starts with the second chunk's dispatch and ends before the last chunk's combine.
         """
         best = np.inf
         for degree in self.degrees:

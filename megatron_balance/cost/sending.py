@@ -130,10 +130,7 @@ class BatchModel:
         return BatchTimes(latency_XD, tensor_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
 
     def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
-        """Return [X, D] the share of a full batch's time that a node's messages within it take.
-
-        Where the ranks of a node share its fabric, less than the busiest rank's takes less time (`core.take_turns`).
-        """
+        """Return [X, D] the share of a full batch's time that a node's messages take; see `core.take_turns`."""
         network = self.network
         one_way = network.near.one_way
         if one_way >= 1:
@@ -223,10 +220,7 @@ def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_roun
 
 @functools.cache
 def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first stage of each kind of batch of `plan_hops`, and the one after its last stage.
-
-    The last result is [A, X]: how often a batch with these stages occurs, for each number of PIECES.
-    """
+    """Return first and after-last stages of the batches of `plan_hops`, and [A, X] their numbers for each of PIECES."""
     windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
     number_AX = np.zeros((len(PIECES), len(windows)))
     for row, pieces in zip(number_AX, PIECES, strict=True):

@@ -46,11 +46,7 @@ class Fit(NamedTuple):
 
 
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit a line by least squares of relative errors, because sizes span orders of magnitude.
-
-    Raises:
-        ValueError: there are fewer than four different sizes, the lengths differ, or a time is not a positive number.
-    """
+    """Fit a line by least squares of relative errors; raise ValueError for fewer than four sizes, or a bad number."""
     sizes = np.asarray(sizes_bytes, dtype=float)
     times = np.asarray(seconds, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape:
@@ -109,10 +105,7 @@ UNMEASURED = CodecTimes(_QUICK, _QUICK)
 
 
 class ParallelLines(NamedTuple):
-    """Times of exchanges among tensor-parallel ranks and sharded experts, for `--moe-parallel-schedule auto`.
-
-    The last three are measured if tensor-parallel ranks have the same tokens.
-    """
+    """Times of exchanges among tensor-parallel ranks and sharded experts, for `--moe-parallel-schedule auto`."""
 
     mp: int
     """Number of ranks with the same tokens."""
@@ -196,10 +189,7 @@ def _as_json(value: Any) -> Any:
 
 
 LAUNCHING = Fit(20e-6, 5e-6, 0.0, 0.0)
-"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured.
-
-On a CPU, torch's share is 2 us for a batch and 3 us for a message. The rest is NCCL's.
-"""
+"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured."""
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

@@ -1,7 +1,6 @@
 """An MoE layer of a team in one iteration: from its loads and its placement to what it computes and sends.
 
-In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of all
-hosts).
+In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of hosts).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ class RowExchange:
     profile: ClusterProfile
     """Of all ranks of the team."""
     models: tuple[ExchangeModel, ...]
-    """Models of the all-to-alls to choose from; the fastest one is used. They are among all ranks if `direct`, or else
-    among hosts."""
+    """All-to-alls to choose the fastest from, among all ranks if `direct`, or else among hosts."""
     steps: Sequence[TokenStep] = SCHEDULES["megatron"]
     shards: int = 1
     """Number of shards of an expert, which are consecutive ranks."""
@@ -59,10 +57,7 @@ class RowExchange:
         return TokenStep.EP_ESP_ALL_TO_ALL in self.steps
 
     def repeated(self, counts_BHE: np.ndarray) -> np.ndarray:
-        """Return the rows that hosts send, given the rows of their parts of all tokens.
-
-        With the schedules that do not split, each rank sends the rows of all tokens that it has.
-        """
+        """Return the rows that hosts send, given those of their parts: of all tokens, unless the schedule splits."""
         if TokenStep.MP_SPLIT in self.steps or self.copies == 1:
             return counts_BHE
         together = max(1, self.copies // self.shards)

@@ -40,10 +40,7 @@ class Fabric:
     def work(
         self, ranks_D: np.ndarray, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray, whole: float
     ) -> Work:
-        """Return the work of a collective of ranks, ascending, that takes `whole` seconds alone.
-
-        The arrays are seconds of the ranks' links, and of all adapters of each of their nodes, ascending.
-        """
+        """Return the work of a collective that takes `whole` seconds alone, given the seconds of links and adapters."""
         nodes_N = np.unique(ranks_D // self.node_size)
         resources = np.concatenate([ranks_D, self.num_ranks + ranks_D, 2 * self.num_ranks + nodes_N])
         seconds = np.concatenate([near_D, far_D, node_N])
@@ -53,10 +50,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class TeamNetwork:
-    """The links of one team's ranks.
-
-    Consecutive ranks may be the shards of one host. They send the same amounts, each to its counterparts.
-    """
+    """The links of one team's ranks. Consecutive ranks may be the shards of one host, which send the same amounts."""
 
     fabric: Fabric
     ranks_D: np.ndarray
@@ -65,11 +59,7 @@ class TeamNetwork:
     """The links of all these ranks."""
 
     def exchange(self, model: ExchangeModel, bytes_HH: np.ndarray) -> Work:
-        """Return the work of all-to-alls of these bytes, one of each shard of all hosts.
-
-        Args:
-            model: of one of them, among the hosts; with as many hosts as ranks, there is only one.
-        """
+        """Return the work of all-to-alls of these bytes, one of each shard of all hosts, given the model of one."""
         if not (bytes_HH.sum() - bytes_HH.trace()):
             return NOTHING
         crossing = model.crossing(bytes_HH).scaled(model.scale)
@@ -78,11 +68,7 @@ class TeamNetwork:
     def gather(
         self, line: Fit, members: int, num_bytes: float, times: int = 1, share_D: np.ndarray | None = None
     ) -> Work:
-        """Return the `ring`s among each `members` consecutive ranks; the line says how long they take alone.
-
-        Args:
-            share_D: part of the bytes that each rank's ring has; None: all.
-        """
+        """Return the `ring`s of each `members` consecutive ranks, with `share_D` of the bytes, by their line alone."""
         if members == 1 or not num_bytes:
             return NOTHING
         positions_D = np.arange(len(self.ranks_D))
