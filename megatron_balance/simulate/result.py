@@ -91,11 +91,14 @@ class Recorder:
         """Write the kept spans in the Trace Event Format, for Perfetto; one thread per lane, in microseconds."""
         lanes = sorted({(span.rank, span.lane) for span in self.spans})
         threads = {place: number for number, place in enumerate(lanes)}
-        events: list[dict] = []
-        for (rank, lane), number in threads.items():
-            event = {"ph": "M", "pid": rank, "tid": number}
-            events.append(event | {"name": "thread_name", "args": {"name": lane}})
-            events.append(event | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+        events: list[dict] = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+            for (rank, lane), number in threads.items()
+        ]
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in sorted({rank for rank, _ in lanes})
+        ]
         events += [
             {
                 "ph": "X",
