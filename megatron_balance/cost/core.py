@@ -187,16 +187,21 @@ def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
 @compiled(None)
 def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, node_size: int) -> None:
     """Do what `add_expert` does for an expert with one host, which receives all tokens of other ranks."""
+    ranks = loads_FBD.shape[2]
+    first = host - host % node_size
+    last = min(first + node_size, ranks)
     for b in range(loads_FBD.shape[1]):
         near = 0.0
         far = 0.0
-        for d in range(loads_FBD.shape[2]):
-            if d // node_size == host // node_size:
-                loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
-                near += counts_BD[b, d]
-            else:
-                loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
-                far += counts_BD[b, d]
+        for d in range(first, last):
+            loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
+            near += counts_BD[b, d]
+        for d in range(first):
+            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
+            far += counts_BD[b, d]
+        for d in range(last, ranks):
+            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
+            far += counts_BD[b, d]
         loads_FBD[COMPUTED, b, host] += sign * (near + far)
         loads_FBD[NEAR_OUT, b, host] -= sign * counts_BD[b, host]
         loads_FBD[NEAR_IN, b, host] += sign * (near - counts_BD[b, host])
