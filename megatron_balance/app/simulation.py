@@ -1,8 +1,7 @@
 """From a configuration to a job whose iterations are simulated (simulate/), in one process and without its memory.
 
 Like a dry run, this builds the first rank of each pipeline stage. So schedules, groups, cost models and sizes are those
-of the run. Computation takes what the cluster's file says, which is what data sheets say: no run reaches that, so times
-are too short, and ratios of runs are closer to the truth than times.
+of the run. Computation takes what the cluster's file says; no run is as fast, but ratios of runs are close to true.
 """
 
 import dataclasses
@@ -47,10 +46,8 @@ class Target:
     topology: Topology
     profile: Path
     """A file for `--balance-profile`: of a cluster, or a measured one."""
-
     whole: ClusterProfile
     """The links among all ranks of the job, for messages that leave an expert-parallel group."""
-
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
 
@@ -100,22 +97,18 @@ def simulated_job(
 
 def _check(config: RunConfig) -> None:
     transformer = config.transformer
-    balance = config.balance
     if transformer.num_moe_experts is None:
         raise ValueError("--num-experts: is missing; only models with experts can be simulated")
     if transformer.expert_model_parallel_size == 1:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
     if transformer.moe_token_dispatcher_type == "allgather":
         raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
-    if transformer.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {transformer.context_parallel_size}: the exchange of keys and values cannot be "
-            "simulated; give 1"
-        )
+    if (size := transformer.context_parallel_size) > 1:
+        raise ValueError(f"--context-parallel-size {size}: the exchange of keys and values cannot be simulated; give 1")
     if config.launch.use_tp_pp_dp_mapping:
         raise ValueError("--use-tp-pp-dp-mapping: other orders of ranks cannot be simulated; leave it out")
-    if ":" in balance.balance_policy:
-        raise ValueError(f"--balance-policy {balance.balance_policy}: only this package's policies can be simulated")
+    if ":" in (policy := config.balance.balance_policy):
+        raise ValueError(f"--balance-policy {policy}: only this package's policies can be simulated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,17 +163,12 @@ class _StageBuilder:
         if self.has_policy and balancer.layers:
             schedule = balancer.schedule(self.run.batches.get())
         others = self._others(blocks)
-        (reductions, gathers) = self._reductions()
-        ddp = self.config.ddp
-        early: dict[int, Work] = {}
-        late: dict[int, Work] = {}
-        if ddp.overlap_grad_reduce:
+        reductions, gathers = self._reductions()
+        overlapped: list[Work] = []
+        if self.config.ddp.overlap_grad_reduce:
             # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
             overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
-            early = _parts(one_after_another(overlapped), others)
-        if ddp.overlap_param_gather:
-            late = _parts(one_after_another(gathers), others)
-            gathers = []
+        gathered_late, gathers = (gathers, []) if self.config.ddp.overlap_param_gather else ([], gathers)
         return StageSchedule(
             number=self.number,
             stages=self.transformer.pipeline_model_parallel_size,
@@ -190,11 +178,11 @@ class _StageBuilder:
             schedule=schedule,
             others=others,
             message=self._message(),
-            early=early,
+            early=_parts(one_after_another(overlapped), others),
             reduce=one_after_another(reductions),
             step=self._step(),
             gather=one_after_another(gathers),
-            late=late,
+            late=_parts(one_after_another(gathered_late), others),
         )
 
     def _model(self, cost: CostModel, ranks_D: np.ndarray) -> LayerModel:
@@ -275,9 +263,7 @@ class _StageBuilder:
 
     def _both(self, forward: float) -> tuple[float, float]:
         """Return forward and backward seconds; full recomputation repeats the forward pass."""
-        line = self.profile.forward
-        back = self.profile.backward
-        backward = forward * back.seconds_per_token / line.seconds_per_token
+        backward = forward * self.profile.backward.seconds_per_token / self.profile.forward.seconds_per_token
         return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
 
     def _message(self) -> float:
@@ -294,11 +280,13 @@ class _StageBuilder:
         ranks_D = self.number * self.size + np.arange(self.size)
         network = Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
-        sizes = (("buffers", self.transformer.tensor_model_parallel_size),)
-        sizes += (("expert_parallel_buffers", self.run.groups.tp_ep.size()),)
+        sizes = {
+            "buffers": self.transformer.tensor_model_parallel_size,
+            "expert_parallel_buffers": self.run.groups.tp_ep.size(),
+        }
         reductions = []
         gathers = []
-        for attribute, apart in sizes:
+        for attribute, apart in sizes.items():
             buffers = [buffer for chunk in self.run.model for buffer in getattr(chunk, attribute)]
             gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
             parameters = sum(buffer.numel * buffer.param_dtype.itemsize for buffer in buffers)

@@ -23,8 +23,7 @@ from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measur
 from megatron_balance.measure.operations import Call, codec_passes, expert_passes, schedule_call
 from megatron_balance.measure.stopwatch import Stopwatch
 from megatron_balance.profile.cluster import Ranks, is_cluster, load_profile
-from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
 
 MINIMAL_LOAD = 64
 """Tokens per rank below which experts are not worth timing."""

@@ -11,7 +11,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy, option_fields, policy_options
-from megatron_balance.profile.profile_file import RANGES
+from megatron_balance.profile.cluster_profile import RANGES
 
 NOT_BALANCED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_te_activation_func")
 """Fields that only megatron-core's MoE layer reads; versions after 0.16.1 lack some of them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, Fit, Throughput
+from megatron_balance.profile.cluster_profile import Fit, Throughput
 
 WINDOW = 15
 """Number of iterations that a factor is the median of."""
@@ -26,10 +26,8 @@ class Factors(NamedTuple):
 
     exchange: float = 1.0
     """All-to-alls and their codecs."""
-
     experts: float = 1.0
     """Computation of the experts. That of the other layers, which hides Trans and Agg, is taken to be off alike."""
-
     trans: float = 1.0
     agg: float = 1.0
 
@@ -50,11 +48,9 @@ class Calibration:
         return Factors(*(statistics.median(ratios) if ratios else 1.0 for ratios in self.ratios))
 
     def observe(self, measured: Sequence[float], predicted: Sequence[float], used: Factors) -> "Calibration":
-        """Return the estimate after one more iteration.
+        """Return the estimate after one more iteration, in which components without predicted seconds did not occur.
 
-        Args:
-            measured, predicted: seconds of each component. Without predicted seconds, it did not occur.
-            used: factors that the prediction contains.
+        The predicted seconds contain the factors `used`.
         """
         found = []
         for ratios, seconds, expected, factor in zip(self.ratios, measured, predicted, used, strict=True):
@@ -74,10 +70,7 @@ class Calibration:
 
 
 def calibrated(cost: CostModel, factors: Factors) -> CostModel:
-    """Return the cost model whose predictions contain the factors.
-
-    Messages of a Transfer take as much longer as those of an exchange.
-    """
+    """Return the cost model whose predictions contain the factors; a Transfer has the factor of an exchange."""
     if factors == UNCALIBRATED:
         return cost
     overlap = cost.overlap
@@ -85,35 +78,25 @@ def calibrated(cost: CostModel, factors: Factors) -> CostModel:
         forward = factors.experts * overlap.forward
         backward = factors.experts * overlap.backward
         overlap = overlap._replace(forward=forward, backward=backward)
-    profile = calibrated_profile(cost.profile, factors)
+    by_kind = {"trans": factors.trans, "agg": factors.agg}
+    profile = replace(
+        cost.profile,
+        links={
+            kind: {group: _slower(line, by_kind.get(kind, factors.exchange)) for group, line in groups.items()}
+            for kind, groups in cost.profile.links.items()
+        },
+        messages={level: _slower(line, factors.exchange) for level, line in cost.profile.messages.items()},
+        launches={
+            kind: {level: _slower(line, by_kind[kind]) for level, line in lines.items()}
+            for kind, lines in cost.profile.launches.items()
+        },
+        all_to_alls={name: _slower(line, factors.exchange) for name, line in cost.profile.all_to_alls.items()},
+        forward=_slower(cost.profile.forward, factors.experts),
+        backward=_slower(cost.profile.backward, factors.experts),
+    )
     return replace(cost, profile=profile, coding=factors.exchange * cost.coding, overlap=overlap)
 
 
-def calibrated_profile(profile: ClusterProfile, factors: Factors) -> ClusterProfile:
-    """Return the profile with the factors in all lines that a CostModel reads."""
-    by_kind = {"trans": factors.trans, "agg": factors.agg}
-    return replace(
-        profile,
-        links={
-            kind: {group: _slower(line, by_kind.get(kind, factors.exchange)) for group, line in groups.items()}
-            for kind, groups in profile.links.items()
-        },
-        messages={level: _slower(line, factors.exchange) for level, line in profile.messages.items()},
-        launches={
-            kind: {level: _slower(profile.launch(kind, level), factor) for level in LEVELS}
-            for kind, factor in by_kind.items()
-        },
-        all_to_alls={name: _slower(line, factors.exchange) for name, line in profile.all_to_alls.items()},
-        forward=_slower(profile.forward, factors.experts),
-        backward=_slower(profile.backward, factors.experts),
-    )
-
-
 def _slower(line: Line, factor: float) -> Line:
-    """Return the line for a multiple of the seconds."""
-    if isinstance(line, Fit):
-        return line._replace(alpha=factor * line.alpha, beta=factor * line.beta)
-    return line._replace(
-        seconds_per_token=factor * line.seconds_per_token,
-        overhead=factor * line.overhead,
-    )
+    """Return the line for a multiple of the seconds, which are its first two fields."""
+    return line._replace(**{name: factor * getattr(line, name) for name in line._fields[:2]})

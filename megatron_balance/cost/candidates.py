@@ -1,7 +1,6 @@
-"""What candidates of a search cost: machine code for experts that get other hosts, and for the guests of whole plans.
+"""What candidates of a search cost: experts that get other hosts, and the guests of whole plans. See `cost/core.py`.
 
-In shapes, M counts the experts whose hosts a candidate changes, or the guests of all plans; A counts candidates or
-plans. `cost/core.py` explains loads and other letters.
+In shapes, A counts candidates or plans, and M the experts whose hosts a candidate changes, or the guests of all plans.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from megatron_balance.cost.core import (
     Prices,
     add_expert,
     add_node,
-    estimate,
+    few_batches,
     hosted_by,
     move_expert,
     send_expert,
@@ -91,16 +90,9 @@ def try_(
     """
     prices = prices_1[0]
     ways = len(begins_A)
-    costs = CandidateCosts(
-        np.empty((ways, *loads_FBD.shape[1:])),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-        np.empty(ways),
-    )
+    work_ABD = np.empty((ways, *loads_FBD.shape[1:]))
+    numbers = np.empty((7, ways))
+    costs = CandidateCosts(work_ABD, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6])
     more_FBD = np.zeros_like(loads_FBD)
     more_D = np.zeros_like(sent_D)
     extra = longest
@@ -129,7 +121,7 @@ def try_(
         costs.busiest_A[a] = busy
         costs.extra_A[a] = extra
         costs.more_A[a] = more
-        costs.trans_A[a], costs.agg_A[a] = estimate(busy, extra, prices.sending)
+        costs.trans_A[a], costs.agg_A[a] = few_batches(busy, extra, prices.sending)
     return costs
 
 
@@ -196,43 +188,45 @@ class PlannedGuests(NamedTuple):
         return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
 
 
-def guest_loads(
+def guest_costs(
     network: Network,
+    far: float,
     counts_EBD: np.ndarray,
     tokens_EB: np.ndarray,
     owner_E: np.ndarray,
     guests: PlannedGuests,
     plans: int,
-) -> np.ndarray:
-    """Return [A, 5, B, D]: what the guests of `plans` plans add to `owner_loads`.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return [A, 5, B, D]: what the guests of A = `plans` plans add to `owner_loads`; and [A], [A] for `seconds_of`.
+
+    These are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
 
     Args:
+        far: see `SendingModel.far`.
         tokens_EB: sums of `counts_EBD`.
     """
-    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
     counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
-    size = network.node_size if network.has_both_levels else 1
-    _add_guests(added_AFBD, counts_EBD, tokens_EB, owner_E, *guests, size, len(network.first_N) == 1)
-    return added_AFBD
-
-
-def guest_times(
-    network: Network, far: float, owner_E: np.ndarray, guests: PlannedGuests, plans: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return [A] the arguments of `seconds_of` for A plans, from `link_times` of all their
-
-    They are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
-    """
-    shared = float(network.adapters if network.adapters < network.node_size else 0)
-    return _time_guests(plans, *guests[:3], owner_E, network.num_ranks, network.node_size, float(far), shared)
+    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
+    times_AD = np.zeros((plans, network.num_ranks))
+    entered_AN = np.zeros((plans, len(network.first_N)))
+    extra_A = np.zeros(plans)
+    found = added_AFBD, times_AD, entered_AN, extra_A
+    add_guests(*found, counts_EBD, tokens_EB, owner_E, *guests, network.node_size, float(far))
+    busy_A = times_AD.max(1)
+    if network.adapters < network.node_size:
+        busy_A = np.maximum(busy_A, far * entered_AN.max(1) / network.adapters)
+    return added_AFBD, busy_A, extra_A
 
 
 @compiled(
-    "void(float64[:,:,:,::1], float64[:,:,::1], float64[:,::1], int64[::1], int64[::1], int64[::1], int64[::1], "
-    "float64[::1], int64, boolean)"
+    "void(float64[:,:,:,::1], float64[:,::1], float64[:,::1], float64[::1], float64[:,:,::1], float64[:,::1], "
+    "int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64, float64)"
 )
-def _add_guests(
+def add_guests(
     added_AFBD: np.ndarray,
+    times_AD: np.ndarray,
+    entered_AN: np.ndarray,
+    extra_A: np.ndarray,
     counts_EBD: np.ndarray,
     tokens_EB: np.ndarray,
     owner_E: np.ndarray,
@@ -241,15 +235,13 @@ def _add_guests(
     rank_M: np.ndarray,
     share_M: np.ndarray,
     node_size: int,
-    is_whole: bool,
+    far: float,
 ) -> None:
-    """Add `guest_loads` node by node, because tokens change their ways on nodes of hosts only.
-
-    Args:
-        node_size: number of ranks of a node, or 1 if there is one kind of links.
-        is_whole: whether all ranks are on one node.
-    """
+    """Add loads, times of links, and how often experts enter a node; set what follows the busiest rank."""
     ranks = added_AFBD.shape[3]
+    is_whole = node_size >= ranks
+    # On nodes without hosts, tokens do not change their ways; with one node, neither on ranks without
+    size = 1 if is_whole else node_size
     share_D = np.zeros(ranks)
     with_D = np.zeros(ranks)
     without_D = np.zeros(ranks)
@@ -258,22 +250,24 @@ def _add_guests(
         plan = plan_M[first]
         expert = expert_M[first]
         owner = owner_E[expert]
+        share_D[:] = 0.0
+        share_D[owner] = 1.0
+        node = owner // node_size
         after = first
-        left = 1.0
         while after < len(plan_M) and plan_M[after] == plan and expert_M[after] == expert:
-            share_D[rank_M[after]] = share_M[after]
-            left -= share_M[after]
+            rank = rank_M[after]
+            share_D[rank] = share_M[after]
+            share_D[owner] -= share_M[after]
+            if rank // node_size != node:
+                node = rank // node_size
+                entered_AN[plan, node] += node != owner // node_size
             after += 1
-        share_D[owner] = left
-        # The owner's node, then those of guests
-        done = -1
-        for m in range(first - 1, after):
-            node = (owner if m < first else rank_M[m]) // node_size
-            if node == done or (m >= first and node == owner // node_size):
+        passed_on = send_expert(times_AD[plan], 1.0, rank_M[first:after], owner, node_size, far)
+        extra_A[plan] = max(extra_A[plan], passed_on)
+        for begin in range(0, ranks, size):
+            end = min(begin + size, ranks)
+            if not (begin <= owner < end or share_D[begin:end].any()):
                 continue
-            done = node
-            begin = node * node_size
-            end = min(begin + node_size, ranks)
             for b in range(counts_EBD.shape[1]):
                 tokens = tokens_EB[expert, b]
                 for d in range(begin, end):
@@ -281,51 +275,4 @@ def _add_guests(
                     without_D[d] = tokens if d == owner else 0.0
                 add_node(added_AFBD[plan], b, 1.0, counts_EBD[expert], with_D, begin, end, is_whole)
                 add_node(added_AFBD[plan], b, -1.0, counts_EBD[expert], without_D, begin, end, is_whole)
-        share_D[owner] = 0.0
-        share_D[rank_M[first:after]] = 0.0
         first = after
-
-
-@compiled(
-    "UniTuple(float64[::1], 2)(int64, int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, float64, float64)"
-)
-def _time_guests(
-    plans: int,
-    plan_M: np.ndarray,
-    expert_M: np.ndarray,
-    rank_M: np.ndarray,
-    owner_E: np.ndarray,
-    ranks: int,
-    node_size: int,
-    far: float,
-    adapters: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `guest_times`; `adapters` is 0 if ranks do not share any."""
-    busy_A = np.zeros(plans)
-    extra_A = np.zeros(plans)
-    times_AD = np.zeros((plans, ranks))
-    entered_AN = np.zeros((plans, (ranks - 1) // node_size + 1))
-    first = 0
-    while first < len(plan_M):
-        plan = plan_M[first]
-        owner = owner_E[expert_M[first]]
-        after = first
-        node = owner // node_size
-        while after < len(plan_M) and plan_M[after] == plan and expert_M[after] == expert_M[first]:
-            if rank_M[after] // node_size != node:
-                node = rank_M[after] // node_size
-                if node != owner // node_size:
-                    entered_AN[plan, node] += 1
-            after += 1
-        passed_on = send_expert(times_AD[plan], 1.0, rank_M[first:after], owner, node_size, far)
-        extra_A[plan] = max(extra_A[plan], passed_on)
-        first = after
-    for plan in range(plans):
-        busy_A[plan] = times_AD[plan].max()
-        if adapters:
-            busy_A[plan] = max(busy_A[plan], far * entered_AN[plan].max() / adapters)
-    return busy_A, extra_A
-
-
-GUEST_LOOPS = (_add_guests, _time_guests)
-"""What to prepare before plans are timed."""

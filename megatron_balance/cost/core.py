@@ -1,7 +1,6 @@
 """What exchanges, computation, and Trans and Agg cost: machine code that the cost model and all searches share.
 
-numpy would take a call for each line of these loops, and plans call them hundreds of times. No loop reorders sums, so
-that all ranks get the same bits.
+No loop reorders sums, so that all ranks get the same bits.
 
 *Loads* are arrays [F, B, D] of tokens: for each rank and microbatch, the tokens that it computes, sends and receives
 within its node, and sends to and receives from other nodes. Exchanges take amounts [4, D], the last four of these.
@@ -25,7 +24,7 @@ MOST_PIECES = 64
 """Maximum number of pieces of an expert, because each piece costs a call."""
 
 LEAST_ALPHA = 1e-6
-"""Minimum latency of a message in seconds for choosing pieces: a line through noisy times may have none."""
+"""Minimum latency of a message in seconds for choosing pieces; a line through noisy times may have none."""
 
 ROUNDING = 1e-9
 
@@ -63,7 +62,7 @@ class SendingLine(NamedTuple):
 
 
 class SendingPrices(NamedTuple):
-    """What `few_batches` takes; `SendingModel` explains the last two."""
+    """What `few_batches` takes; see SendingModel."""
 
     trans: SendingLine
     agg: SendingLine
@@ -87,7 +86,7 @@ class CandidateCosts(NamedTuple):
     """What each of A candidates costs."""
 
     work_ABD: Annotated[np.ndarray, "float64[:,:,::1]"]
-    """`CostModel.rank_seconds`."""
+    """Each rank's seconds of computation and exchanges (FlexMoE's Eq. 7 and 8), without latencies."""
     exchanging_A: _Numbers
     computed_A: _Numbers
     """`CostModel.work_of`."""
@@ -111,8 +110,8 @@ def _busiest(sent: float, received: float, one_way: float) -> float:
 def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
     """Replace the work of a node's ranks by the seconds after which it is done, and return the latest.
 
-    Where the directions of a link take turns, so do the ranks of a node, because they share what limits them, such as
-    memory. All get the same rate, which grows when others are done, up to 1 / `one_way` of that in a full node.
+    Where the directions of a link take turns, so do the ranks of a node. All get the same rate, which grows when others
+    are done, up to 1 / `one_way` of that in a full node.
     """
     if one_way == 1.0:
         return work_S.max()
@@ -130,10 +129,7 @@ def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
 
 @compiled(None)
 def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray) -> float:
-    """Set the seconds for which each resource carries the amounts of one exchange; return those of the busiest one.
-
-    The resources are a rank's link within its node, its share of an adapter, and all adapters of a node.
-    """
+    """Set the seconds of ranks' links within nodes, their shares of adapters, and nodes' adapters; return the most."""
     ranks = amount_FD.shape[1]
     longest = 0.0
     for node in range(len(node_N)):
@@ -155,11 +151,7 @@ def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.nd
 
 @compiled("Tuple((float64[:,::1], float64[:,::1], float64[:,::1], float64[::1]))(float64[:,:,::1], Links[::1])", Links)
 def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one.
-
-    Args:
-        links_1: `packed` Links.
-    """
+    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one."""
     links = links_1[0]
     exchanges, _, ranks = amount_XFD.shape
     near_XD = np.zeros((exchanges, ranks))
@@ -173,11 +165,7 @@ def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.n
 
 @compiled("void(float64[:,::1], int64, float64)")
 def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
-    """Replace the work of ranks by the seconds after which it is done, with the ranks of a node in a shared fabric.
-
-    Args:
-        work_XD: the seconds of each rank if all ranks of a full node have as much.
-    """
+    """Replace the work of ranks, in seconds if all ranks of a full node have as much, by when `_take_turns` is done."""
     for x in range(len(work_XD)):
         for first in range(0, work_XD.shape[1], node_size):
             _take_turns(work_XD[x, first : first + node_size], node_size, one_way)
@@ -233,10 +221,8 @@ def add_node(
 ) -> None:
     """Add, times `sign`, the loads of a node's ranks in a microbatch, of which each computes its quota.
 
-    Tokens that stay on the node are shared out in proportion to what each rank sends or receives.
-
-    Args:
-        is_whole: whether all tokens stay on the node.
+    Tokens that stay on the node, all of them if it `is_whole`, are shared out in proportion to what each rank sends or
+    receives.
     """
     out = 0.0
     into = 0.0
@@ -315,11 +301,8 @@ def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: in
     """Add, times `sign`, the time in which ranks receive an expert, and in which its owner sends it once.
 
     Return the time that a piece spends on links other than the slowest one, if guests pass it on one after another. The
-    unit is an expert within a node. An expert enters each node once, at the first guest after the owner in cyclic order
-    of the places in a node.
-
-    Args:
-        guest_M: the ranks that receive the expert, ascending.
+    unit is an expert within a node. An expert enters each node once, at the first guest (ascending in `guest_M`) after
+    the owner in cyclic order of the places in a node.
     """
     total = 0.0
     most = 0.0
@@ -370,12 +353,6 @@ def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
     return 4 * max(near, far) + load_F[COMPUTED] * per_token
 
 
-@compiled("float64[::1](float64[:,::1], float64[::1], Links[::1])", Links)
-def rank_work(loads_XF: np.ndarray, per_token_X: np.ndarray, links_1: np.ndarray) -> np.ndarray:
-    """Return [X] the seconds of X ranks' computation and exchanges beyond latencies; see `CostModel.rank_seconds`."""
-    return np.array([_rank_work(loads_XF[x], per_token_X[x], links_1[0]) for x in range(len(loads_XF))])
-
-
 @compiled(None)
 def sum_work(
     loads_FBD: np.ndarray,
@@ -385,24 +362,20 @@ def sum_work(
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> tuple[float, float]:
-    """Return `CostModel.work_of` the sum of two loads, and set `CostModel.rank_seconds`."""
-    features, microbatches, ranks = loads_FBD.shape
+    """Return `CostModel.work_of` the sum of two loads, and set the work of ranks, `CandidateCosts.work_ABD`."""
+    _, microbatches, ranks = loads_FBD.shape
     links = prices.links
     exchanging = 0.0
     computed = 0.0
-    total_FD = np.empty((features, ranks))
-    total_DF = total_FD.T
     near_D = np.empty(ranks)
     far_D = np.empty(ranks)
     node_N = np.empty((ranks - 1) // links.node_size + 1)
     for b in range(microbatches):
         longest = 0.0
         coded = 0.0
-        for f in range(features):
-            for d in range(ranks):
-                total_FD[f, d] = loads_FBD[f, b, d] + more_FBD[f, b, d]
+        total_FD = loads_FBD[:, b] + more_FBD[:, b]
         for d in range(ranks):
-            work_BD[b, d] = _rank_work(total_DF[d], per_token_D[d], links)
+            work_BD[b, d] = _rank_work(total_FD[:, d], per_token_D[d], links)
             longest = max(longest, total_FD[COMPUTED, d] / rate_D[d])
             sent = total_FD[NEAR_OUT, d] + total_FD[FAR_OUT, d]
             coded = max(coded, sent, total_FD[NEAR_IN, d] + total_FD[FAR_IN, d])
@@ -439,15 +412,9 @@ def _few_batches(busy: float, extra: float, line: SendingLine, far: float, least
     return line.start + alpha * ((pieces if extra > 0 else 1.0) + more) + time + last / pieces
 
 
-@compiled("UniTuple(float64, 2)(float64, float64, SendingPrices[::1])", SendingPrices)
-def few_batches(busy: float, extra: float, sending_1: np.ndarray) -> tuple[float, float]:
-    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
-    return estimate(busy, extra, sending_1[0])
-
-
 @compiled(None)
-def estimate(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
-    """Do what `few_batches` does."""
+def few_batches(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
+    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
     trans = _few_batches(busy, extra, prices.trans, prices.far, prices.least_rounds)
     return trans, _few_batches(busy, extra, prices.agg, prices.far, prices.least_rounds)
 
@@ -458,7 +425,7 @@ def few_batches_each(busy_A: np.ndarray, extra_A: np.ndarray, sending_1: np.ndar
     trans_A = np.zeros(len(busy_A))
     agg_A = np.zeros(len(busy_A))
     for a in range(len(busy_A)):
-        trans_A[a], agg_A[a] = estimate(busy_A[a], extra_A[a], sending_1[0])
+        trans_A[a], agg_A[a] = few_batches(busy_A[a], extra_A[a], sending_1[0])
     return trans_A, agg_A
 
 

@@ -1,6 +1,6 @@
 """Seconds of the all-to-alls of `--moe-comm-alltoall`.
 
-The messages of an all-to-all are described by matrices, one for each of its consecutive stages:
+The messages of an all-to-all are matrices, one for each of its consecutive stages:
 
     default  all in one stage, as the backend sends them
     flat     within nodes, then between nodes      p2p, pipe  all in one stage
@@ -8,7 +8,7 @@ The messages of an all-to-all are described by matrices, one for each of its con
 
 A stage takes the seconds of `Network.batch_seconds`. If a member was measured in an even exchange, its line takes
 precedence: alpha is its latency, and the seconds of its bytes are scaled so that an even exchange takes the measured
-time. So an uneven exchange differs from a measured one by what its busiest resource carries.
+time.
 
 In the shapes, L counts the ranks of a node. Matrices [D, D] hold the bytes from rank i to rank j.
 """
@@ -43,11 +43,14 @@ class ExchangeModel:
 
     def crossing(self, bytes_DD: np.ndarray) -> Crossing:
         """Return what ranks send and receive in the stages of one exchange."""
-        return self.network.crossing(np.stack(stages(self.name, bytes_DD, self.network.node_size)))
+        return self.network.crossing(self._stages(bytes_DD))
+
+    def _stages(self, bytes_DD: np.ndarray) -> np.ndarray:
+        return np.stack(stages(self.name, bytes_DD, self.network.node_size))
 
     def seconds(self, bytes_DD: np.ndarray) -> float:
         """Return the seconds of one exchange; 0 if no bytes leave their rank."""
-        stages_BDD = np.stack(stages(self.name, bytes_DD, self.network.node_size))
+        stages_BDD = self._stages(bytes_DD)
         if not stages_BDD.any():
             return 0.0
         if self.line is None:
@@ -68,15 +71,12 @@ class ExchangeModel:
         """Seconds of an exchange among all ranks, without bytes."""
         if self.line is not None:
             return self.line.alpha
-        ones_BDD = np.stack(stages(self.name, np.ones((self.network.num_ranks,) * 2), self.network.node_size))
+        ones_BDD = self._stages(np.ones((self.network.num_ranks,) * 2))
         return float(self.network.latency(self.network.crossing((ones_BDD > 0) * 1.0)).sum())
 
 
 def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Return the profile of the same links for other ranks: their all-to-all follows from the links.
-
-    Lines of all-to-alls and rates of ranks are those of the measured ranks.
-    """
+    """Return the profile of the same links for other ranks: their all-to-all follows from the links."""
     if (num_ranks, node_size) == (profile.num_ranks, profile.node_size):
         return profile
     found = dataclasses.replace(profile, num_ranks=num_ranks, node_size=node_size, rates=(), all_to_alls={})

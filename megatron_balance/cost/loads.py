@@ -1,9 +1,6 @@
 """What a placement makes ranks compute, send and receive, summed over experts.
 
-`cost/core.py` explains loads, [..., 5, B, D]. The loads of a layer are the sum of the loads of its experts, so a search
-updates them by what one expert adds.
-
-In the shapes, A counts experts, or ways to place one expert.
+`cost/core.py` explains loads, [..., 5, B, D]. In the shapes, A counts experts, or ways to place one expert.
 """
 
 import numpy as np
@@ -53,10 +50,7 @@ def expert_loads(
 ) -> np.ndarray:
     """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways.
 
-    Args:
-        split: a name in SPLITS.
-        counts_ABD: tokens of each source rank, float64.
-        shares_AD, primary_A: as `Tables.shares_ED`, and the primary hosts.
+    Shares are those of `Tables.shares_ED`, and `primary_A` are the primary hosts.
     """
     loads_AFBD = np.zeros((len(counts_ABD), FEATURES, *counts_ABD.shape[1:]))
     counts_ABD = np.ascontiguousarray(counts_ABD, np.float64)
@@ -65,20 +59,23 @@ def expert_loads(
     return loads_AFBD
 
 
-def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
+def _sum_of(
+    network: Network, split: str, counts_EBD: np.ndarray, shares_ED: np.ndarray, primary_E: np.ndarray
+) -> np.ndarray:
+    """Return [5, B, D]: the sum of `expert_loads`."""
     counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
     loads_1FBD = np.zeros((1, FEATURES, *counts_EBD.shape[1:]))
-    alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
-    add_loads(loads_1FBD, counts_EBD, alone_ED, owner_E, network.node_size, False)
+    add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
     return loads_1FBD[0]
+
+
+def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
+    """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
+    alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
+    return _sum_of(network, "proportional", counts_EBD, alone_ED, owner_E)
 
 
 def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
     """Return [5, B, D]: the loads of all experts of a placement."""
-    counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), dtype=np.float64)
-    loads_1FBD = np.zeros((1, FEATURES, *counts_BDE.shape[:2]))
     tables = placement.tables
-    is_local = split == "local_first"
-    add_loads(loads_1FBD, counts_EBD, tables.shares_ED, tables.hosting.primary_E, network.node_size, is_local)
-    return loads_1FBD[0]
+    return _sum_of(network, split, counts_BDE.transpose(2, 0, 1), tables.shares_ED, tables.hosting.primary_E)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, add_loads, carry, layer_work, rank_work
+from megatron_balance.cost.core import Prices, add_loads, carry, layer_work
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.network import Network
@@ -19,7 +19,6 @@ from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS, traffic_of
-from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 Amount = TypeVar("Amount", float, np.ndarray)
@@ -31,19 +30,13 @@ def owners(placement: Placement) -> np.ndarray:
 
 
 def balance_ratio(tokens_BD: np.ndarray) -> float:
-    """Return FlexMoE's Eq. 6, the heaviest rank's tokens over the mean; 1 is perfect balance, also without tokens.
-
-    With several microbatches [B, D], the heaviest ranks' tokens are summed, because each microbatch waits for its own.
-    """
+    """Return FlexMoE's Eq. 6, the tokens [D] or [B, D] of each microbatch's heaviest rank over the mean; without, 1."""
     mean = float(np.sum(np.mean(tokens_BD, axis=-1)))
     return float(np.sum(np.max(tokens_BD, axis=-1))) / mean if mean else 1.0
 
 
 def variance_ratio(tokens_BD: np.ndarray) -> float:
-    """Return FlexMoE's other metric (Section 5.3), on the scale of Eq. 6: 1 plus the standard deviation over the mean.
-
-    Like Eq. 6 it is linear in the excess of loads, so that one threshold suits both.
-    """
+    """Return FlexMoE's other metric (Section 5.3), scaled like Eq. 6: 1 plus the standard deviation over the mean."""
     mean = float(np.mean(tokens_BD))
     return 1.0 + float(np.std(tokens_BD, axis=-1).mean()) / mean if mean else 1.0
 
@@ -58,10 +51,7 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
 
 
 class LayerTime(NamedTuple):
-    """Seconds of an MoE layer in one iteration, by part; `trans` and `agg` are the exposed seconds.
-
-    They are numbers, or arrays if the model was given arrays.
-    """
+    """Seconds, numbers or arrays, of an MoE layer in one iteration; `trans` and `agg` are the exposed seconds."""
 
     all_to_all: Any
     """Seconds of the exchanges, and of their codec; with chunks, those that computation does not hide."""
@@ -84,10 +74,8 @@ class Overlap(NamedTuple):
 
     forward: float
     """T_FNEC: seconds of the forward pass of non-MoE layers."""
-
     backward: float
     """T_BNEC: seconds of their backward pass."""
-
     experts: bool = True
     """Whether the previous block has experts, whose computation hides transfers; False for the first MoE layer."""
 
@@ -98,33 +86,23 @@ class CostModel:
 
     profile: ClusterProfile
     _: KW_ONLY
-
     token_bytes: float
-    """Bytes of one token in an exchange, size(input) in Eq. 1: the mean over the four exchanges, as their codecs send
-    it."""
-
+    """Bytes of one token in an exchange, size(input) in Eq. 1: the mean over the four exchanges, with their codecs."""
     param_bytes: float
     """Bytes of one expert's parameters, as Trans sends them."""
-
     grad_bytes: float
     """Bytes of one expert's gradients, as Agg sends them."""
-
     state_bytes: float = 0.0
     """Bytes of one expert's parameters and optimizer state on one rank, as Transfer sends them."""
-
     coding: float = 0.0
     """Seconds in which a codec compresses and decompresses one token: the mean over the four exchanges."""
-
     split: str = "local_first"
     """A name in SPLITS."""
-
     microbatches: int = 1
-    """Number of microbatches that the loads are for. Each has its own exchanges and computation, with their latencies;
-    Trans and Agg happen once per iteration. A matrix of the loads may stand for several microbatches."""
-
+    """Number of microbatches that the loads are for, each with its own latencies; a matrix of the loads may stand for
+    several. Trans and Agg happen once per iteration."""
     degrees: tuple[int, ...] = (1,)
     """Numbers of chunks in which tokens may pass through the layer; the number with the shortest time is assumed."""
-
     overlap: Overlap | None = None
     """Selects Eq. 8; None selects Eq. 6."""
 
@@ -146,7 +124,7 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile what predictions need, so that no plan takes seconds for it."""
-        for loop in (add_loads, carry, layer_work, rank_work):
+        for loop in (add_loads, carry, layer_work):
             loop.prepare()
         self.transport.prepare()
 
@@ -166,10 +144,6 @@ class CostModel:
         )
         return packed(prices), np.array(self.rate_D, dtype=np.float64), self._seconds_per_token / self.rate_D
 
-    @cached_property
-    def _links_1(self) -> np.ndarray:
-        return packed(self.network.links(self.token_bytes * self.exchange.scale))
-
     @property
     def _seconds_per_token(self) -> float:
         """Seconds in which a rank of average speed computes a token, forward and backward."""
@@ -182,12 +156,8 @@ class CostModel:
 
     def traffic(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
         """Return [B, D, D]: tokens from each source rank to each computing rank in each microbatch."""
-        return np.stack(
-            [
-                traffic_of(self.split, counts_DE, placement, self.network.node_size)
-                for counts_DE in by_microbatch(counts)
-            ]
-        )
+        size = self.network.node_size
+        return np.stack([traffic_of(self.split, counts_DE, placement, size) for counts_DE in by_microbatch(counts)])
 
     def layer_seconds(self, counts: np.ndarray, placement: Placement) -> float:
         """Return the seconds of Eq. 6 (or Eq. 8) for loads [D, E] or [B, D, E] of tokens."""
@@ -214,22 +184,6 @@ class CostModel:
         exchanging_X, computed_X = layer_work(loads_XFBD, *self.prices)
         return exchanging_X.reshape(shape), computed_X.reshape(shape)
 
-    def rank_seconds(self, loads_XFBD: np.ndarray, rates: np.ndarray | None = None) -> np.ndarray:
-        """Return [X, B, D]: each rank's computation and exchanges beyond latencies, FlexMoE's Eq. 7 and 8.
-
-        Adapters that ranks share are left out, because they are no rank's own.
-
-        Args:
-            rates: speeds of the ranks, if the loads are not those of all ranks.
-        """
-        loads_XF = np.moveaxis(loads_XFBD, -3, -1)
-        shape = loads_XF.shape[:-1]
-        per_token_X = np.broadcast_to(
-            self._seconds_per_token / (self.rate_D if rates is None else rates), shape
-        ).flatten()
-        loads_XF = np.ascontiguousarray(loads_XF, np.float64).reshape(-1, loads_XF.shape[-1])
-        return rank_work(loads_XF, per_token_X, self._links_1).reshape(shape)
-
     def time_of(self, exchanging: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
         """Return the layer's time from sums over microbatches; arrays of one shape give arrays of seconds.
 
@@ -242,12 +196,10 @@ class CostModel:
         forward = self.forward_seconds(computed)
         backward = self.backward_seconds(computed)
         trans, agg = self.exposed(computed, trans, agg)
-        if self.degrees == (1,):
-            all_to_all = 4 * (self.microbatches * self.exchange.latency + exchanging)
-        else:
-            parts = self.profile.forward.overhead, self.profile.backward.overhead
-            times = zip((forward, backward), parts, strict=True)
-            all_to_all = sum(self._unhidden(exchanging, seconds, overhead) for seconds, overhead in times)
+        all_to_all = 4 * (self.microbatches * self.exchange.latency + exchanging)
+        if self.degrees != (1,):
+            all_to_all = self._unhidden(exchanging, forward, self.profile.forward.overhead)
+            all_to_all = all_to_all + self._unhidden(exchanging, backward, self.profile.backward.overhead)
         return LayerTime(all_to_all=all_to_all, forward=forward, backward=backward, trans=trans, agg=agg)
 
     def exposed(self, computed: Any, trans: Any, agg: Any) -> tuple[Any, Any]:
@@ -262,8 +214,7 @@ class CostModel:
     def _unhidden(self, exchanging: Any, computing: Any, overhead: float) -> Any:
         """Return the seconds of dispatch and combine in one direction that computation does not hide.
 
-        One resource carries dispatch and combine. Computation starts with the second chunk's dispatch and ends before
-        the last chunk's combine.
+        Computation starts with the second chunk's dispatch and ends before the last chunk's combine.
         """
         best = np.inf
         for degree in self.degrees:
@@ -287,22 +238,13 @@ class CostModel:
         """Return the routes and pieces of a placement's experts with the fewest seconds, and their seconds."""
         return self.transport.best(placement)
 
-    def trans_plan(self, placement: Placement) -> TransPlan:
-        """Return the messages that Trans sends, and Agg in reverse."""
-        return self.transport.plan(placement)
-
-    def plan_seconds(self, plan: TransPlan) -> tuple[float, float]:
-        """Return the seconds of Trans and of Agg that execute a plan."""
-        return tuple(float(ends[-1]) if len(ends) else 0.0 for ends in self.transport.progress(plan))  # pyright: ignore
-
     def transfer_seconds(self, pairs: Iterable[tuple[int, int]]) -> float:
         """Return the busiest rank's seconds to move an expert with optimizer state for each (source, target) pair."""
         sent, received = np.zeros((2, self.profile.num_ranks))
         node_D = self.network.node_D
         for source, target in pairs:
-            seconds = self.profile.link("p2p", "intra" if node_D[source] == node_D[target] else "inter").seconds(
-                self.state_bytes
-            )
+            level = "intra" if node_D[source] == node_D[target] else "inter"
+            seconds = self.profile.link("p2p", level).seconds(self.state_bytes)
             sent[source] += seconds
             received[target] += seconds
         return float(max(sent.max(), received.max()))

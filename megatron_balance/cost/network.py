@@ -1,8 +1,7 @@
 """What messages cost on a cluster whose ranks share nodes, and nodes share adapters.
 
-The ranks of a node exchange messages over its fabric. Messages to other nodes use the node's adapters instead, which
-its ranks share. A batch of messages takes a launch, a little for each message of its busiest rank, and the time in
-which its busiest resource carries its bytes:
+A batch of messages takes a launch, a little for each message of its busiest rank, and the time in which its busiest
+resource carries its bytes:
 
     a rank's link into the fabric     bytes within the node, each way; see `core.take_turns`
     a rank's share of an adapter      bytes to and from other nodes, each way
@@ -27,16 +26,12 @@ class Level(NamedTuple):
 
     launch: float
     """Seconds of a batch, independent of its messages."""
-
     message: float
     """Seconds for each message of the rank that sends or receives the most."""
-
     beta: float
     """Seconds per byte that a rank sends, while it receives as much."""
-
     one_way: float = 1.0
-    """Share of `beta` that a byte takes while none travels in the other direction: 1 if both directions are
-    independent, 1/2 if they take turns."""
+    """Share of `beta` that a byte takes while none travels in the other direction: 1 if directions are independent."""
 
 
 class Crossing(NamedTuple):
@@ -44,7 +39,6 @@ class Crossing(NamedTuple):
 
     near_2XD: np.ndarray
     """[2, ..., D] sent to and received from ranks of the same node."""
-
     far_2XD: np.ndarray
     """[2, ..., D] sent to and received from other nodes."""
 
@@ -118,28 +112,24 @@ class Network:
         near_2XD = np.stack([near_XDD.sum(-1), near_XDD.sum(-2)]) - diagonal_XD
         return Crossing(near_2XD, total_2XD - near_2XD)
 
-    @cached_property
-    def _links_1(self) -> np.ndarray:
-        return packed(self.links(1.0))
-
     def links(self, unit: float) -> Links:
         """Return the links for compiled loops, in seconds per unit of so many bytes."""
         near, far = self.near, self.far
         adapters = float(self.adapters)
         return Links(self.node_size, near.beta * unit, far.beta * unit, near.one_way, far.one_way, adapters)
 
-    def busy(self, bytes_: Crossing) -> "Busy":
+    def busy(self, bytes_: Crossing) -> Busy:
         """Return the seconds for which links and adapters carry these bytes."""
         amount_XFD = np.concatenate([bytes_.near_2XD, bytes_.far_2XD])
         shape = amount_XFD.shape[1:-1]
         amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
         near_XD, far_XD, node_XN, longest_X = carry(amount_XFD, self._links_1)
-        return Busy(
-            near_XD.reshape(*shape, -1),
-            far_XD.reshape(*shape, -1),
-            node_XN.reshape(*shape, -1),
-            longest_X.reshape(shape),
-        )
+        near_XD, far_XD, node_XN = (seconds.reshape(*shape, -1) for seconds in (near_XD, far_XD, node_XN))
+        return Busy(near_XD, far_XD, node_XN, longest_X.reshape(shape))
+
+    @cached_property
+    def _links_1(self) -> np.ndarray:
+        return packed(self.links(1.0))
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...] the seconds in which the busiest resource carries these bytes."""
@@ -157,7 +147,7 @@ class Network:
 
 
 SAME = 0.1
-"""Directions of a link are independent if a byte takes this much less in one of them at most: it may be noise."""
+"""Directions of a link are independent if a byte takes at most this much less in one of them: it may be noise."""
 
 
 def _level(profile: ClusterProfile, kind: str) -> Level:

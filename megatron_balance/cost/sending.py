@@ -1,9 +1,8 @@
 """Seconds of Trans and Agg: as batches of messages, along the routes and in the pieces that take the fewest.
 
 A rank's batch takes a launch, a little for each message, and the time of its bytes on the rank's link or on its share
-of the node's adapters. The thread that launches it takes its own time, and nothing is sent before. An expert is sent as
-one message for each of its tensors; a cut inside a tensor makes two messages of it. All batches of a Trans or an Agg
-together take some seconds more, to start.
+of the node's adapters. Nothing is sent before its thread has launched it. An expert is sent as one message for each of
+its tensors; a cut inside a tensor makes two messages of it.
 
 In the shapes, F is the kind of link (within a node, between nodes), W the direction (sent, received), X a batch, M a
 message, and R a message of one round.
@@ -22,7 +21,6 @@ from megatron_balance.cost.core import (
     MOST_PIECES,
     SendingLine,
     SendingPrices,
-    few_batches,
     few_batches_each,
     link_times,
     take_turns,
@@ -38,7 +36,6 @@ PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PIECES)
 
 MOST_STAGED = 512 * 2**20
 """Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
-
 
 LEAST_ROUNDS = 2
 """Minimum number of rounds of a large expert whose plan is executed in two parts."""
@@ -106,20 +103,14 @@ class BatchModel:
     size: float
     """Bytes of an expert."""
 
-    @cached_property
-    def lines(self) -> tuple[Fit, Fit]:
-        """Lines of a batch of one message in each direction, within a node and between nodes."""
-        near, far = (self.profile.link(self.kind, level) for level in LEVELS)
-        return near, far
-
     @property
     def start(self) -> float:
         """Seconds beyond those of batches."""
-        return self.profile.starts.get(self.kind, 0.0)
+        return self.profile.starts[self.kind]
 
     def times(self, loads: BatchLoads) -> BatchTimes:
         """Return the seconds of batches."""
-        near, far = self.lines
+        near, far = (self.profile.link(self.kind, level) for level in LEVELS)
         network = self.network
         amount_FXD = loads.amount_FWXD.max(1)
         share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0])
@@ -139,11 +130,7 @@ class BatchModel:
         return BatchTimes(latency_XD, tensor_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
 
     def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
-        """Return [X, D] the share of a full batch's time that a node's messages within it take.
-
-        The lines hold for batches in which every rank sends and receives as much as its busiest one. Where the ranks of
-        a node share its fabric, less takes less time (`core.take_turns`).
-        """
+        """Return [X, D] the share of a full batch's time that a node's messages take; see `core.take_turns`."""
         network = self.network
         one_way = network.near.one_way
         if one_way >= 1:
@@ -164,19 +151,20 @@ class BatchModel:
             backward: whether the rounds run backward, and messages go from targets to sources.
         """
         network = self.network
-        free_D, carried_WN = np.zeros(network.num_ranks), np.zeros((2, len(network.first_N)))
-        """When each node's adapters have sent and received all bytes so far."""
+        free_D = np.zeros(network.num_ranks)
+        # When each node's adapters have sent and received all bytes so far
+        carried_WN = np.zeros((2, len(network.first_N)))
         if not len(plan):
             return np.zeros(0), free_D
-        columns = plan.columns
+        _, source_M, target_M, _, pieces_M, round_M = plan.columns
+        ends_WM = np.stack([source_M, target_M])
         if backward:
-            order_M = np.argsort(-plan.round_M, kind="stable")
-            columns = [column_M[order_M] for column_M in columns]
-            columns[-1] = len(plan) - 1 - columns[-1]
-        _, source_M, target_M, _, pieces_M, round_M = columns
-        ends_WM = np.stack([target_M, source_M] if backward else [source_M, target_M])
+            order_M = np.argsort(-round_M, kind="stable")
+            ends_WM = ends_WM[::-1, order_M]
+            pieces_M = pieces_M[order_M]
+            round_M = len(plan) - 1 - round_M[order_M]
         times = self.times(BatchLoads.of(network, ends_WM[0], ends_WM[1], 1 / pieces_M, round_M))
-        is_far_M = network.node_D[source_M] != network.node_D[target_M]
+        is_far_M = network.node_D[ends_WM[0]] != network.node_D[ends_WM[1]]
         latency_M = (times.latency_XD + times.tensor_XD)[round_M, ends_WM].max(0)
         byte_M = times.byte_FXD[is_far_M * 1, round_M, ends_WM].max(0)
         finished = []
@@ -210,12 +198,8 @@ def _carry(carried_WN: np.ndarray, node_WR: np.ndarray, start_R: np.ndarray, sec
 def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_rounds: int) -> tuple[int, float, float]:
     """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
 
-    The seconds are upper bounds: those of ranks that begin and end every batch together.
-
-    Args:
-        models: of the batches of Trans and of Agg.
-        found: at least one hop.
-        least_rounds: minimum number of batches.
+    The seconds are upper bounds: those of ranks that begin and end every batch together. `models` are those of Trans
+    and of Agg, and `found` is not empty.
     """
     stages = int(found.stage_M.max()) + 1
     first_X, after_X, number_AX = _windows(stages)
@@ -236,10 +220,7 @@ def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_roun
 
 @functools.cache
 def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `plan_hops` sends in one batch: of each piece, a stage, from a first one up to one before another.
-
-    The last result is [A, X]: how often a batch with these stages occurs, for each number of pieces of PIECES.
-    """
+    """Return first and after-last stages of the batches of `plan_hops`, and [A, X] their numbers for each of PIECES."""
     windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
     number_AX = np.zeros((len(PIECES), len(windows)))
     for row, pieces in zip(number_AX, PIECES, strict=True):
@@ -277,7 +258,7 @@ class SendingModel:
     @staticmethod
     def prepare() -> None:
         """Compile the loops, so that no prediction takes seconds for it."""
-        for loop in (few_batches, few_batches_each, link_times, take_turns):
+        for loop in (few_batches_each, link_times, take_turns):
             loop.prepare()
 
     @cached_property
@@ -295,25 +276,23 @@ class SendingModel:
     @cached_property
     def _lines(self) -> list[list[Fit]]:
         """Lines of a piece of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
-        return [[self._line(kind, level, 2) for level in LEVELS] for kind in ROUNDS]
+        return [[self._line(model, level) for level in LEVELS] for model in self._batches]
 
-    def _line(self, kind: str, level: str, ways: int) -> Fit:
-        """Return the line of a rank that sends or receives experts, or does both (`ways` is 2).
-
-        The messages that an expert takes beyond one for each piece take seconds in proportion to the bytes.
-        """
-        line = self.profile.link(kind, level)
-        launch = self.profile.launch(kind, level)
-        size = self.param_bytes if kind == ROUNDS[0] else self.grad_bytes
-        more = ways * (self.profile.tensors - 1) * launch.beta / size if size else 0.0
+    def _line(self, model: BatchModel, level: str) -> Fit:
+        """Return a line. Messages beyond one for each piece take seconds in proportion to the bytes."""
+        line = self.profile.link(model.kind, level)
+        launch = self.profile.launch(model.kind, level)
+        more = 2 * (self.profile.tensors - 1) * launch.beta / model.size if model.size else 0.0
         return line._replace(alpha=max(line.alpha, launch.seconds(1)), beta=line.beta + more)
 
     @cached_property
     def _batches(self) -> tuple[BatchModel, BatchModel]:
         """Models of the batches of Trans and of Agg."""
-        sizes = self.param_bytes, self.grad_bytes
-        trans, agg = (BatchModel(self.profile, self.network, *some) for some in zip(ROUNDS, sizes, strict=True))
-        return trans, agg
+        trans, agg = ROUNDS
+        return (
+            BatchModel(self.profile, self.network, trans, self.param_bytes),
+            BatchModel(self.profile, self.network, agg, self.grad_bytes),
+        )
 
     def best(self, placement: Placement) -> Sending:
         """Return the route and the pieces with the fewest seconds of Trans; ties go to fewer batches and pieces."""
@@ -364,15 +343,14 @@ class SendingModel:
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
         """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
 
-        Where nothing follows, the owners send in one batch. Otherwise guests pass on their parts, piece by piece: c
-        pieces take c + 1 batches, and the last piece is passed on alone. It is an estimate for many placements.
-
-        The unit is an expert within a node; arguments are numbers, or arrays of one shape.
+        It is an estimate for many placements. Where nothing follows, the owners send in one batch. Otherwise guests
+        pass on their parts, piece by piece: c pieces take c + 1 batches, and the last piece is passed on alone. An
+        expert within a node is the unit; arguments are numbers, or arrays of one shape.
         """
-        if np.ndim(busy) == 0:
-            return few_batches(float(busy), float(extra), self.prices_1)
-        trans_A, agg_A = few_batches_each(np.ravel(busy), np.ravel(extra), self.prices_1)
-        return trans_A.reshape(np.shape(busy)), agg_A.reshape(np.shape(busy))
+        busy_X, extra_X = (np.asarray(times, np.float64) for times in (busy, extra))
+        trans_A, agg_A = few_batches_each(busy_X.ravel(), extra_X.ravel(), self.prices_1)
+        # Of numbers, arrays without axes, and then numbers again
+        return trans_A.reshape(busy_X.shape)[()], agg_A.reshape(busy_X.shape)[()]
 
     @cached_property
     def prices_1(self) -> np.ndarray:
@@ -382,16 +360,15 @@ class SendingModel:
     @cached_property
     def prices(self) -> SendingPrices:
         """The numbers that `few_batches` takes."""
-        sizes = self.param_bytes, self.grad_bytes
         trans, agg = (
             SendingLine(
                 *near[:2],
                 *far[:2],
-                float(size),
-                2 * self.profile.launch(kind, LEVELS[0]).beta,
-                float(batches.start),
+                float(model.size),
+                2 * self.profile.launch(model.kind, LEVELS[0]).beta,
+                float(model.start),
             )
-            for kind, (near, far), size, batches in zip(ROUNDS, self._lines, sizes, self._batches, strict=True)
+            for (near, far), model in zip(self._lines, self._batches, strict=True)
         )
         return SendingPrices(trans, agg, float(self.far), self.least_rounds)
 
@@ -405,39 +382,12 @@ class SendingModel:
     def expert_seconds(self, *, far: bool) -> tuple[float, float]:
         """Return the seconds of Trans and Agg of one expert to another node if there are several, or within a node."""
         index = int(far and self.profile.num_ranks > self.profile.node_size)
-        sizes = self.param_bytes, self.grad_bytes
-        trans, agg = (
-            batches.start + lines[index].seconds(size)
-            for batches, lines, size in zip(self._batches, self._lines, sizes, strict=True)
-        )
-        return trans, agg
-
-    def at_least(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-        """Return lower bounds for Trans and for Agg: seconds of a launch, and of an expert's bytes on a link.
-
-        The links are a rank's within its node, and its own between nodes.
-        """
-        one_way = self.network.near.one_way
-        lines = [[self._line(kind, level, 1) for level in LEVELS] for kind in ROUNDS]
-        trans, agg = (
-            (
-                model.start + min(near.alpha * one_way, far.alpha),
-                near.beta * one_way * model.size,
-                far.beta * model.size,
-            )
-            for (near, far), model in zip(lines, self._batches, strict=True)
-        )
+        found = zip(self._batches, self._lines, strict=True)
+        trans, agg = (model.start + lines[index].seconds(model.size) for model, lines in found)
         return trans, agg
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return [A, D] the time in which each rank receives an expert, or in which its owner sends it once.
-
-        The second result is [A], the time that a piece spends on links other than the slowest one, if guests pass it on
-        one after another. The unit is an expert within a node. An expert enters each node once.
-
-        Args:
-            guests_AD: bool, ranks that receive the expert.
-        """
+        """Return `core.link_times` of experts with these guests, [A, D] bool."""
         return link_times(np.ascontiguousarray(owner_A), guests_AD, self.network.node_size, float(self.far))
 
     def progress(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -451,10 +401,7 @@ class SendingModel:
         return trans.progress(plan, backward=False)[1], agg.progress(plan, backward=True)[1]
 
     def rounds_beside(self, plan: TransPlan, seconds: tuple[float, float]) -> tuple[int, int]:
-        """Return how many rounds of Trans, and of Agg, fit a computation of these forward and backward seconds.
-
-        They are the last rounds of Trans, and the first rounds that Agg executes.
-        """
+        """Return how many last rounds of Trans, and first rounds of Agg, fit these forward and backward seconds."""
         if not len(plan):
             return 0, 0
         forward, backward = seconds

@@ -1,9 +1,7 @@
 """`planning.fit.fit` on the device, to the bit.
 
-The exact load of a layer is known only when its router has run, and only on the device. A host that plans from it has
-to wait for the device and then launches the layer's other kernels late. Here, the host never reads a value. One program
-makes one layer's moves, in whole numbers, in a fixed order and without atomics, so all ranks that know the same loads
-find the same moves.
+The host never reads a value, so that it does not wait for the device. One program makes one layer's moves, in whole
+numbers, in a fixed order and without atomics, so all ranks that know the same loads find the same moves.
 
 A value and its index form one int64 key, value * 2**INDEX_BITS + index, so that one maximum finds both, with ties as in
 `planning.fit`. All state stays in the program's registers.
@@ -83,17 +81,8 @@ def fit(
         far: cost of a guest on another node, in PARTS of one on the owner's node; below 2**INDEX_BITS.
         reaches_far: whether guests may be on other nodes than the owner.
         order: one of `planning.fit.ORDERS`.
-
-    Raises:
-        ValueError: if a tensor has another type, shape or device, or if a number is too large for a key.
     """
     layers, ranks, homes = tokens_LDS.shape
-    per_rank = {"loads": loads_LD, "capacities": capacities_LD, "slots": slots_LD}
-    _check(tokens_LDS, {"experts": experts_LDS}, (layers, ranks, homes))
-    _check(tokens_LDS, per_rank, (layers, ranks))
-    largest = max(num_experts, -(-ranks // node_size) * node_size, far)
-    if largest >> INDEX_BITS:
-        raise ValueError(f"{num_experts} experts, {ranks} ranks and far {far} must be below {1 << INDEX_BITS}")
     # Each move ends an expert, a rank's room or, unless guests are filled, a rank's excess. No rank has both
     most = ranks * (homes + 1)
     fits = Fits(
@@ -102,7 +91,7 @@ def fit(
         excess_LN=tokens_LDS.new_zeros(layers, most + 1),
         quotas_LED=tokens_LDS.new_zeros(layers, num_experts, ranks),
     )
-    given = (tensor.contiguous() for tensor in (tokens_LDS, experts_LDS, *per_rank.values()))
+    given = (tensor.contiguous() for tensor in (tokens_LDS, experts_LDS, loads_LD, capacities_LD, slots_LD))
     chosen = constants(ranks, homes, num_experts, node_size=node_size, reaches_far=reaches_far, order=order)
     fit_kernel[(layers,)](*given, *fits, far, **chosen, num_warps=warps(ranks * homes))
     return fits
@@ -127,17 +116,6 @@ def constants(
 def warps(experts: int) -> int:
     """Return the number of warps for a layer with so many experts, a power of two."""
     return min(MAX_WARPS, max(1, triton.next_power_of_2(experts) // EXPERTS_PER_WARP))
-
-
-def _check(tokens: torch.Tensor, others: dict[str, torch.Tensor], shape: tuple[int, ...]) -> None:
-    if not tokens.is_cuda and isinstance(fit_kernel, triton.JITFunction):
-        raise ValueError(f"tokens are on {tokens.device}: move them to a CUDA device, or set TRITON_INTERPRET=1")
-    for name, tensor in {"tokens": tokens, **others}.items():
-        if tensor.dtype != torch.int64 or tensor.device != tokens.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: give it as int64 on {tokens.device}")
-    for name, tensor in others.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {[*tensor.shape]}: tokens {[*tokens.shape]} need {[*shape]}")
 
 
 @triton.jit(do_not_specialize=["far"])

@@ -1,9 +1,9 @@
 """Measures a cluster: alpha and beta of every collective, and the speed of every rank's experts."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
@@ -26,14 +26,14 @@ from megatron_balance.profile.cluster_profile import (
     ParallelLines,
     Throughput,
     fit,
+    load,
 )
-from megatron_balance.profile.profile_file import load
 
 Lines = TypeVar("Lines")
 
 SIZES = tuple(4**power << 13 for power in range(6))
-"""Bytes of the messages that are timed: 8 KiB to 8 MiB. Of two ranks, each then receives 16 MiB in an exchange; glibc
-allocates 32 MiB and more anew each time, which takes longer than copying them."""
+"""Bytes of the messages that are timed: 8 KiB to 8 MiB. glibc allocates 32 MiB and more anew each time, which takes
+longer than copying them."""
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
 """Sizes for fast links, on which 8 MiB take hardly longer than an empty message."""
@@ -51,15 +51,13 @@ REPEATS = 9
 """Number of measurements of a few operations; their `middle` counts."""
 
 PASSES = 9
-"""Number of times that all communication is measured; the `middle` counts. The machine may be slower for
-seconds."""
+"""Number of times that all communication is measured; the `middle` counts. The machine may be slower for seconds."""
 
 TURNS = 3
 """Number of measurements in each pass, and of passes that measure computation."""
 
 LOAD_SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
-"""Batches of a Trans or an Agg, and the experts that a rank sends and receives: as along routes of few batches, and
-along chains."""
+"""Batches of a Trans or an Agg, and the experts that a rank sends and receives."""
 
 MOST_SENT = 64 << 20
 """Maximum bytes that a rank sends: the loads of all sizes have their memory at the same time."""
@@ -85,10 +83,7 @@ def measure(
 ) -> ClusterProfile:
     """Measure this job's cluster; every rank of the job calls it and gets the same profile.
 
-    All expert-parallel groups measure at the same time, because they communicate at the same time in training. The
-    profile is the one of the job's first rank. `group_kinds` defines the members of each kind of group, and the
-    substitute for a kind that the cluster lacks. `operations` and `ClusterProfile.links` define each
-    collective and its bytes.
+    All expert-parallel groups measure at the same time, because they communicate at the same time in training.
 
     Args:
         job: the default process group, whose ranks have to create all sub-groups together.
@@ -97,7 +92,7 @@ def measure(
         device: device of the messages.
         sizes_bytes: at least four sizes of messages.
         repeats: number of measurements in each pass; their `middle` counts.
-        log: receives a line of progress per collective; None on ranks that do not log.
+        log: receives a line per collective; None on ranks that do not log.
 
     Raises:
         ValueError: there is nothing to measure, or there are too few sizes; raised on every rank.
@@ -127,17 +122,12 @@ def measure(
 
 
 def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -> Lines:
-    """Call a function on every rank, because its collectives need all of them; return the first rank's result.
-
-    Raises:
-        ValueError: the function raised it on the first rank.
-    """
-    outcome: Lines | ValueError
+    """Call a function on every rank, and return the first rank's result or raise its ValueError."""
+    outcomes: list[Any] = [None]
     try:
-        outcome = measure_lines()
+        outcomes[0] = measure_lines()
     except ValueError as error:
-        outcome = error
-    outcomes = [outcome]
+        outcomes[0] = error
     dist.broadcast_object_list(outcomes, group=job, group_src=0)
     if isinstance(outcomes[0], ValueError):
         raise outcomes[0]
@@ -155,16 +145,6 @@ def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
     return {kind: found[kind] if len(found[kind]) > 1 else everyone for kind in GROUPS}
 
 
-class Communication(NamedTuple):
-    """Lines of a ClusterProfile."""
-
-    links: dict[str, dict[str, Fit]]
-    messages: dict[str, Fit]
-    launches: dict[str, dict[str, Fit]]
-    starts: dict[str, float]
-    all_to_alls: dict[str, Fit]
-
-
 def fit_profile(
     bench: GroupBench,
     num_ranks: int,
@@ -176,56 +156,51 @@ def fit_profile(
 ) -> ClusterProfile:
     """Return the profile of the cluster that `bench` times. `fit` draws lines over bytes, and over tokens for experts.
 
-    Args:
-        log: receives a line of progress per collective.
-
     Raises:
         ValueError: there are too few sizes or numbers of tokens for a line.
     """
-    report = log or (lambda line: None)
-    coding = {name: functools.partial(bench.code, name, tokens) for name in bench.codecs}
+    coding = [functools.partial(bench.code, name, tokens) for name in bench.codecs]
     communication = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
-    experts, *codecs = _middles([functools.partial(bench.compute, tokens), *coding.values()], TURNS)
-    for collective, lines in communication.links.items():
-        report(f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}")
-    launches = {f" of {kind}": lines for kind, lines in communication.launches.items()}
-    for name, lines in {"": communication.messages, **launches}.items():
-        texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
-        report(f"a batch{name} + each of its messages: {'; '.join(texts)}")
-    for name, line in communication.all_to_alls.items():
-        report(f"{name}: {_text(line)}")
-
+    experts, *codecs = _middles([functools.partial(bench.compute, tokens), *coding], TURNS)
     rates, forward, backward = experts_speed(tokens, *experts)
-    report(
-        f"experts: {forward.seconds_per_token * 1e6:.3g} us per token forward, "
-        f"{backward.seconds_per_token * 1e6:.3g} us backward; rates "
-        f"{', '.join(f'{rate:.2f}' for rate in rates) or 'equal'}"
-    )
-    coded = {}
-    for name, both_directions in zip(coding, codecs, strict=True):
-        encode, decode = (throughput(tokens, seconds_T.tolist()) for seconds_T in both_directions)
-        coded[name] = CodecTimes(encode, decode)
-        report(
-            f"{name}: {encode.seconds_per_token * 1e6:.3g} us per token to compress, "
-            f"{decode.seconds_per_token * 1e6:.3g} us back"
-        )
-    return ClusterProfile(
+    profile = ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
         tensors=bench.tensors,
         forward=forward,
         backward=backward,
         rates=rates,
-        codecs=coded,
-        **communication._asdict(),
+        codecs={
+            name: CodecTimes(*(throughput(tokens, seconds_T.tolist()) for seconds_T in both_directions))
+            for name, both_directions in zip(bench.codecs, codecs, strict=True)
+        },
+        **communication,
     )
+    if log is not None:
+        for line in _description(profile):
+            log(line)
+    return profile
+
+
+def _description(profile: ClusterProfile) -> Iterator[str]:
+    for collective, lines in profile.links.items():
+        yield f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}"
+    launches = {f" of {kind}": lines for kind, lines in profile.launches.items()}
+    for name, lines in {"": profile.messages, **launches}.items():
+        texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
+        yield f"a batch{name} + each of its messages: {'; '.join(texts)}"
+    for name, line in profile.all_to_alls.items():
+        yield f"{name}: {_text(line)}"
+    forward, backward = (1e6 * line.seconds_per_token for line in (profile.forward, profile.backward))
+    rates = ", ".join(f"{rate:.2f}" for rate in profile.rates) or "equal"
+    yield f"experts: {forward:.3g} us per token forward, {backward:.3g} us backward; rates {rates}"
+    for name, times in profile.codecs.items():
+        encode, decode = (1e6 * line.seconds_per_token for line in times)
+        yield f"{name}: {encode:.3g} us per token to compress, {decode:.3g} us back"
 
 
 def loads(sizes_bytes: Sequence[int]) -> list[Load]:
-    """Return the loads to time with experts of these sizes, ordered by size.
-
-    No rank sends more than the largest size, nor more than MOST_SENT.
-    """
+    """Return the loads to time, ordered by size; no rank sends more than the largest size or MOST_SENT."""
     limit = min(max(sizes_bytes), MOST_SENT)
     found = [Load(*shape, size) for size in sorted(sizes_bytes) for shape in LOAD_SHAPES]
     return [load for load in found if load.experts * load.num_bytes <= limit]
@@ -247,24 +222,16 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
 
     None is negative. Several numbers of batches and messages tell them apart.
 
-    Args:
-        tensors: number of tensors of an expert.
-
     Raises:
         ValueError: there are less than four sizes.
     """
     sizes = sorted({load.num_bytes for load in given})
     if len(sizes) < 4:
         raise ValueError(f"fit: give at least four different sizes, not {sizes}")
-    terms = (
-        np.array(
-            [
-                (1, batches, 2 * experts * (tensors + batches - 1), experts * num_bytes)
-                for batches, experts, num_bytes in given
-            ]
-        )
-        / np.array(seconds)[:, None]
-    )
+    numbers = [
+        (1, one.batches, 2 * one.experts * (tensors + one.batches - 1), one.experts * one.num_bytes) for one in given
+    ]
+    terms = np.array(numbers) / np.array(seconds)[:, None]
     is_held = np.array([sizes.index(load.num_bytes) % 2 == 1 for load in given])
     found = _positive(terms)
     start, launch, message, byte = found
@@ -283,8 +250,8 @@ def _error(terms: np.ndarray, seconds: list[float]) -> float:
     return float(np.sqrt(np.mean((terms @ seconds - 1) ** 2)))
 
 
-def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> Communication:
-    """Measure each collective among each kind of group, batches of messages, and the all-to-alls."""
+def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a ClusterProfile that are measured among each kind of group."""
     given = loads(sizes_bytes)
     amounts = dict.fromkeys(COLLECTIVES, sizes_bytes) | dict.fromkeys(ROUNDS, given) | {"messages": COUNTS}
     keys = [(name, members) for name in amounts for members in sorted(set(kinds.values()))]
@@ -294,13 +261,13 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: found.line for key, found in batches.items()}
-    return Communication(
-        links={name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
-        messages={level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
-        launches={name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
-        starts={name: batches[name, kinds["ep"]].start for name in ROUNDS},
-        all_to_alls={name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
-    )
+    return {
+        "links": {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
+        "messages": {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
+        "launches": {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
+        "starts": {name: batches[name, kinds["ep"]].start for name in ROUNDS},
+        "all_to_alls": {name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
+    }
 
 
 def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
@@ -314,11 +281,8 @@ def experts_speed(
 ) -> tuple[tuple[float, ...], Throughput, Throughput]:
     """Return the ranks' rates, and the forward and backward pass of a rank with the rate 1.
 
-    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank.
-
-    Args:
-        tokens: [T] numbers of tokens per rank.
-        forward_TD, backward_TD: [T, D] seconds of each rank.
+    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank. T counts the
+    numbers of tokens per rank.
     """
     speed_TD = 1 / (forward_TD + backward_TD)
     speed_D = np.median(speed_TD / speed_TD.mean(1, keepdims=True), axis=0)
@@ -343,22 +307,20 @@ def measure_parallel(
 
     Args:
         stopwatch: the stopwatch of all shards of all hosts.
-        job: the default process group.
-        mp: tensor-parallel ranks.
-        esp: shards of an expert.
+        mp, esp: see ParallelLines.
         calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
-        ranges: by line, the fewest and the most bytes that it has to predict. Only sizes around them are measured,
-            because a line through sizes of all magnitudes is too coarse to compare schedules that hardly differ.
+        ranges: by line, the fewest and the most bytes that it has to predict. A line through sizes of all magnitudes
+            would be too coarse to compare schedules that hardly differ.
         log: receives a line of text per line measured; None on ranks that do not log.
     """
-    report = log or (lambda line: None)
 
     def measure_lines() -> ParallelLines:
         lines = {}
         for name, (low, high) in ranges.items():
             sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
             lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
-            report(f"tensor-parallel {name}: {_text(lines[name])}")
+            if log is not None:
+                log(f"tensor-parallel {name}: {_text(lines[name])}")
         return ParallelLines(mp, esp, **lines)
 
     return _of_first_rank(measure_lines, job)
@@ -382,9 +344,6 @@ def measured_once(
 
     Every rank of the job calls it. Only rank 0 reads and writes, and all ranks get its profile.
 
-    Args:
-        measure_cluster: measures the profile; every rank calls it.
-
     Raises:
         ValueError: the file is damaged, belongs to another cluster, or cannot be written; raised on every rank.
     """
@@ -399,8 +358,7 @@ def measured_once(
             measured.save(paths[0])
         return measured
 
-    found = on_first_rank(read)
-    if found is not None:
+    if (found := on_first_rank(read)) is not None:
         return found
     measured = measure_cluster()
     try:

@@ -16,17 +16,15 @@ from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.rows import combine, gather_rows, row_order
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import ExpertPiece, TransPlan
-from megatron_balance.profile.cluster_profile import ROUNDS
 
 Call = Callable[[], object]
 """An operation to time; it can be called any number of times."""
 
 
 class Passes(NamedTuple):
-    """The forward and backward pass of one rank's experts, or both directions of a codec, on a number of tokens."""
+    """The forward and backward pass of one rank's experts, or both directions of a codec."""
 
     forward: Call
-
     backward: Call
     """The backward pass of the latest forward pass."""
 
@@ -93,7 +91,6 @@ def even_exchange(exchange: AllToAll, buffer: torch.Tensor) -> Call:
 
 
 def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: int) -> Call:
-    """Return a call after which each rank has a buffer with an equal part from every rank."""
     part = buffer.new_zeros(-(-len(buffer) // group.size()))
     gathered = part.new_empty(len(part) * group.size())
     return lambda: dist.all_gather_into_tensor(gathered, part, group=group)
@@ -119,11 +116,7 @@ class SyntheticSlots:
 
 
 def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
-    """Return a plan in which every rank sends its experts to other ranks in turn, a piece of each in every batch.
-
-    Args:
-        step: distances between ranks that exchange messages are multiples of it.
-    """
+    """Return a plan in which every rank sends its experts to ranks at distances that are multiples of `step`."""
     peers = max(1, num_ranks // step - 1)
     routes = [
         (rank * load.experts + index, rank, (rank + step * (1 + index % peers)) % num_ranks)
@@ -135,9 +128,10 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
     return TransPlan.of(rounds), owners.with_hosts((expert, target) for expert, _, target in routes)
 
 
-def _transfer(
+def transfer(
     kind: str, group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
 ) -> Call:
+    """Return a call that runs the Trans or the Agg of `plan`, given the tensors of as many experts as guests."""
     run = getattr(TransAgg(group), kind)
     return functools.partial(run, *plan(group.size(), step, load), SyntheticSlots(slots))
 
@@ -149,27 +143,15 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
     "all_gather": _all_gather,
     "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),
 }
-"""Collectives by name, as functions of a group, a buffer and a step between ranks that return a call; the buffer has
-the bytes that `ClusterProfile.links` counts."""
-
-TRANSFERS: dict[str, Callable[[dist.ProcessGroup, int, Load, Sequence[Sequence[torch.Tensor]]], Call]] = {
-    kind: functools.partial(_transfer, kind) for kind in ROUNDS
-}
-"""Trans and Agg of `plan`, as functions of a group, a step between ranks, a load, and the tensors of as many experts as
-guests that return a call. Agg adds every piece up and sets it to zero."""
+"""Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a step between ranks."""
 
 
 def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
-    """Return `slot_passes` over `tokens` rows that are shared evenly among the experts."""
-    slots = len(experts.linear_fc1.weight)
-    return slot_passes(experts, torch.tensor([(tokens + slot) // slots for slot in range(slots)]))
-
-
-def slot_passes(experts: GroupedExperts, tokens_per_slot: torch.Tensor) -> Passes:
-    """Return passes over `tokens_per_slot` [S] int64 rows per expert, in the experts' dtype and on their device."""
+    """Return passes over `tokens` rows that are shared evenly among the experts, in their dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
-    tokens = int(tokens_per_slot.sum())
+    slots = len(weight_SOH)
     hidden = weight_SOH.shape[-1]
+    tokens_per_slot = torch.tensor([(tokens + slot) // slots for slot in range(slots)])
     # Not the default generator: measuring must not change the training
     generator = torch.Generator(weight_SOH.device).manual_seed(0)
     new = {"dtype": weight_SOH.dtype, "device": weight_SOH.device, "generator": generator}
@@ -204,8 +186,8 @@ def schedule_call(
     """Return the operation whose time a line of ParallelLines predicts, on about `num_bytes` bytes.
 
     Args:
-        dispatch: the dispatch of megatron for the line `gathered`, of s2 with a group for simultaneous exchanges for
-            the lines of tensor-parallel ranks, of s1 or s2 for `all_to_all`.
+        dispatch: of megatron for `gathered`; of s1 or s2 for `all_to_all`; of s2 with a group for simultaneous
+            exchanges for the lines of tensor-parallel ranks.
         line: a name in ParallelLines.
     """
     groups = dispatch.groups

@@ -18,20 +18,21 @@ from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.job.groups import Members, NodeGroups, new_node_groups, new_sub_groups
 from megatron_balance.measure.operations import (
     OPERATIONS,
-    TRANSFERS,
     Call,
     Load,
     Passes,
     even_exchange,
     idle,
     messages,
+    transfer,
 )
+from megatron_balance.profile.cluster_profile import ROUNDS
 
 SMALL_BYTES = 256
 """Bytes of a message whose latency is measured."""
 
 EVICTING_BYTES = 8 * 2**20
-"""More than a core's own caches. Four ranks together have as much as the cache that a processor's cores often share."""
+"""More than a core's own caches."""
 
 
 def middle(seconds: np.ndarray) -> np.ndarray:
@@ -46,83 +47,48 @@ def middle(seconds: np.ndarray) -> np.ndarray:
 QUEUING_CYCLES = 8_000_000
 """About 4 ms of a device, in which the host queues a call."""
 
-MOST_REPEATS = 200
-"""Maximum number of times that a short call is timed, unless every call is timed more often."""
-
 
 @dataclass(frozen=True)
 class Stopwatch:
     """Times operations that all ranks of a group run together; all of them make the same calls."""
 
     group: dist.ProcessGroup
-
     device: torch.device
-
     repeats: int
-    """Minimum number of times that a call is timed."""
-
-    patience: float = 0.0
-    """Seconds for which a shorter call is timed, because threads that wait for each other wake up sooner or later: the
-    shorter a call, the more its seconds vary."""
+    """Number of times that a call is timed."""
 
     def typical(self, calls: Sequence[Call], together: int = 1) -> list[float]:
         """Return each call's seconds on its slowest rank, the `middle` of its repeats; the same on every rank.
 
-        The slowest rank counts because a rank may return before the others have its data. The calls take turns, so
-        that other load on the machine affects all of them. Their order differs from repeat to repeat, because a call
-        that follows a long one takes longer.
-
-        Args:
-            together: number of consecutive calls that keep their order.
+        The calls take turns, so that other load on the machine affects all of them. Their order differs from repeat to
+        repeat, except for runs of `together` consecutive calls, because a call that follows a long one takes longer.
         """
-        found = self._repeat(calls, together)
-        seconds = torch.cat(found)
+        seconds = self._repeat(calls, together)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(middle(part)) for part in np.split(seconds.cpu().numpy(), np.cumsum([*map(len, found)])[:-1])]
+        return middle(seconds.cpu().numpy()).tolist()
 
     def typical_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
         """Return the `middle` seconds of each call on each rank, [calls, ranks]; the same on every rank."""
-        own = [float(middle(seconds.cpu().numpy())) for seconds in self._repeat(calls, together)]
-        own = torch.tensor(own, dtype=torch.float64, device=self.device)
+        own = torch.from_numpy(middle(self._repeat(calls, together).cpu().numpy())).to(self.device)
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
 
-    def _repeat(self, calls: Sequence[Call], together: int) -> list[torch.Tensor]:
-        """Return, for each call, this rank's seconds of all its repeats, float64."""
+    def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
+        """Return [repeats, calls] float64: this rank's seconds."""
         for call in calls:
             call()
-        numbers = self._numbers(calls, together)
-        most = max(numbers, default=0)
-        found = [[] for _ in calls]
-        for repeat in range(most):
-            # The repeats of each call are spread over all of them
-            (turns,) = ((repeat + 1) * numbers // most > repeat * numbers // most).nonzero()
-            firsts = (together * np.random.default_rng(repeat).permutation(turns)).tolist()
-            for index in (first + offset for first in firsts for offset in range(together)):
-                found[index].append(self._timed(calls[index]))
-        return [torch.tensor(seconds, dtype=torch.float64, device=self.device) for seconds in found]
-
-    def _numbers(self, calls: Sequence[Call], together: int) -> np.ndarray:
-        """Return how often to time each run of consecutive calls, `together` each; the same on every rank."""
-        if not self.patience:
-            return np.full(len(calls) // together, self.repeats)
-        seconds = torch.tensor([self._timed(call) for call in calls], dtype=torch.float64, device=self.device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
-        lengths = seconds.view(-1, together).sum(1).cpu().numpy()
-        return np.ceil(self.patience / lengths).clip(self.repeats, MOST_REPEATS).astype(int)
-
-    def _timed(self, call: Call) -> float:
-        """Return this rank's seconds of a call that all ranks begin together."""
-        self._meet()
-        return self._seconds(call)
+        seconds = np.zeros((self.repeats, len(calls)))
+        for repeat in range(self.repeats):
+            firsts = together * np.random.default_rng(repeat).permutation(len(calls) // together)
+            for index in (firsts[:, None] + np.arange(together)).ravel().tolist():
+                self._meet()
+                seconds[repeat, index] = self._seconds(calls[index])
+        return torch.from_numpy(seconds).to(self.device)
 
     @functools.cached_property
     def _other_memory(self) -> torch.Tensor:
-        """What a processor reads and writes between two calls, so that its caches do not have the next one's data.
-
-        In a run, other work does that. A device's caches are small compared with messages.
-        """
+        """What a processor writes between two calls, as other work does, so that its caches lack the calls' data."""
         return torch.zeros(EVICTING_BYTES if self.device.type == "cpu" else 0, dtype=torch.uint8, device=self.device)
 
     def _meet(self) -> None:
@@ -155,25 +121,18 @@ class GroupBench:
 
     stopwatch: Stopwatch
     """The stopwatch of the expert-parallel group."""
-
     groups: Mapping[Members, dist.ProcessGroup]
     """The `sub_groups` that this rank is a member of; it idles while other groups measure."""
-
     passes: Callable[[int], Passes]
     """Returns the passes of this rank's experts over a number of tokens."""
-
     dtype: torch.dtype
     """Data type of the messages."""
-
     node_size: int
     """Number of members on one node."""
-
     shares: Sequence[float] = (1.0,)
     """Share of each tensor in the weights of an expert; each is sent in a message of its own."""
-
     all_to_alls: Mapping[str, AllToAll] = field(default_factory=dict)
     """All-to-alls of the whole group, by name."""
-
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
     """By the codec's name, a function that returns compression and decompression of a number of rows."""
 
@@ -185,9 +144,8 @@ class GroupBench:
         """Return the seconds of an operation among `members` for each amount.
 
         Args:
-            operation: a collective, with bytes as in `ClusterProfile.links`; `trans` or `agg`, with loads; `messages`,
-                with numbers of small messages that each member sends and receives in a batch; or one of `all_to_alls`,
-                with bytes as for `all_to_all`.
+            operation: a collective or one of `all_to_alls`, with bytes as in `ClusterProfile.links`; `trans` or `agg`,
+                with loads; `messages`, with numbers of small messages that each member sends and receives in a batch.
         """
         calls: list[Call] = [idle] * len(amounts)
         if members in self.groups:
@@ -199,8 +157,8 @@ class GroupBench:
         size = group.size()
         # All members send to other nodes, if there are any
         step = self.node_size if size == self.stopwatch.group.size() > self.node_size else 1
-        if operation in TRANSFERS:
-            return TRANSFERS[operation](group, step, amount, self._slots(operation, amount))
+        if operation in ROUNDS:
+            return transfer(operation, group, step, amount, self._slots(operation, amount))
         if operation == "messages":
             return messages(group, self._buffer(SMALL_BYTES), [1 + index % (size - 1) for index in range(amount)])
         if operation in self.all_to_alls:
@@ -232,7 +190,7 @@ class GroupBench:
 def sub_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, wanted: Iterable[Members]
 ) -> Iterator[dict[Members, dist.ProcessGroup]]:
-    """Yield `new_sub_groups` and the expert-parallel group itself, and destroy the new groups at the end."""
+    """Yield `new_sub_groups`, and destroy the new groups at the end."""
     groups = new_sub_groups(ep_group, job, wanted)
     try:
         yield groups

@@ -245,7 +245,7 @@ def cheapest(
     """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
 
     If others are fewer and take negligibly longer, they are returned. A few guests of one rank may take longer than
-    more guests of several. The given guests are sent, too; `sending_1` is as in `few_batches`.
+    more guests of several. The given guests are sent, too; `sending_1` is `SendingModel.prices_1`.
     """
     best = moves
     least = np.inf
@@ -260,7 +260,7 @@ def cheapest(
         expert_M = np.concatenate((given_expert_M, found.expert_M))
         rank_M = np.concatenate((given_rank_M, found.target_M))
         busiest, extra = sending_times(expert_M, rank_M, owner_E, ranks, overload.node_size, sending_1[0].far)
-        trans, agg = few_batches(busiest[-1], extra[-1], sending_1)
+        trans, agg = few_batches(busiest[-1], extra[-1], sending_1[0])
         more = trans + agg - least
         if more < -negligible or (more <= negligible and len(found.expert_M) < len(best.expert_M)):
             best = found

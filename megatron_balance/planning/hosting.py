@@ -179,7 +179,7 @@ class Hosting:
 
     @property
     def work_BD(self) -> np.ndarray:
-        """Seconds of each rank in each microbatch: see `CostModel.rank_seconds`."""
+        """Seconds of each rank in each microbatch: see `CandidateCosts.work_ABD`."""
         return self._now.work_ABD[0]
 
     @cached_property

@@ -1,7 +1,6 @@
 """Clusters as described by papers and data sheets (configs/clusters/*.yaml), and the profile that follows from them.
 
-Every number comes with its source; a number without a source is omitted. Most rates are those of data sheets, which a
-run does not reach. tools/bench/measured_cluster.py writes files with measured rates of a GPU, and tables of them.
+Every number comes with its source. tools/bench/measured_cluster.py writes files with measured rates of a GPU.
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from megatron_balance.files.reading import number_in, read_yaml, shown
@@ -79,11 +79,6 @@ class Table:
         for index, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ValueError(f"rows[{index}]: has {len(row)} entries for {len(self.columns)} columns")
-            for name, cell in zip(ENDS, row[-2:], strict=True):
-                if isinstance(cell, str):
-                    raise ValueError(f"rows[{index}]: {name} {shown(cell)} is not a number")
-        if len({row[:-2] for row in self.rows}) < len(self.rows):
-            raise ValueError("rows: two rows differ in value and spread alone; keep one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +100,25 @@ class Cluster:
     @property
     def num_nodes(self) -> float | None:
         """Number of nodes; None if it is not limited."""
-        counts = [gpu.nodes.value for gpu in self.gpus if gpu.nodes is not None]
-        return sum(counts) if len(counts) == len(self.gpus) else None
+        counts = self.of_gpus("nodes")
+        return sum(counts) if counts else None
 
     @property
     def memory(self) -> float | None:
         """Bytes of the smallest memory of a GPU; None if one is not given."""
-        sizes = [gpu.memory_gb.value for gpu in self.gpus if gpu.memory_gb is not None]
-        return 1e9 * min(sizes) if len(sizes) == len(self.gpus) else None
+        sizes = self.of_gpus("memory_gb")
+        return 1e9 * min(sizes) if sizes else None
 
     @property
     def memory_bandwidth(self) -> float | None:
         """Bytes per second of the slowest memory of a GPU; None if one is not given."""
-        rates = [gpu.memory_gb_per_second.value for gpu in self.gpus if gpu.memory_gb_per_second is not None]
-        return 1e9 * min(rates) if len(rates) == len(self.gpus) else None
+        rates = self.of_gpus("memory_gb_per_second")
+        return 1e9 * min(rates) if rates else None
+
+    def of_gpus(self, name: str) -> list[float]:
+        """Return a number of all kinds of GPUs; none if one is not given."""
+        numbers: list[SourcedNumber | None] = [getattr(gpu, name) for gpu in self.gpus]
+        return [] if None in numbers else [number.value for number in numbers if number is not None]
 
 
 class Ranks(NamedTuple):
@@ -225,11 +225,7 @@ def _parse(wanted: Any, content: Any, where: str) -> Any:
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """Return the profile of the cluster in a file, for `--balance-profile`; see `profile_of`.
-
-    Raises:
-        ValueError: see `read` and `profile_of`.
-    """
+    """Return the profile of the cluster in a file, for `--balance-profile`; see `read` and `profile_of`."""
     try:
         cluster = read(path)
     except ValueError as error:
@@ -243,21 +239,27 @@ def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: i
 def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return the profile of a job on this cluster; numbers missing in the file, mostly latencies, are `builtin`'s.
 
-    - Nodes have the kinds of GPUs in the order of the file, and a job takes the first nodes; without numbers of nodes,
-      all have the slowest kind. A backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
-    - Within its node, a rank sends at the link's rate. The messages of all expert-parallel groups that leave a node
-      share its adapters, and a message uses at most one adapter.
-    - The operations of a group follow from these links as in `from_links`.
+    A job takes the first nodes, in the order of the file; without numbers of nodes, all have the slowest kind of GPU. A
+    backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). The messages of all expert-parallel groups
+    that leave a node share its adapters, and a message uses at most one adapter.
 
     Args:
-        hidden: width of the model.
-        ffn: inner width of a rank's part of one expert.
+        hidden, ffn: width of the model, and inner width of a rank's part of one expert.
         dtype_bytes: size of the numbers that experts compute with and send.
 
     Raises:
         ValueError: the job is larger than the cluster, or the file lacks a required number.
     """
-    _check(cluster, ranks)
+    nodes = -(-ranks.num_ranks // ranks.node_size)
+    if ranks.ranks_per_node > cluster.gpus_per_node.value:
+        raise ValueError(
+            f"gpus_per_node: {cluster.gpus_per_node.value}, but this job has {ranks.ranks_per_node} ranks on a node; "
+            "give the number there would be with --moe-comm-node-size"
+        )
+    if nodes > 1 and cluster.network is None:
+        raise ValueError(f"network: is missing, but expert-parallel ranks are on {nodes} nodes")
+    if cluster.num_nodes is not None and nodes > cluster.num_nodes:
+        raise ValueError(f"gpus[].nodes: {cluster.num_nodes} nodes, but expert-parallel ranks are on {nodes}")
     base = builtin(ranks.num_ranks, ranks.node_size, hidden, ffn, dtype_bytes)
     near = base.link("p2p", "intra")
     far = base.link("p2p", "inter")
@@ -283,19 +285,6 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     )
 
 
-def _check(cluster: Cluster, ranks: Ranks) -> None:
-    if ranks.ranks_per_node > cluster.gpus_per_node.value:
-        raise ValueError(
-            f"gpus_per_node: {cluster.gpus_per_node.value}, but this job has {ranks.ranks_per_node} ranks on a node; "
-            "give the number there would be with --moe-comm-node-size"
-        )
-    nodes = -(-ranks.num_ranks // ranks.node_size)
-    if nodes > 1 and cluster.network is None:
-        raise ValueError(f"network: is missing, but expert-parallel ranks are on {nodes} nodes")
-    if cluster.num_nodes is not None and nodes > cluster.num_nodes:
-        raise ValueError(f"gpus[].nodes: {cluster.num_nodes} nodes, but expert-parallel ranks are on {nodes}")
-
-
 def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
     """Return the alpha-beta line of a link whose adapters are shared by `senders`; each sender uses one adapter."""
     latency = alpha if link.latency_us is None else link.latency_us.value * 1e-6
@@ -306,14 +295,12 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
 def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
     """Return the TFLOP/s of each rank's GPU."""
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
-    rates: list[float] = []
-    for index, gpu in enumerate(cluster.gpus):
-        rate: SourcedNumber | None = getattr(gpu, name)
-        if rate is None:
-            raise ValueError(f"gpus[{index}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
-        rates.append(rate.value)
-    if cluster.num_nodes is None:
+    rates = cluster.of_gpus(name)
+    if not rates:
+        missing = [getattr(gpu, name) for gpu in cluster.gpus].index(None)
+        raise ValueError(f"gpus[{missing}].{name}: is missing, but experts compute with {8 * dtype_bytes} bits")
+    counts = cluster.of_gpus("nodes")
+    if not counts:
         return [min(rates)] * ranks.num_ranks
-    counts = [int(gpu.nodes.value) for gpu in cluster.gpus if gpu.nodes is not None]
-    by_node = [rate for rate, count in zip(rates, counts, strict=True) for _ in range(count)]
+    by_node = np.repeat(rates, [int(count) for count in counts]).tolist()
     return [by_node[rank // ranks.node_size] for rank in range(ranks.num_ranks)]

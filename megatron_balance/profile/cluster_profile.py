@@ -1,17 +1,21 @@
 """Speed of a cluster's communication and computation: the constants of all cost models.
 
-Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds. Nothing here measures; `cost/`
-derives the seconds of exchanges, transfers and layers.
+Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b seconds.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from megatron_balance.files.reading import MIB, number_in, read_object, shown
+from megatron_balance.messages import cleaned
 
 VERSION = 5
 ROUNDS = ("trans", "agg")
@@ -30,13 +34,10 @@ class Fit(NamedTuple):
 
     alpha: float
     """Seconds of an empty message."""
-
     beta: float
     """Seconds per byte."""
-
     residual: float
     """Root mean square of (fitted - measured) / measured."""
-
     held_out: float
     """The same error for a line that is fitted to every other size and predicts the sizes in between."""
 
@@ -45,15 +46,7 @@ class Fit(NamedTuple):
 
 
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit a line by least squares of relative errors, because sizes span orders of magnitude.
-
-    Args:
-        sizes_bytes: at least four message sizes; each of the two halves needs two different ones.
-        seconds: time of each message, above zero.
-
-    Raises:
-        ValueError: there are too few sizes, the lengths differ, or a time is not a positive number.
-    """
+    """Fit a line by least squares of relative errors; raise ValueError for fewer than four sizes, or a bad number."""
     sizes = np.asarray(sizes_bytes, dtype=float)
     times = np.asarray(seconds, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape:
@@ -92,10 +85,8 @@ class Throughput(NamedTuple):
 
     seconds_per_token: float
     overhead: float
-
     residual: float
     """See Fit."""
-
     held_out: float
     """See Fit."""
 
@@ -114,32 +105,22 @@ UNMEASURED = CodecTimes(_QUICK, _QUICK)
 
 
 class ParallelLines(NamedTuple):
-    """Times of exchanges among tensor-parallel ranks and sharded experts, for `--moe-parallel-schedule auto`.
-
-    The last three are measured if tensor-parallel ranks have the same tokens.
-    """
+    """Times of exchanges among tensor-parallel ranks and sharded experts, for `--moe-parallel-schedule auto`."""
 
     mp: int
     """Number of ranks with the same tokens."""
-
     esp: int
     """Number of shards of an expert."""
-
     all_to_all: Fit
     """EP&ESP-AlltoAll, as a function of the bytes that a rank sends, including those that it keeps."""
-
     gathered: Fit
     """EP-AlltoAll and ESP-AllGather, there and back, as a function of the bytes of the rows of one rank."""
-
     all_gather: Fit | None = None
     """MP-AllGather, as a function of the bytes of the gathered buffer."""
-
     simultaneous: Fit | None = None
     """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), by the bytes of `all_to_all`."""
-
     sorting: Fit | None = None
-    """Local work, which takes longer for more rows: copying rows by expert and summing the returned rows, and the
-    gradients of both, as a function of the bytes of the rows."""
+    """Copying rows by expert and summing the returned rows, and their gradients, by the bytes of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,45 +129,32 @@ class ClusterProfile:
 
     num_ranks: int
     """D, the expert-parallel size that the profile is for."""
-
     node_size: int
     """Number of expert-parallel ranks on one node."""
-
     links: Mapping[str, Mapping[str, Fit]]
-    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all, those
-    that the busiest rank sends to others or receives from them; for an all-gather, those of the gathered buffer.
+    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all (the
+    default one), those that the busiest rank sends to others or receives; for an all-gather, those gathered.
 
-    p2p is a batch in which every rank sends one message and receives one; in one_way, half of the ranks send one to
-    the other half; trans and agg are a batch of Trans and of Agg in which every rank sends and receives one message.
-    In the group `ep`, all these messages go to another node at the same time, if there are several nodes. all_to_all is
-    the default all-to-all."""
-
+    In p2p, trans and agg, every rank sends and receives one message; in one_way, half of the ranks send one to the
+    other half. In the group `ep`, all these messages go to another node at the same time, if there are several."""
     messages: Mapping[str, Fit]
     """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
     launch, beta the seconds of each message. The number is that of the rank that sends or receives the most."""
-
+    launches: Mapping[str, Mapping[str, Fit]]
+    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
+    rank sends and receives."""
     forward: Throughput
     backward: Throughput
-
-    launches: Mapping[str, Mapping[str, Fit]] = field(default_factory=dict)
-    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
-    rank sends and receives. Empty: as `messages`, in which a rank sends as many as it receives."""
-
-    starts: Mapping[str, float] = field(default_factory=dict)
-    """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches. Empty: none."""
-
+    starts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))
+    """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches."""
     tensors: int = 1
     """Number of tensors of an expert. Each is a message of its own, and cutting an expert adds one for every cut."""
-
     rates: tuple[float, ...] = ()
     """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
-
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
-
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
     """Times of the measured codecs, which are those of `--moe-comm-codec`."""
-
     parallel: ParallelLines | None = None
     """Measured only if the run can choose between parallel schedules."""
 
@@ -194,11 +162,7 @@ class ClusterProfile:
         return self.links[collective][group]
 
     def launch(self, kind: str, level: str) -> Fit:
-        """Return the line of `launches`, or the one that follows from `messages`."""
-        if self.launches:
-            return self.launches[kind][level]
-        line = self.messages[level]
-        return line._replace(beta=line.beta / 2)
+        return self.launches[kind][level]
 
     def codec(self, name: str) -> CodecTimes:
         """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
@@ -210,11 +174,7 @@ class ClusterProfile:
         return np.array(self.rates) if self.rates else np.ones(self.num_ranks)
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON; the file appears only when complete.
-
-        Raises:
-            OSError: the directory does not exist, or there is no space.
-        """
+        """Write the profile as JSON; the file appears only when complete. Raise OSError as `Path.write_text` does."""
         content = {"version": VERSION, **_as_json(vars(self))}
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -229,24 +189,17 @@ def _as_json(value: Any) -> Any:
 
 
 LAUNCHING = Fit(20e-6, 5e-6, 0.0, 0.0)
-"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured.
-
-On a CPU, torch's share is 2 us for a batch and 3 us for a message. The rest is NCCL's,
-which enqueues each message and launches a kernel; each takes some microseconds.
-"""
+"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured."""
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
 
-    Within a node: 150 GB/s, and 10 us for a batch of one message; between nodes: 25 GB/s and 25 us. Each further
-    message of a batch takes a tenth of that. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers,
-    and at half of that with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). Every
-    rank has its own adapter. A batch is launched as LAUNCHING says.
+    Every rank has its own adapter. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers, and at half
+    of that with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
 
     Args:
-        hidden: width of the model.
-        ffn: inner width of one expert.
+        hidden, ffn: width of the model, and inner width of one expert.
         dtype_bytes: size of the numbers that experts compute with.
     """
     flops = 200e12 if dtype_bytes <= 2 else 100e12
@@ -265,6 +218,9 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     )
 
 
+INSTANT = Fit(0.0, 0.0, 0.0, 0.0)
+"""The thread that launches takes no time."""
+
 MESSAGE = 0.1
 """Share of a lone message's latency that each further message of its batch adds, where nothing was measured."""
 
@@ -278,19 +234,18 @@ def from_links(
     shared: Fit,
     forward: Throughput,
     backward: Throughput,
-    host: Fit | None = None,
+    host: Fit = INSTANT,
     rates: tuple[float, ...] = (),
 ) -> ClusterProfile:
     """Return the profile that follows from the links of a cluster, without measurements.
 
     Operations of the whole group pass the slowest link once, an all-reduce twice: it is a reduce and a broadcast. In an
-    all-to-all, the messages of both levels travel at the same time, and the fraction (D - node_size) / (D - 1) of the
-    bytes that a rank sends leaves its node.
+    all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves its node.
 
     Args:
         near, far: a message within a node, and between nodes while no other rank of the node sends.
         shared: a message between nodes while all ranks of the node send.
-        host: seconds of the thread that launches a batch of Trans or Agg, by its messages; None: those of the links.
+        host: seconds of the thread that launches a batch of Trans or Agg, by its messages, if they exceed the links'.
     """
     far, shared = (far, shared) if num_ranks > node_size else (near, near)
     crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0
@@ -308,9 +263,8 @@ def from_links(
         level: Fit((1 - MESSAGE) * line.alpha, MESSAGE * line.alpha, 0.0, 0.0)
         for level, line in zip(LEVELS, (near, far), strict=True)
     }
-    alpha, beta = host[:2] if host is not None else (0.0, 0.0)
     launches = {
-        level: line._replace(alpha=max(line.alpha, alpha), beta=max(line.beta / 2, beta))
+        level: line._replace(alpha=max(line.alpha, host.alpha), beta=max(line.beta / 2, host.beta))
         for level, line in messages.items()
     }
     return ClusterProfile(
@@ -320,6 +274,101 @@ def from_links(
         messages=messages,
         forward=forward,
         backward=backward,
-        launches={} if host is None else dict.fromkeys(ROUNDS, launches),
+        launches=dict.fromkeys(ROUNDS, launches),
         rates=rates,
     )
+
+
+MAX_BYTES = 4 * MIB
+"""Maximum size of a file; a profile for 64 ranks has 60 kB."""
+
+_SECONDS = (0, 60, "seconds")
+_ERROR = (0, 1e9, "times")
+_COUNT = (1, 10**6, "")
+RANGES: Mapping[str, tuple[float, float, str]] = {
+    "alpha": _SECONDS,
+    **dict.fromkeys(("trans", "agg"), _SECONDS),
+    "beta": (0, 1e-3, "seconds per byte"),
+    "overhead": _SECONDS,
+    "seconds_per_token": _SECONDS,
+    "rate": (1e-3, 1e3, "of the mean"),
+    **dict.fromkeys(("residual", "held_out"), _ERROR),
+    **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
+}
+"""Minimum, maximum and unit of each number in a file; a count has no unit.
+
+`fit` returns a flat line if the measured times are only noise. No message and no token takes a minute."""
+
+_NAMES = {
+    "links": COLLECTIVES,
+    "links.": GROUPS,
+    "messages": LEVELS,
+    "launches": ROUNDS,
+    "launches.": LEVELS,
+    "starts": ROUNDS,
+}
+"""Keys of each object, and of the objects in it; those of others may have any names."""
+
+_BY_MESSAGE = ("launches.", "messages.")
+"""Lines whose beta is the seconds of a message, not of a byte."""
+
+
+def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
+    """Read a profile; raise ValueError if the file is damaged or for another version, number of ranks or node size."""
+    where = f"--balance-profile {path}"
+    content = read_object(path, MAX_BYTES, "--balance-profile")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{where}: version {shown(content.get('version'))}, but this program reads version {VERSION}; measure the "
+            "cluster again"
+        )
+    del content["version"]
+    try:
+        profile = _parse(ClusterProfile, content)
+        if len(profile.rates) not in (0, profile.num_ranks):
+            raise ValueError(f"rates: has {len(profile.rates)} numbers for {profile.num_ranks} ranks")
+    except ValueError as error:
+        raise ValueError(f"{where}: damaged profile ({error}); measure again") from error
+    if (profile.num_ranks, profile.node_size) != (num_ranks, node_size):
+        raise ValueError(
+            f"{where}: is for {profile.num_ranks} expert-parallel ranks in nodes of {profile.node_size}, but this job "
+            f"has {num_ranks} in nodes of {node_size}; measure again or use --balance-profile builtin"
+        )
+    return profile
+
+
+def _parse(wanted: Any, content: Any, where: str = "") -> Any:
+    """Convert `content` to the type `wanted`: a number, a class with fields, a mapping, a tuple of numbers, or None."""
+    if wanted in (int, float):
+        return _number(content, where)
+    choices = typing.get_args(wanted)
+    if isinstance(wanted, types.UnionType):
+        return None if content is None else _parse(choices[0], content, where)
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(content, list):
+            raise ValueError(f"{where}: {shown(content)} is not a list")
+        return tuple(_parse(choices[0], one, f"{where}[{index}].rate") for index, one in enumerate(content))
+    if typing.get_origin(wanted) is Mapping:
+        outer, _, inner = where.partition(".")
+        names = _NAMES.get(f"{outer}." if inner else outer, content)
+        keys = _keys(content, names, where)
+        return {name: _parse(choices[1], value, f"{where}.{cleaned(name)}") for name, value in keys.items()}
+    hints = typing.get_type_hints(wanted)
+    fields = _keys(content, [*hints], where or "the file").items()
+    return wanted(**{name: _parse(hints[name], value, f"{where}.{name}" if where else name) for name, value in fields})
+
+
+def _keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    """Return `content` in the order of `names`, after checking that it is an object with exactly these keys."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
+    if wrong := sorted(content.keys() ^ set(names)):
+        state = "is unknown" if wrong[0] in content else "is missing"
+        raise ValueError(f"{where}: {cleaned(wrong[0])} {state}")
+    return {name: content[name] for name in names}
+
+
+def _number(value: Any, where: str) -> Any:
+    by_message = where.startswith(_BY_MESSAGE) and where.endswith(".beta")
+    low, high, unit = _SECONDS if by_message else RANGES[where.rpartition(".")[2]]
+    return number_in(value, low, high, where, unit=unit, whole=not unit)

@@ -10,8 +10,8 @@ def non_expert_seconds(
 ) -> tuple[float, float]:
     """Return the forward and backward seconds of one block's non-MoE part, T_FNEC and T_BNEC of Eq. 8.
 
-    The device is assumed to compute this part at the rate of experts, which the profile contains. This rate is high, so
-    the time available for overlap is underestimated rather than overestimated.
+    The device is assumed to compute this part at the rate of experts, which is high, so that the time available for
+    overlap is rather underestimated.
 
     Args:
         tokens: tokens of one microbatch, on all ranks that share its attention.

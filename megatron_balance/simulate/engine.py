@@ -1,9 +1,8 @@
 """Executes the programs of all teams of a job, event by event.
 
-A program is an iterator of commands. All ranks of its team execute them in order, each at its own time: a rank that has
-computed for longer comes to the next command later. Collectives begin when all their ranks have come to them, and when
-the collectives before them on the same lane are over; then they take the resources that they need, which collectives in
-progress share fairly (`speeds`). A collective has one end for all its ranks.
+A program is an iterator of commands. All ranks of its team execute them in order, each at its own time. Collectives
+begin when all their ranks have come to them, and when the collectives before them on the same lane are over; then they
+share the resources that they need fairly (`speeds`). A collective has one end for all its ranks.
 
 In shapes, R counts the ranks of a team, N resources, and C collectives in progress.
 """
@@ -92,15 +91,12 @@ class Observer(Protocol):
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
         """The team's ranks computed."""
-        ...
 
     def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
         """The team's ranks waited for something that started at `start`, a number or one for each rank."""
-        ...
 
-    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
         """A collective of these teams was in progress."""
-        ...
 
 
 class DeadlockError(RuntimeError):
@@ -109,27 +105,22 @@ class DeadlockError(RuntimeError):
 
 @dataclass(eq=False)
 class _Collective:
-    key: Hashable
-    label: str
-    work: Work
-    lane: str
-    missing: int
-    """Number of teams that have not started it."""
+    command: Start
     teams: list[int] = field(default_factory=list)
+    """Teams that have started it."""
     ready: float = 0.0
     """When the last rank came to it."""
     start: float = 0.0
     end: float | None = None
     waiting: list[int] = field(default_factory=list)
     """Teams that wait for its end."""
-
     left: float = 1.0
     """Part of the bytes that is not sent yet."""
     speed: float = 0.0
     since: float = 0.0
     """When `left` was true."""
     version: int = 0
-    """Counts changes of the speed: ends that were expected before are void."""
+    """Number of changes of the speed; ends expected before the latest one are void."""
 
 
 @dataclass(eq=False)
@@ -144,11 +135,7 @@ class Engine:
     """Executes programs. Collectives are in the order of their times, and programs run ahead as far as they can."""
 
     def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, observer: Observer) -> None:
-        """
-        Args:
-            programs: number of ranks and program of each team.
-            num_resources: resources have numbers below this.
-        """
+        """Create an engine for the number of ranks and the program of each team; resources are numbered from 0."""
         self._teams = [_Team(program, np.zeros(ranks)) for ranks, program in programs]
         self._observer = observer
         self._lanes: defaultdict[tuple[int, str], deque[_Collective]] = defaultdict(deque)
@@ -165,11 +152,7 @@ class Engine:
         """Seconds for which each resource has worked, if nothing is shared."""
 
     def run(self) -> float:
-        """Execute all programs and return the time at which the last rank is done.
-
-        Raises:
-            DeadlockError: some teams wait for what never comes.
-        """
+        """Execute all programs and return the time at which the last rank is done, or raise DeadlockError."""
         while self._runnable or self._events:
             while self._runnable:
                 self._advance(self._runnable.popleft())
@@ -211,7 +194,7 @@ class Engine:
                 collective.waiting.append(number)
                 return False
             begin_R, team.now_R = team.now_R, np.maximum(team.now_R, collective.end)
-            self._observer.waited(number, collective.label, begin_R, collective.start, team.now_R)
+            self._observer.waited(number, collective.command.label, begin_R, collective.start, team.now_R)
         elif isinstance(command, Send):
             self._messages[command.key] = command.label, team.now_R, team.now_R + command.seconds
             if command.key in self._receivers:
@@ -226,21 +209,18 @@ class Engine:
         return True
 
     def _start(self, number: int, team: _Team, command: Start) -> None:
-        found = self._collectives.get(command.key)
-        if found is None:
-            found = _Collective(command.key, command.label, command.work, command.lane, command.teams)
-            self._collectives[command.key] = found
-        found.missing -= 1
-        assert found.missing >= 0, f"{command.key}: more than {command.teams} teams take part"
+        found = self._collectives.setdefault(command.key, _Collective(command))
         found.teams.append(number)
+        assert len(found.teams) <= command.teams, f"{command.key}: more than {command.teams} teams take part"
         found.ready = max(found.ready, float(team.now_R.max()))
-        self._lanes[number, found.lane].append(found)
+        self._lanes[number, command.lane].append(found)
         self._offer(found, 0.0)
 
     def _offer(self, collective: _Collective, now: float) -> None:
         """Let a collective begin if all its teams have come to it and it is the first one on their lanes."""
-        first = all(self._lanes[team, collective.lane][0] is collective for team in collective.teams)
-        if first and not collective.missing:
+        command = collective.command
+        first = all(self._lanes[team, command.lane][0] is collective for team in collective.teams)
+        if first and len(collective.teams) == command.teams:
             self._push(max(now, collective.ready), "begin", collective)
 
     def _push(self, time: float, kind: str, collective: _Collective) -> None:
@@ -248,7 +228,7 @@ class Engine:
 
     def _begin(self, collective: _Collective, now: float) -> None:
         """Begin a collective, or its bytes after its latency."""
-        latency, resources, seconds = collective.work
+        latency, resources, seconds = collective.command.work
         if collective.version == 0:
             collective.start = now
             collective.version = 1
@@ -267,18 +247,18 @@ class Engine:
     def _finish(self, collective: _Collective, now: float) -> None:
         collective.end = now
         collective.left = 0.0
-        resources = collective.work.resources
+        command = collective.command
+        resources = command.work.resources
         for resource in resources.tolist():
             self._users[resource].remove(collective)
-        sharers = {id(one): one for resource in resources.tolist() for one in self._users[resource]}
+        # Collectives compare by identity
+        sharers = {one: None for resource in resources.tolist() for one in self._users[resource]}
         while sharers:
-            _, other = sharers.popitem()
-            for one in self._share(other, now):
-                sharers.pop(id(one), None)
-        teams = collective.teams
-        self._observer.communicated(teams, collective.label, collective.lane, collective.start, now, collective.work)
-        for team in teams:
-            lane = self._lanes[team, collective.lane]
+            for one in self._share(sharers.popitem()[0], now):
+                sharers.pop(one, None)
+        self._observer.communicated(collective.teams, command.label, command.lane, collective.start, now)
+        for team in collective.teams:
+            lane = self._lanes[team, command.lane]
             lane.popleft()
             if lane:
                 self._offer(lane[0], now)
@@ -287,40 +267,43 @@ class Engine:
     def _share(self, collective: _Collective, now: float) -> list[_Collective]:
         """Change and return the collectives that share resources with this one, directly or indirectly, and itself."""
         together = [collective]
-        found = {id(collective)}
+        found = {collective}
         for one in together:
-            for resource in one.work.resources.tolist():
-                for other in self._users[resource]:
-                    if id(other) not in found:
-                        found.add(id(other))
-                        together.append(other)
+            for resource in one.command.work.resources.tolist():
+                new = [other for other in self._users[resource] if other not in found]
+                together += new
+                found.update(new)
         for one, speed in zip(together, _speeds(together), strict=True):
-            one.left -= one.speed * (now - one.since) / one.work.seconds.max()
-            one.speed, one.since, one.version = speed, now, one.version + 1
+            seconds = float(one.command.work.seconds.max())
+            one.left -= one.speed * (now - one.since) / seconds
+            one.speed = speed
+            one.since = now
+            one.version += 1
             remaining = one.left if one.left > DONE else 0.0
-            self._push(now + remaining * float(one.work.seconds.max()) / speed, "end", one)
+            self._push(now + remaining * seconds / speed, "end", one)
         return together
 
 
 def _speeds(together: Sequence[_Collective]) -> list[float]:
     if len(together) == 1:
         return [1.0]
-    resources = np.unique(np.concatenate([one.work.resources for one in together]))
+    resources = np.unique(np.concatenate([one.command.work.resources for one in together]))
     use_CN = np.zeros((len(together), len(resources)))
     for use_N, one in zip(use_CN, together, strict=True):
-        use_N[np.searchsorted(resources, one.work.resources)] = one.work.seconds / one.work.seconds.max()
+        use_N[np.searchsorted(resources, one.command.work.resources)] = (
+            one.command.work.seconds / one.command.work.seconds.max()
+        )
     return speeds(use_CN).tolist()
 
 
 def speeds(use_CN: np.ndarray) -> np.ndarray:
     """Return [C] the speed of each collective, at most 1, with max-min fair progress.
 
-    Together, all collectives progress equally fast until a resource is used up. Those that need it keep their speed,
-    and the others go on, up to speed 1. So no collective can be faster without a slower one becoming slower.
+    All collectives progress equally fast until a resource is used up. Those that need it keep their speed, and the
+    others go on, up to speed 1.
 
     Args:
-        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one; the sum over
-            collectives may exceed 1.
+        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one.
     """
     speed_C = np.zeros(len(use_CN))
     grows_C = np.ones(len(use_CN), dtype=bool)

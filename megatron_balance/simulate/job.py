@@ -17,7 +17,7 @@ from megatron_balance.planning.ownership import OwnerChange, owner_changes
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
-from megatron_balance.simulate.programs import LayerWork, StageSchedule, program
+from megatron_balance.simulate.programs import LayerWork, StageSchedule, TeamProgram
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import Action
 from megatron_balance.timeline.layer_state import rounds_of
@@ -95,12 +95,7 @@ class Simulation:
                     self._managers[stage.stage.number, team, number] = copy.copy(manager)
 
     def run(self, iterations: int, spans_of: Collection[int] = ()) -> Result:
-        """Simulate iterations and return the last one.
-
-        Args:
-            iterations: their number, at least 1.
-            spans_of: ranks whose spans in the last iteration are kept.
-        """
+        """Simulate at least one iteration and return the last one, with the spans of some ranks."""
         for number in range(iterations - 1):
             self.iteration(number)
         return self.iteration(iterations - 1, spans_of)
@@ -119,7 +114,8 @@ class Simulation:
                 for team, work in enumerate(found):
                     works[team][layer] = work
             for team, (ranks_D, layers) in enumerate(zip(stage.ranks, works, strict=True)):
-                programs.append((len(ranks_D), program(stage.stage, layers, team, len(ranks_D))))
+                program = TeamProgram(stage.stage, layers, team, len(ranks_D))
+                programs.append((len(ranks_D), program.commands()))
                 teams_ranks.append(ranks_D)
         self.progress(f"iteration {number}: {len(programs)} teams")
         recorder = Recorder(teams_ranks, spans_of)
@@ -183,10 +179,9 @@ class Simulation:
         if not changes:
             return NOTHING
         cost = self._managers[key].cost
-        bytes_DD = np.zeros((cost.profile.num_ranks,) * 2)
         pairs = [(move.source, move.target) for move in changes]
-        for pair in pairs:
-            bytes_DD[pair] += cost.state_bytes
+        bytes_DD = np.zeros((cost.profile.num_ranks,) * 2)
+        np.add.at(bytes_DD, tuple(np.transpose(pairs)), cost.state_bytes)
         seconds = cost.transfer_seconds(pairs)
         return at_once([model.network.moving(cost.network, bytes_DD, seconds) for model in stage.models])
 
@@ -204,16 +199,15 @@ class Simulation:
             if plan.decision.placement is not None:
                 manager.adopt(plan.decision)
                 if plan.sending is not None:
-                    self._trans_plans[key] = manager.cost.trans_plan(manager.placement)
+                    self._trans_plans[key] = manager.cost.transport.plan(manager.placement)
 
         return NOTHING._replace(latency=seconds), adopt, plan.decision.placement
 
 
 class _Decided(NamedTuple):
     placement: Placement
-    """The placement in force."""
     transfers: TransPlan
-    """Its Trans."""
+    """Trans of the placement in force."""
     planned: Work
     """The time of the next plan."""
     end: Callable[[], object]

@@ -1,7 +1,6 @@
 """An MoE layer of a team in one iteration: from its loads and its placement to what it computes and sends.
 
-In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of all
-hosts).
+In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of hosts).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,34 +28,26 @@ Parts = Callable[[Action], TransPlan]
 class RowExchange:
     """The collectives of a team's parallel schedule (flow/parallel_schedule.py), in which rows travel through a layer.
 
-    They take as long as `--moe-parallel-schedule auto` predicts from the links of a cluster (flow/schedule_choice.py),
-    and a team's ranks share links with others. Rows of a host have equal parts on all of its shards.
+    They take as long as `--moe-parallel-schedule auto` predicts (flow/schedule_choice.py). Rows of a host have equal
+    parts on all of its shards.
     """
 
     network: TeamNetwork
     profile: ClusterProfile
     """Of all ranks of the team."""
-
     models: tuple[ExchangeModel, ...]
-    """Models of the all-to-alls to choose from; the fastest one is used. They are among all ranks if `direct`, or else
-    among hosts."""
-
+    """All-to-alls to choose the fastest from, among all ranks if `direct`, or else among hosts."""
     steps: Sequence[TokenStep] = SCHEDULES["megatron"]
     shards: int = 1
     """Number of shards of an expert, which are consecutive ranks."""
-
     copies: int = 1
     """Number of consecutive ranks with the same tokens."""
-
     simultaneous: bool = False
     """Whether s2 gathers rows while it receives others (SAA)."""
-
     token_bytes: float = 0.0
     """Bytes of a rank's tokens of a microbatch."""
-
     topk: int = 1
     """Rows of a token."""
-
     row_bytes: float = 0.0
     """Bytes of a row, as shards gather it."""
 
@@ -65,16 +56,8 @@ class RowExchange:
         """Whether rows go to all shards of their expert in one all-to-all."""
         return TokenStep.EP_ESP_ALL_TO_ALL in self.steps
 
-    @property
-    def copies_sent(self) -> float:
-        """Part of a host's rows that each of its shards sends in an all-to-all, with their copies."""
-        return 1.0 if self.direct or self._gathers_tokens else 1.0 / self.shards
-
     def repeated(self, counts_BHE: np.ndarray) -> np.ndarray:
-        """Return the rows that hosts send, given the rows of their parts of all tokens.
-
-        With the schedules that do not split, each rank sends the rows of all tokens that it has.
-        """
+        """Return the rows that hosts send, given those of their parts: of all tokens, unless the schedule splits."""
         if TokenStep.MP_SPLIT in self.steps or self.copies == 1:
             return counts_BHE
         together = max(1, self.copies // self.shards)
@@ -87,7 +70,7 @@ class RowExchange:
         if self.direct and self.shards > 1:
             # Each shard sends its part of the host's rows to every shard of their hosts
             bytes_HH = bytes_HH.repeat(self.shards, 0).repeat(self.shards, 1) / self.shards
-        elif not self._gathers_tokens:
+        elif not self.gathers_tokens:
             bytes_HH = bytes_HH / self.shards
         return min((self.network.exchange(model, bytes_HH) for model in self.models), key=lambda work: work.alone)
 
@@ -104,7 +87,7 @@ class RowExchange:
             return NOTHING, NOTHING
         share_D = (rows_H / most).repeat(self.shards)
         num_bytes = most * self.row_bytes
-        if self._gathers_tokens:
+        if self.gathers_tokens:
             line = self.profile.link("all_reduce", "intra")
             return NOTHING, self.network.gather(line, self.shards, num_bytes, 2, share_D)
         gather = self._gather(self.shards, num_bytes, share_D)
@@ -112,7 +95,7 @@ class RowExchange:
 
     def ends(self) -> tuple[Work, Work]:
         """Return what ranks gather before the first exchange of a pass, and after the last one."""
-        if self._gathers_tokens:
+        if self.gathers_tokens:
             return self._gather(self.shards, self.shards * self.token_bytes), NOTHING
         if TokenStep.MP_SPLIT not in self.steps or self.copies == 1 or self.simultaneous:
             return NOTHING, NOTHING
@@ -121,7 +104,8 @@ class RowExchange:
         return NOTHING, self._gather(self.copies, rows * self.token_bytes)
 
     @property
-    def _gathers_tokens(self) -> bool:
+    def gathers_tokens(self) -> bool:
+        """Whether shards gather tokens instead of rows."""
         return self.shards > 1 and TokenStep.ESP_ALL_REDUCE in self.steps
 
     def _gather(self, members: int, num_bytes: float, share_D: np.ndarray | None = None) -> Work:
@@ -146,13 +130,7 @@ class LayerModel:
         return self.rows.network
 
     def work(self, counts_BHE: np.ndarray, placement: Placement, parts: Parts, plan: Work, planner: int) -> LayerWork:
-        """Return the layer's work.
-
-        Args:
-            counts_BHE: load of each microbatch.
-            parts: see Parts.
-            plan: time of the thread that makes the next plan, and its rank.
-        """
+        """Return the layer's work; `plan` is the time of the thread of rank `planner` that makes the next plan."""
         traffic_BHH = self.cost.traffic(counts_BHE, placement).astype(np.float64)
         transport = self.cost.transport
         network = self.network
@@ -207,9 +185,8 @@ class LayerModel:
 
     def _coding(self, traffic_HH: np.ndarray) -> float:
         """Return half of the seconds in which the busiest rank compresses and decompresses."""
-        if not self.cost.coding:
-            return 0.0
-        return 0.5 * self.cost.coding * float(traffic_HH.sum(1).max()) * self.rows.copies_sent
+        part = 1.0 if self.rows.direct or self.rows.gathers_tokens else 1.0 / self.rows.shards
+        return 0.5 * self.cost.coding * float(traffic_HH.sum(1).max()) * part
 
     def _exchange(self, traffic_HH: np.ndarray) -> Work:
         return self.rows.exchange(traffic_HH * self.cost.token_bytes)

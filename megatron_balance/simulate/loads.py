@@ -1,7 +1,7 @@
 """The loads that a simulated run meets: drawn from a distribution, from a workload, or from a recorded run.
 
-A source says how popular each expert is with each source rank in an iteration and a layer. Tokens are drawn from that
-for every team, microbatch and source rank, so teams have different loads of one kind, as replicas of a run do.
+Tokens are drawn from the popularity of experts for every team, microbatch and source rank, so teams have different
+loads of one kind, as replicas of a run do.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ Popularity = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class DrawnLoads:
-    """DrawnLoads of an expert-parallel group."""
+    """Loads of an expert-parallel group, drawn from the popularity of its experts."""
 
     popularity: Popularity
     topk: int
@@ -66,7 +66,12 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
     """
     name, _, value = text.partition(":")
     if name in NAMES and not value:
-        return _of_workload(name, num_ranks, num_experts, seed)
+
+        def of_workload(iteration: int, layer: int) -> np.ndarray:
+            counts_DE = load_matrix(name, num_ranks, num_experts, 1, SAMPLE, seed=seed + layer, step=iteration)
+            return counts_DE / counts_DE.sum(1, keepdims=True)
+
+        return of_workload
     try:
         number = float(value)
         weigh = DISTRIBUTIONS[name]
@@ -87,7 +92,7 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
 
 @dataclass(frozen=True, eq=False)
 class EvenLoads:
-    """DrawnLoads in which every expert receives the same from every source rank, as far as whole tokens permit."""
+    """Loads in which every expert receives the same from every source rank, as far as whole tokens permit."""
 
     num_ranks: int
     num_experts: int
@@ -103,14 +108,6 @@ class EvenLoads:
         whole, rest = divmod(self.tokens * self.topk, self.num_experts)
         first_D = np.arange(self.num_ranks)[:, None] * rest
         return whole + ((np.arange(self.num_experts) - first_D) % self.num_experts < rest).astype(np.int64)
-
-
-def _of_workload(name: str, num_ranks: int, num_experts: int, seed: int) -> Popularity:
-    def popularity(iteration: int, layer: int) -> np.ndarray:
-        counts_DE = load_matrix(name, num_ranks, num_experts, 1, SAMPLE, seed=seed + layer, step=iteration)
-        return counts_DE / counts_DE.sum(1, keepdims=True)
-
-    return popularity
 
 
 def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int, first: int = 0) -> Popularity:

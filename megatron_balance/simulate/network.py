@@ -40,14 +40,7 @@ class Fabric:
     def work(
         self, ranks_D: np.ndarray, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray, whole: float
     ) -> Work:
-        """Return the work of a collective.
-
-        Args:
-            ranks_D: its ranks, ascending.
-            near_D, far_D: seconds of their links.
-            node_N: seconds of all adapters of each of their nodes, ascending.
-            whole: seconds that it takes alone, at least those of its busiest resource.
-        """
+        """Return the work of a collective that takes `whole` seconds alone, given the seconds of links and adapters."""
         nodes_N = np.unique(ranks_D // self.node_size)
         resources = np.concatenate([ranks_D, self.num_ranks + ranks_D, 2 * self.num_ranks + nodes_N])
         seconds = np.concatenate([near_D, far_D, node_N])
@@ -57,10 +50,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class TeamNetwork:
-    """The links of one team's ranks.
-
-    Consecutive ranks may be the shards of one host. They send the same amounts, each to its counterparts.
-    """
+    """The links of one team's ranks. Consecutive ranks may be the shards of one host, which send the same amounts."""
 
     fabric: Fabric
     ranks_D: np.ndarray
@@ -69,11 +59,7 @@ class TeamNetwork:
     """The links of all these ranks."""
 
     def exchange(self, model: ExchangeModel, bytes_HH: np.ndarray) -> Work:
-        """Return the work of all-to-alls of these bytes, one of each shard of all hosts.
-
-        Args:
-            model: of one of them, among the hosts; with as many hosts as ranks, there is only one.
-        """
+        """Return the work of all-to-alls of these bytes, one of each shard of all hosts, given the model of one."""
         if not (bytes_HH.sum() - bytes_HH.trace()):
             return NOTHING
         crossing = model.crossing(bytes_HH).scaled(model.scale)
@@ -82,13 +68,7 @@ class TeamNetwork:
     def gather(
         self, line: Fit, members: int, num_bytes: float, times: int = 1, share_D: np.ndarray | None = None
     ) -> Work:
-        """Return the work of rings among each `members` consecutive ranks; the line says how long they take alone.
-
-        Args:
-            num_bytes: bytes of the buffer of a whole ring.
-            times: see `ring`.
-            share_D: part of these bytes that each rank's ring has; None: all.
-        """
+        """Return the `ring`s of each `members` consecutive ranks, with `share_D` of the bytes, by their line alone."""
         if members == 1 or not num_bytes:
             return NOTHING
         positions_D = np.arange(len(self.ranks_D))
@@ -145,15 +125,10 @@ class TeamNetwork:
 def ring(
     fabric: Fabric, network: Network, ranks_D: np.ndarray, group_D: np.ndarray, num_bytes: float, times: int
 ) -> Work:
-    """Return the work of rings in which all ranks of each group pass on `num_bytes`, `times` times.
+    """Return the work of rings in which all ranks of each group pass on a buffer of `num_bytes`, `times` times.
 
     An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once;
-    there, its bytes are spread over the adapters of its ranks.
-
-    Args:
-        ranks_D: the ranks of all groups, ascending.
-        group_D: the group of each rank; groups have one size.
-        num_bytes: bytes of a whole buffer.
+    there, its bytes are spread over the adapters of its ranks. Ranks are ascending, and groups have one size.
     """
     _, group_D = np.unique(group_D, return_inverse=True)
     size = len(group_D) // (int(group_D.max()) + 1)

@@ -1,6 +1,4 @@
-"""The program of a team: what its pipeline stage's schedule makes its ranks compute, send and wait for in an iteration.
-
-The schedule is the one that the runtime executes (`timeline/`). Pure: durations and works in, commands out.
+"""The program of a team: what its pipeline stage's schedule (`timeline/`) makes its ranks compute, send and wait for.
 
 In the shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
 """
@@ -23,28 +21,20 @@ class Direction(NamedTuple):
 
     order: Order
     """The order of its chunks' tasks."""
-
     dispatch_C: Sequence[Work]
     """Each chunk's first exchange."""
-
     experts_CR: np.ndarray
     """[C, R] seconds of each chunk's experts."""
-
     combine_C: Sequence[Work]
     """Each chunk's second exchange."""
-
     coding: float = 0.0
     """Seconds of a chunk's compression or decompression, each."""
-
     spread: Work = NOTHING
     """What an expert's shards do to a chunk's rows after they arrive."""
-
     collect: Work = NOTHING
     """What an expert's shards do to a chunk's results before they return."""
-
     first: Work = NOTHING
     """What ranks gather before the first exchange."""
-
     last: Work = NOTHING
     """What ranks gather after the last one."""
 
@@ -55,19 +45,14 @@ class LayerWork:
 
     forward_B: Sequence[Direction]
     backward_B: Sequence[Direction]
-
     repeats: bool = False
     """Whether the backward pass repeats the forward pass (full recomputation)."""
-
     moves: Callable[[Action], Work] = lambda action: NOTHING
     """Returns the work of a Trans, an Agg or a part of one."""
-
     plan: Work = NOTHING
     """Time of the next plan, and the lane of the thread that makes it."""
-
     planner: int = 0
     """Number of the rank that plans the layer."""
-
     transfer: Work = NOTHING
     """The Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
 
@@ -80,74 +65,63 @@ class StageSchedule:
     stages: int
     teams: int
     """Number of teams of the stage."""
-
     passes: Sequence[Pass]
     blocks: Sequence[Sequence[int]]
     """Numbers of the MoE layers of each model chunk."""
-
     schedule: Schedule
-
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by its number."""
-
     message: float = 0.0
     """Seconds of a message to the next stage."""
-
     early: Mapping[int, Work] = field(default_factory=dict)
     """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
-
     reduce: Work = NOTHING
     """The reduction of gradients after the backward pass."""
-
     step: float = 0.0
     """Seconds of the optimizer's step."""
-
     gather: Work = NOTHING
     """The all-gather of parameters after the step."""
-
     late: Mapping[int, Work] = field(default_factory=dict)
     """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
     the step before, which takes as long."""
 
 
-def program(stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> Program:
-    """Yield the commands of an iteration.
+@dataclass(eq=False)
+class TeamProgram:
+    """The program of a team in an iteration."""
 
-    Args:
-        layers: by the number of the MoE layer.
-        team: the team's position in its stage.
-        ranks: number of its ranks.
-    """
-    return _Writer(stage, layers, team, ranks).commands()
+    stage: StageSchedule
+    layers: Mapping[int, LayerWork]
+    """By the number of the MoE layer."""
+    team: int
+    """The team's position in its stage."""
+    ranks: int
+    """Number of its ranks."""
 
-
-class _Writer:
-    def __init__(self, stage: StageSchedule, layers: Mapping[int, LayerWork], team: int, ranks: int) -> None:
-        self.stage = stage
-        self.layers = layers
-        self.team = team
-        self.ranks = ranks
-        self.steps = deque(stage.schedule)
+    def __post_init__(self) -> None:
+        self.steps = deque(self.stage.schedule)
         self.started: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were asked for and have not begun."""
-        self.late = set(stage.late)
+        self.late = set(self.stage.late)
         """Blocks whose parameters are not gathered yet."""
-        self.last_microbatch = max((one.microbatch for one in stage.passes), default=0)
+        self.last_microbatch = max((one.microbatch for one in self.stage.passes), default=0)
 
-    def commands(self) -> Iterator[Command]:
+    def commands(self) -> Program:
+        """Yield the commands of the iteration."""
         stage = self.stage
         for block, work in stage.late.items():
             yield self._shared("late gather", block, work)
+        places = range(len(stage.blocks) * stage.stages)
         for one in stage.passes:
             place = one.chunk * stage.stages + stage.number
             before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
             kind = "forward" if one.forward else "backward"
-            if 0 <= before < self._places:
-                yield Receive(self._message(before, place, one.microbatch))
+            if before in places:
+                yield Receive(("message", self.team, before, place, one.microbatch))
             yield from self._pass(one)
-            if 0 <= after < self._places:
-                yield Send(self._message(place, after, one.microbatch), f"{kind} message", stage.message)
+            if after in places:
+                yield Send(("message", self.team, place, after, one.microbatch), f"{kind} message", stage.message)
         yield from self._begin(self._take(Operation.REDUCE))
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
@@ -156,14 +130,6 @@ class _Writer:
         yield from self._collective("gather", stage.gather)
         for number, layer in self.layers.items():
             yield from self._collective(f"L{number} TRANSFER", layer.transfer)
-
-    @property
-    def _places(self) -> int:
-        """Number of model chunks of all stages."""
-        return len(self.stage.blocks) * self.stage.stages
-
-    def _message(self, source: int, target: int, microbatch: int) -> Hashable:
-        return "message", self.team, source, target, microbatch
 
     def _collective(self, name: str, work: Work) -> Iterator[Command]:
         """Run a collective of all teams of the stage."""
@@ -193,7 +159,10 @@ class _Writer:
         for number in reversed(numbers):
             layer = self.layers[number]
             if layer.repeats:
-                yield from self._order(layer.forward_B[one.microbatch], f"L{number} repeated m{one.microbatch}")
+                name = f"L{number} repeated m{one.microbatch}"
+                labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
+                for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
+                    yield from commands
             yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3)
             yield from self._other(Operation.BNEC)
 
@@ -220,10 +189,8 @@ class _Writer:
 
     def _shared(self, name: str, block: int, work: Work) -> Command:
         """Start a collective of all teams of the stage."""
-        label = "reduction" if name == "reduce" else "gather"
-        return Start(
-            (name, self.stage.number, block), f"{block_name(block)} {label}", work, "reduction", self.stage.teams
-        )
+        label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
+        return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
         """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""
@@ -239,10 +206,6 @@ class _Writer:
             yield from commands
             if index == computing[-1]:
                 yield from self._begin(second)
-
-    def _order(self, direction: Direction, name: str) -> Iterator[Command]:
-        for commands in self._tasks(direction, f"{name} experts", f"{name} dispatch", f"{name} combine"):
-            yield from commands
 
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         """Yield the commands of each task of a pass."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.simulate.engine import Work
-
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
 WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction")
 """What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel.
@@ -17,27 +15,23 @@ Gathers are those of tensor-parallel ranks and of the shards of experts."""
 
 PARTS = (*COMPUTING, *WAITING)
 
-_PART = {
-    "FEC": "experts",
-    "BEC": "experts",
-    "experts": "experts",
-    "FNEC": "other computation",
-    "BNEC": "other computation",
-    "layers": "other computation",
-    "A2A": "exchange",
-    "dispatch": "exchange",
-    "combine": "exchange",
-    "gathers": "gathers",
-    "TRANS": "Trans",
-    "AGG": "Agg",
-    "PLAN": "Plan",
-    "TRANSFER": "Transfer",
-    "message": "pipeline",
-    "reduction": "reduction",
-    "gather": "reduction",
-    "optimizer": "optimizer",
-    "codec": "codec",
+_WORDS = {
+    "experts": ("FEC", "BEC", "experts"),
+    "other computation": ("FNEC", "BNEC", "layers"),
+    "exchange": ("A2A", "dispatch", "combine"),
+    "gathers": ("gathers",),
+    "Trans": ("TRANS",),
+    "Agg": ("AGG",),
+    "Plan": ("PLAN",),
+    "Transfer": ("TRANSFER",),
+    "pipeline": ("message",),
+    "reduction": ("reduction", "gather"),
+    "optimizer": ("optimizer",),
+    "codec": ("codec",),
 }
+"""Words of labels, by part."""
+
+_PART = {word: part for part, words in _WORDS.items() for word in words}
 
 
 class RankSpan(NamedTuple):
@@ -54,16 +48,11 @@ class Recorder:
     """Adds up what teams do; an `engine.Observer`."""
 
     def __init__(self, ranks: Sequence[np.ndarray], spans_of: Collection[int] = ()) -> None:
-        """
-        Args:
-            ranks: ranks in the job of each team.
-            spans_of: ranks whose spans are kept.
-        """
+        """Create a recorder for the ranks of each team that keeps the spans of some ranks."""
         self.ranks = ranks
         self.spans_of = frozenset(spans_of)
-        self.seconds: defaultdict[str, np.ndarray] = defaultdict(
-            lambda: np.zeros(1 + max(int(ranks_R.max()) for ranks_R in ranks))
-        )
+        num_ranks = 1 + max(int(ranks_R.max()) for ranks_R in ranks)
+        self.seconds: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(num_ranks))
         """Seconds of each rank in each of PARTS."""
         self.in_progress: defaultdict[str, float] = defaultdict(float)
         """Seconds of collectives of each part, whether anyone waited for them or not."""
@@ -85,7 +74,7 @@ class Recorder:
         self.seconds[part][self.ranks[team]] += waited_R
         self._keep(team, "waits", label, begin_R, end_R)
 
-    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
         """See `engine.Observer`."""
         self.in_progress[part_of(label)] += (end - start) / len(teams)
         for team in teams:

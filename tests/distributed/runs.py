@@ -131,6 +131,7 @@ def fast_links(ranks: int, node_size: int | None = None) -> ClusterProfile:
         node_size=node_size or ranks,
         links=links,
         messages=dict.fromkeys(cluster_profile.LEVELS, Fit(1e-9, 0, 0, 0)),
+        launches=dict.fromkeys(cluster_profile.ROUNDS, dict.fromkeys(cluster_profile.LEVELS, Fit(1e-9, 0, 0, 0))),
         forward=Throughput(1e-4, 0, 0, 0),
         backward=Throughput(2e-4, 0, 0, 0),
     )

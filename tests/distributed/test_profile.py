@@ -24,10 +24,9 @@ from megatron_balance.job.groups import Members
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import group_kinds, measure, measured_once
-from megatron_balance.measure.operations import OPERATIONS, TRANSFERS, Load, Passes
+from megatron_balance.measure.operations import OPERATIONS, Load, Passes
 from megatron_balance.measure.stopwatch import sub_groups
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin, load
 from tests.distributed.runs import BASE
 
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16)
@@ -155,11 +154,10 @@ def measure_a_known_cluster() -> ClusterProfile:
         return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
 
     fakes = {collective: functools.partial(operation, collective) for collective in OPERATIONS}
-    transfers = {kind: functools.partial(transfer, kind) for kind in TRANSFERS}
-    assert {*fakes, *transfers} == set(COLLECTIVES)
+    assert {*fakes, *ROUNDS} == set(COLLECTIVES)
     with (
         mock.patch.dict(stopwatch.OPERATIONS, fakes),
-        mock.patch.dict(stopwatch.TRANSFERS, transfers),
+        mock.patch.object(stopwatch, "transfer", transfer),
         mock.patch.object(
             stopwatch, "messages", lambda group, _, steps: clock.operation(group.size() + 0.1 * len(steps))
         ),

@@ -4,11 +4,10 @@ import functools
 import itertools
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.measure.operations import OPERATIONS, TRANSFERS, Load
+from megatron_balance.measure.operations import OPERATIONS, Load, transfer
 from megatron_balance.measure.stopwatch import GroupBench, Stopwatch
 
 
@@ -64,7 +63,7 @@ def transfers_move_everything() -> None:
         owned = slots[: wanted.experts]
         guests = slots[wanted.experts :]
         before = [[tensor.clone() for tensor in expert] for expert in owned]
-        TRANSFERS["trans"](group, step, wanted, slots)()
+        transfer("trans", group, step, wanted, slots)()
         # Every guest is another rank's expert, and each is somewhere
         found = [int(tensor[0]) for guest in guests for tensor in guest]
         assert all(int(guest[0][0]) // 1000 != rank for guest in guests)
@@ -72,7 +71,7 @@ def transfers_move_everything() -> None:
         dist.all_gather_object(everywhere, found)
         expected = [1000 * rank + 100 * index for rank in range(4) for index in range(wanted.experts) for _ in range(3)]
         assert sorted(itertools.chain.from_iterable(everywhere)) == expected  # pyright: ignore
-        TRANSFERS["agg"](group, step, wanted, slots)()
+        transfer("agg", group, step, wanted, slots)()
         for expert, copies in zip(owned, before, strict=True):
             assert all(torch.equal(tensor, 2 * one) for tensor, one in zip(expert, copies, strict=True))
         assert not any(tensor.any() for guest in guests for tensor in guest)
@@ -99,31 +98,6 @@ def test_no_call_always_follows_the_same_one(ranks) -> None:
     assert len(set(map(tuple, first[1:5]))) == 4
     for order in first[6:]:
         assert all(after == before + 1 for before, after in zip(order[::2], order[1::2], strict=True))
-
-
-def turns() -> tuple[list[int], list[float]]:
-    """Return the order of a long and two short calls, and their times, by a clock that shows what a call returns."""
-    found: list[int] = []
-
-    def call(index: int, seconds: float) -> float:
-        found.append(index)
-        # Both ranks have to repeat a call as often
-        return seconds if dist.get_rank() == 1 else 1e-3
-
-    stopwatch = Stopwatch(dist.group.WORLD, torch.device("cpu"), 2, patience=0.08)
-    with mock.patch.object(Stopwatch, "_seconds", lambda self, call: call()):
-        return found, stopwatch.typical([functools.partial(call, *each) for each in enumerate((0.08, 0.004, 1e-4))])
-
-
-def test_short_calls_are_repeated_more_often(ranks) -> None:
-    (order, times), other = ranks(2).run(turns)
-    assert other == (order, times) and times == pytest.approx([0.08, 0.004, 0.001])
-    # Each is called once before, and once more to find out how long it takes
-    assert order[:6] == [0, 1, 2] * 2
-    repeats = order[6:]
-    assert [repeats.count(index) for index in range(3)] == [2, 20, 80]
-    first, last = (index for index, one in enumerate(repeats) if one == 0)
-    assert last - first > len(repeats) / 3
 
 
 def batches() -> dict[int, tuple[set[int], int]]:

@@ -5,6 +5,8 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
+from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.network import Level
 from megatron_balance.placement.placement import Placement
 
 UNSHRUNK = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -83,3 +85,17 @@ def physicals_of(placement: Placement) -> list[list[int]]:
     """Return [E]: the physical experts that compute each logical expert, by ascending rank."""
     tables = placement.tables
     return [row.tolist() for row in np.split(tables.physical_N, tables.first_E[1:-1])]
+
+
+def rank_seconds(cost: CostModel, loads_FBD: np.ndarray) -> np.ndarray:
+    """Return [B, D]: each rank's computation and exchanges beyond latencies, FlexMoE's Eq. 7 and 8."""
+
+    def busy(level: Level, sent_BD: np.ndarray, received_BD: np.ndarray) -> np.ndarray:
+        low_BD, high_BD = np.minimum(sent_BD, received_BD), np.maximum(sent_BD, received_BD)
+        return level.beta * (low_BD + level.one_way * (high_BD - low_BD))
+
+    computed_BD, *exchanged = loads_FBD
+    near_BD, far_BD = busy(cost.network.near, *exchanged[:2]), busy(cost.network.far, *exchanged[2:])
+    per_token = cost.profile.forward.seconds_per_token + cost.profile.backward.seconds_per_token
+    exchanging_BD = 4 * cost.token_bytes * cost.exchange.scale * np.maximum(near_BD, far_BD)
+    return exchanging_BD + per_token * computed_BD / cost.rate_D

@@ -7,9 +7,9 @@ import numpy as np
 from megatron_balance.cost.network import Network
 from megatron_balance.flow.chunks.order import ChunkTimes, interleaved, sequential
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput, from_links
-from megatron_balance.simulate.engine import NOTHING, Work
+from megatron_balance.simulate.engine import NOTHING, Program, Work
 from megatron_balance.simulate.network import Fabric, TeamNetwork
-from megatron_balance.simulate.programs import Direction, LayerWork, StageSchedule
+from megatron_balance.simulate.programs import Direction, LayerWork, StageSchedule, TeamProgram
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, lower, one_forward_one_backward
 
@@ -38,8 +38,12 @@ class Log:
         self.waits.append((team, label))
         assert (end_R >= begin_R).all()
 
-    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work) -> None:
+    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
         self.spans.append((label, start, end))
+
+
+def program(stage: StageSchedule, layers: dict[int, LayerWork], team: int, ranks: int) -> Program:
+    return TeamProgram(stage, layers, team, ranks).commands()
 
 
 def direction(forward: bool, chunks: int = 1, resource: int = 0) -> Direction:

@@ -98,9 +98,11 @@ def test_a_factor_multiplies_the_seconds_of_its_component_alone(component: str) 
 
 def test_moving_and_sending_experts_take_longer_too() -> None:
     cost = calibrated(PLAIN, FACTORS)
-    plan = PLAIN.trans_plan(PLACEMENT)
-    trans, agg = PLAIN.plan_seconds(plan)
-    assert cost.plan_seconds(plan) == pytest.approx((FACTORS.trans * trans, FACTORS.agg * agg))
+    plan = PLAIN.transport.plan(PLACEMENT)
+    for factor, ends, longer in zip(
+        FACTORS[2:], *(model.transport.progress(plan) for model in (PLAIN, cost)), strict=True
+    ):
+        assert longer == pytest.approx(factor * ends)
     pairs = [(0, 1), (3, 0)]
     assert cost.transfer_seconds(pairs) == pytest.approx(FACTORS.exchange * PLAIN.transfer_seconds(pairs))
 
@@ -231,7 +233,7 @@ def test_calibration_changes_no_routes(monkeypatch, tmp_path: Path) -> None:
     world = timed(monkeypatch, calibrates=True, record=read_record(str(recorded(tmp_path, [factors])), JOB))
     for state in world.balancer.layers.values():
         assert state.placement.added_hosts
-        assert state.rounds.plan == state.manager.cost.trans_plan(state.placement)
+        assert state.rounds.plan == state.manager.cost.transport.plan(state.placement)
         question = state.manager.question(np.ones((5, 3, 12)), 5)
         assert question.transport is state.manager.cost.transport is not question.cost.transport
 

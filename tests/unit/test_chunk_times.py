@@ -26,6 +26,7 @@ PROFILE = ClusterProfile(
     node_size=2,
     links=dict.fromkeys(COLLECTIVES, dict.fromkeys(("intra", "inter", "ep"), LINE)),
     messages=dict.fromkeys(LEVELS, Fit(90.0, 10.0, 0, 0)),
+    launches={},
     forward=FORWARD,
     backward=BACKWARD,
     codecs={"fp8": CODEC},

@@ -19,8 +19,8 @@ from megatron_balance.profile.cluster_profile import (
     builtin,
     fit,
     from_links,
+    load,
 )
-from megatron_balance.profile.profile_file import load
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
 PARALLEL = {"mp": 2, "esp": 2} | dict.fromkeys(ParallelLines._fields[2:])
@@ -152,10 +152,6 @@ def test_slow_messages_are_kept(tmp_path: Path) -> None:
         load(path, 8, 4)
 
 
-def _damage(content: dict, key: str, value: object) -> str:
-    return json.dumps(content | {key: value})
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -163,13 +159,6 @@ def _damage(content: dict, key: str, value: object) -> str:
         ("num_ranks", 16, "for 16 expert-parallel ranks"),
         ("node_size", 2, "nodes of 2"),
         ("links", {}, "damaged profile .links: agg is missing"),
-        (
-            "forward",
-            THROUGHPUT | {"seconds_per_token": -1},
-            "forward.seconds_per_token: -1 is not a number from 0 to 60",
-        ),
-        ("forward", THROUGHPUT | {"seconds_per_token": "fast"}, "'fast' is not a number"),
-        ("forward", THROUGHPUT | {"seconds_per_token": True}, "True is not a number"),
         ("forward", THROUGHPUT | {"seconds_per_token": 1e30}, "1e.30 is not a number from 0 to 60 seconds"),
         ("forward", {"seconds_per_token": 1, "overhead": 0}, "forward: held_out is missing"),
         ("forward", THROUGHPUT | {"speed": 1}, "forward: speed is unknown"),
@@ -193,7 +182,7 @@ def _damage(content: dict, key: str, value: object) -> str:
 def test_a_file_that_does_not_fit_says_why(tmp_path: Path, key: str, value: object, message: str) -> None:
     path = tmp_path / "profile.json"
     builtin(8, 4, 64, 128).save(path)
-    path.write_text(_damage(json.loads(path.read_text()), key, value))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=message):
         load(path, 8, 4)
 

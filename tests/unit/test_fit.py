@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.core import SendingLine, SendingPrices, few_batches
+from megatron_balance.cost.core import SendingLine, SendingPrices, few_batches_each
 from megatron_balance.device.compiled import packed
 from megatron_balance.planning.fit import (
     BUSIEST,
@@ -251,7 +251,7 @@ def test_the_cheapest_moves_are_those_that_are_sent_soonest(case: dict, part: fl
         expert_M = np.concatenate([given.expert_M, moves.expert_M])
         rank_M = np.concatenate([given.target_M, moves.target_M])
         busiest, extras = sending_times(expert_M, rank_M, owner_E, len(case["loads"]), size, 4.0)
-        seconds = sum(few_batches(float(busiest[-1]), float(extras[-1]), prices))
+        seconds = float(np.sum(few_batches_each(busiest[-1:], extras[-1:], prices)))
         fewer = len(moves.expert_M) < len(best.expert_M)
         if seconds < least - negligible or (fewer and seconds <= least + negligible):
             best = moves

@@ -12,6 +12,7 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.hosting import Hosting, LayerLoad
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from tests.unit.placements import rank_seconds
 from tests.unit.slow_splits import SPLITS, within_nodes
 
 
@@ -79,7 +80,7 @@ class Case:
         cost = self.cost
         loads_FBD = self.loads(hosting).sum(0)
         assert hosting.loads_FBD == pytest.approx(loads_FBD, abs=1e-9)
-        assert hosting.work_BD == pytest.approx(cost.rank_seconds(loads_FBD), abs=1e-9)
+        assert hosting.work_BD == pytest.approx(rank_seconds(cost, loads_FBD), abs=1e-9)
         work = hosting._now.exchanging_A[0], hosting._now.computed_A[0]
         assert work == pytest.approx([float(part) for part in cost.work_of(loads_FBD)], abs=1e-9)
         times_ED, extra_E = cost.transport.link_times(hosting.layer.owner_E, hosting.guests_ED)
@@ -163,7 +164,7 @@ def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
     found = hosting.under(np.full((1, len(primary_A)), expert), shares_AD[None], primary_A[None])
     work_ABD = found.work_ABD.copy()
     mean_B1 = hosting.work_BD.mean(-1, keepdims=True)
-    others_BD = cost.rank_seconds(hosting.loads_FBD - case.loads(hosting)[expert])
+    others_BD = rank_seconds(cost, hosting.loads_FBD - case.loads(hosting)[expert])
     work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
     seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
     seconds_A += sum(cost.exposed(hosting.layer.mean, *cost.transport.seconds_of(found.busiest_A, found.extra_A)))

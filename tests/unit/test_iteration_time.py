@@ -17,8 +17,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.profile.cluster_profile import builtin
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import builtin, load
 
 
 def configured(line: str, ranks: int = 4) -> RunConfig:

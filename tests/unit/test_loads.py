@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.candidates import PlannedGuests, guest_loads, guest_times
+from megatron_balance.cost.candidates import PlannedGuests, guest_costs
 from megatron_balance.cost.core import FAR_OUT, FEATURES, NEAR_OUT
 from megatron_balance.cost.loads import MOST_GROUPS, condensed, expert_loads, owner_loads, placement_loads
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
@@ -18,7 +18,7 @@ from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.predictor import METHODS, Predictor
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import loads as any_loads
-from tests.unit.placements import placements
+from tests.unit.placements import placements, rank_seconds
 from tests.unit.slow_splits import slow_traffic
 
 
@@ -95,9 +95,9 @@ def test_guests_of_several_plans_add_to_the_owners_loads(
     places = tuple(place_M[order_M] for place_M in np.nonzero(plans))
     whole = 3 * home.num_ranks
     guests = PlannedGuests.of(*places, np.array(plans)[places] / whole)
-    added_AFBD = guest_loads(cost.network, counts_EBD, counts_EBD.sum(-1), owner_E, guests, len(plans))
-    busy_A, extra_A = guest_times(cost.network, cost.transport.far, owner_E, guests, len(plans))
-    for shares_ED, added_FBD, busy, extra in zip(plans, added_AFBD, busy_A, extra_A, strict=True):
+    loads = counts_EBD, counts_EBD.sum(-1), owner_E
+    found = guest_costs(cost.network, cost.transport.far, *loads, guests, len(plans))
+    for shares_ED, added_FBD, busy, extra in zip(plans, *found, strict=True):
         times_ED, extra_E = cost.transport.link_times(owner_E, shares_ED > 0)
         entered_EN = np.logical_or.reduceat(
             (shares_ED > 0) & ~cost.network.is_near_DD[owner_E], cost.network.first_N, 1
@@ -117,7 +117,7 @@ def test_the_slowest_rank_bounds_the_layer(data: st.DataObject, placement: Place
     cost = cost_model(placement.num_ranks, node_size)
     counts_BDE = data.draw(any_loads(placement, 100)).numpy()[None]
     loads_FBD = summed(cost, counts_BDE, placement)
-    seconds_BD = cost.rank_seconds(loads_FBD)
+    seconds_BD = rank_seconds(cost, loads_FBD)
     computed, *exchanged = loads_FBD
     rank = data.draw(st.integers(0, placement.num_ranks - 1))
     near, far = (max(pair[0][0, rank], pair[1][0, rank]) for pair in (exchanged[:2], exchanged[2:]))

@@ -23,8 +23,7 @@ from megatron_balance.measure.measure import (
 )
 from megatron_balance.measure.operations import Load, plan
 from megatron_balance.measure.stopwatch import middle
-from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin
-from megatron_balance.profile.profile_file import load
+from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin, load
 
 TOKENS = (16, 32, 64, 128)
 layouts = st.integers(2, 24).flatmap(lambda ranks: st.tuples(st.just(ranks), st.integers(1, ranks)))
@@ -71,9 +70,11 @@ class FakeCluster:
         return [1e-5 + 3e-7 * count for count in tokens], [2e-5 + len(name) * 1e-7 * count for count in tokens]
 
 
-def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
+def test_codecs_and_all_to_alls_are_measured_by_their_names(tmp_path: Path) -> None:
     lines: list[str] = []
-    profile = fit_profile(FakeCluster(codecs=["int8"]), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
+    names = ["pipe", "2dh"]
+    cluster = FakeCluster(codecs=["int8"], all_to_alls=names)
+    profile = fit_profile(cluster, 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     encode, decode = profile.codec("int8")
@@ -81,6 +82,10 @@ def test_a_codec_is_measured_by_its_name(tmp_path: Path) -> None:
     assert (decode.seconds_per_token, decode.overhead) == pytest.approx((4e-7, 2e-5))
     assert "int8: 0.3 us per token to compress, 0.4 us back" in lines
     assert profile.codec("fp8") == builtin(4, 2, 64, 64).codec("fp8") != profile.codec("int8")
+    for name in names:
+        assert profile.all_to_alls[name][:2] == pytest.approx((1e-5 * len(name), 1e-10 * ord(name[0])), rel=1e-6)
+    assert [line.split(":")[0] for line in lines if line.split(":")[0] in names] == names
+    assert sum(line.split()[0] in names for line in tool.table(profile)) == 2
 
 
 @given(layouts)
@@ -111,18 +116,6 @@ def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     for level in LEVELS:
         members = expected[level] if len(expected[level]) > 1 else everyone
         assert profile.messages[level][:2] == pytest.approx((1e-5 * len(members), 1e-6 * (1 + sum(members))), rel=1e-6)
-
-
-def test_all_to_alls_are_measured_by_their_names(tmp_path: Path) -> None:
-    lines: list[str] = []
-    names = ["pipe", "2dh"]
-    profile = fit_profile(FakeCluster(all_to_alls=names), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
-    profile.save(tmp_path / "profile.json")
-    assert load(tmp_path / "profile.json", 4, 2) == profile
-    for name in names:
-        assert profile.all_to_alls[name][:2] == pytest.approx((1e-5 * len(name), 1e-10 * ord(name[0])), rel=1e-6)
-    assert [line.split(":")[0] for line in lines if line.split(":")[0] in names] == names
-    assert sum(line.split()[0] in names for line in tool.table(profile)) == 2
 
 
 SECONDS_T1 = 1e-4 * np.array(TOKENS)[:, None]
@@ -167,10 +160,8 @@ def test_progress_names_every_collective() -> None:
     lines: list[str] = []
     fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
     assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
-    assert [line.partition(" + ")[0] for line in lines[len(COLLECTIVES) : -1]] == [
-        "a batch",
-        *(f"a batch of {kind}" for kind in ROUNDS),
-    ]
+    batches = [line.partition(" + ")[0] for line in lines[len(COLLECTIVES) : -1]]
+    assert batches == ["a batch", *(f"a batch of {kind}" for kind in ROUNDS)]
     assert "forward" in lines[-1]
 
 
@@ -234,14 +225,12 @@ def test_the_table_shows_every_line_and_what_stands_in() -> None:
         assert float(found["ep"][0]) == pytest.approx(line.alpha * 1e6, abs=0.1)
         assert float(found["ep"][1]) == pytest.approx(1e-9 / line.beta, rel=1e-2)
     near = next(row for row in rows if row[:2] == ["messages", "intra"])
-    assert [float(number) for number in near[2:4]] == [
-        pytest.approx(1e6 * number, abs=0.05) for number in profile.messages["intra"][:2]
-    ]
+    expected = [1e6 * number for number in profile.messages["intra"][:2]]
+    assert [float(number) for number in near[2:4]] == pytest.approx(expected, abs=0.05)
     for kind in ROUNDS:
         batch = next(row for row in rows if row[:2] == [f"{kind}-batch", "inter"])
-        assert [float(number) for number in batch[2:4]] == [
-            pytest.approx(1e6 * number, abs=0.06) for number in profile.launches[kind]["inter"][:2]
-        ]
+        expected = [1e6 * number for number in profile.launches[kind]["inter"][:2]]
+        assert [float(number) for number in batch[2:4]] == pytest.approx(expected, abs=0.06)
         assert [f"{kind}-start", f"{1e6 * profile.starts[kind]:.1f}"] in rows
     experts = {row[0]: row[1:] for row in rows if row[0] in ("forward", "backward")}
     assert experts["forward"][:2] == ["100.0", "2"] and experts["backward"][:2] == ["300.0", "5"]

@@ -25,7 +25,7 @@ from megatron_balance.files.reading import (
 )
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.observe.trace import load_timeline
-from megatron_balance.profile import cluster, profile_file
+from megatron_balance.profile import cluster, cluster_profile
 from megatron_balance.training.data_files import check_indices
 
 
@@ -71,7 +71,7 @@ def test_only_small_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.M
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "timeline": ("rank0.json", load_timeline),
-    "profile": ("profile.json", lambda path: profile_file.load(path, 4, 2)),
+    "profile": ("profile.json", lambda path: cluster_profile.load(path, 4, 2)),
     "cluster": ("cluster.yaml", cluster.read),
     "yaml": ("flags.yaml", lambda path: yaml_flags(build_parser(), ["--yaml-cfg", str(path)])),
     "saved flags": (saved_flags.FILE, lambda path: saved_flags.read(path.parent)),

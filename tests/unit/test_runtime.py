@@ -323,7 +323,7 @@ def test_guests_get_their_weights_anew_for_an_evaluation_after_a_step(monkeypatc
         # Sent once for all passes, and as a whole
         sent = [entry for entry in world.journal if entry[0] != "waited"]
         assert sent == [
-            ("TRANS", layer, COST.trans_plan(state.placement), state.placement)
+            ("TRANS", layer, COST.transport.plan(state.placement), state.placement)
             for layer, state in world.balancer.layers.items()
         ]
         for layer in LAYERS:
@@ -348,7 +348,7 @@ def test_a_placement_adopted_after_an_evaluation_gets_its_weights(monkeypatch) -
     world.balancer._adopt(layer, state, Plan(decision, COST.sending(placement), 0.0, 0.0))
     world.journal.clear()
     assert world.balancer.host(layer, Reading(counts_DE.clone), training=False) == placement.trimmed
-    assert ("TRANS", layer, COST.trans_plan(placement), placement) in world.journal
+    assert ("TRANS", layer, COST.transport.plan(placement), placement) in world.journal
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -17,7 +17,6 @@ from megatron_balance.cost.core import (
     MOST_PIECES,
     SendingLine,
     SendingPrices,
-    few_batches,
     few_batches_each,
 )
 from megatron_balance.cost.model import CostModel, Overlap
@@ -105,7 +104,7 @@ def test_gradients_that_arrive_at_once_are_bounded() -> None:
 def test_trans_takes_its_rounds() -> None:
     cost = CostModel(profile(3, 3, line(1.0, 0.25)), token_bytes=4, param_bytes=100, grad_bytes=300)
     placement = Placement.identity(3, 3, 2).with_hosts([(0, 1), (0, 2)])
-    plan = cost.trans_plan(placement)
+    plan = cost.transport.plan(placement)
     # Two parts for two guests. In three pieces, guests exchange one while they receive the next: 25 s for an expert,
     # 4 batches of 1 to 1.05 s for the owner's two messages or a guest's three
     assert (len(plan.rounds), {message.pieces for messages in plan.rounds for message in messages}) == (4, {6})
@@ -114,10 +113,10 @@ def test_trans_takes_its_rounds() -> None:
     last = (25 / 6, 1.0)
     trans = sum(first) + 2 * sum(middle) + sum(last)
     assert cost.sending(placement)[:3] == ("exchanged", 3, pytest.approx(trans))
-    assert cost.plan_seconds(plan) == pytest.approx((trans, trans + 2 * 25 * 7 / 6))
-    time = cost.layer_time(np.zeros((3, 3)), placement)
-    assert (time.trans, time.agg) == pytest.approx(cost.plan_seconds(plan))
-    assert cost.plan_seconds(cost.trans_plan(Placement.identity(3, 3, 2))) == (0, 0)
+    seconds = [ends[-1] for ends in cost.transport.progress(plan)]
+    assert seconds == pytest.approx([trans, trans + 2 * 25 * 7 / 6])
+    assert cost.layer_time(np.zeros((3, 3)), placement)[3:] == pytest.approx(seconds)
+    assert cost.transport.plan(Placement.identity(3, 3, 2)) == EMPTY_PLAN
 
 
 FOUR = SendingModel(profile(4, 2, line(0.0, 1.0), line(0.0, 3.0)), 10, 20, in_parts=False)
@@ -181,7 +180,7 @@ def reference(model: SendingModel, plan: TransPlan, kind: str, size: float, back
     lines = [model.profile.link(kind, level) for level in LEVELS]
     launches = [model.profile.launch(kind, level) for level in LEVELS]
     node_size = model.profile.node_size
-    first = model.profile.starts.get(kind, 0.0)
+    first = model.profile.starts[kind]
     free: dict[int, Fraction] = {}
     carried: dict[tuple[int, int], Fraction] = {}
     ends = []
@@ -303,24 +302,6 @@ def barriers(model: SendingModel, plan: TransPlan) -> float:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 100)), min_size=1, max_size=4),
-    st.sampled_from([0.0, 1e-3, 1.0, 50.0]),
-    st.sampled_from([0.5, 1.0, 4.0]),
-    st.booleans(),
-)
-def test_numbers_are_timed_as_arrays_are(
-    pairs: list[tuple[float, float]], alpha: float, far: float, in_parts: bool
-) -> None:
-    model = SendingModel(profile(8, 4, line(alpha, 1.0), line(2 * alpha, far)), 40, 70, in_parts)
-    # Without messages, nothing follows
-    pairs = [(busy, extra if busy > 1e-3 else 0.0) for busy, extra in pairs]
-    busy_A, extra_A = np.array(pairs).T
-    each = [model.seconds_of(busy, extra) for busy, extra in pairs]
-    assert pytest.approx(np.array(model.seconds_of(busy_A, extra_A)), rel=1e-12) == np.array(each).T
-
-
-@settings(deadline=None)
 @given(placements(), sizes, st.floats(0, 100))
 def test_rounds_within_fit(placement: Placement, node_size: int, seconds: float) -> None:
     links = profile(placement.num_ranks, node_size, line(0.5, 0.25), line(1.0, 0.75), adapters=1)
@@ -366,4 +347,3 @@ def test_estimates_of_few_batches_are_those_of_their_description(
             sending = busy * size * (far_beta / far if is_far else near_beta)
             expected.append(start + alpha * batches + sending + last / pieces if busy else 0.0)
         assert [part[index] for part in found] == pytest.approx(expected)
-        assert few_batches(busy, extra, prices) == tuple(part[index] for part in found)

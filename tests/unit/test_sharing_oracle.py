@@ -56,9 +56,7 @@ def ours(case: dict[str, Any]) -> list[float]:
         def waited(self, *args: Any, **named: Any) -> None:
             pass
 
-        def communicated(
-            self, teams: Sequence[int], label: str, lane: str, start: float, end: float, work: Work
-        ) -> None:
+        def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
             ends[int(label)] = end
 
     def commands(number: int, begin: float, work: Work) -> Iterator:

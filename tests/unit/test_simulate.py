@@ -27,10 +27,9 @@ from megatron_balance.simulate.engine import (
     speeds,
 )
 from megatron_balance.simulate.network import Fabric, one_after_another, ring
-from megatron_balance.simulate.programs import program
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.timeline.actions import Operation
-from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
+from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
 
 uses = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=6)
 
@@ -186,15 +185,6 @@ def test_chunks_hide_exchanges() -> None:
     assert chunks < whole - 4 * 0.5
 
 
-def test_more_bandwidth_is_not_slower() -> None:
-    slower = 0
-    for seconds in np.linspace(0.25, 8.0, 32):
-        slow, _, _ = simulated(2, 4, balanced=True, chunks=2, moves=work(0.1, {0: seconds}))
-        fast, _, _ = simulated(2, 4, balanced=True, chunks=2, moves=work(0.1, {0: 0.8 * seconds}))
-        slower += fast > slow * (1 + 1e-9)
-    assert slower == 0
-
-
 def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
     stages = [stage_of(number, 2, 4, True) for number in range(2)]
     ranks = [np.array([0, 1]), np.array([2, 3])]
@@ -221,15 +211,9 @@ def test_a_trace_can_be_read(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {1}
 
 
-@pytest.mark.parametrize(
-    ("label", "part"),
-    [("L3 FEC m0", "experts"), ("L3 A2A.1/4 m0", "exchange"), ("L2 TRANS.1/2", "Trans"), ("reduction", "reduction")],
-)
-def test_every_label_belongs_to_a_part(label: str, part: str) -> None:
-    assert part_of(label) == part
-
-
-def test_an_unknown_label_is_an_error() -> None:
+def test_every_label_belongs_to_a_part() -> None:
+    labels = ("L3 FEC m0", "L3 A2A.1/4 m0", "L2 TRANS.1/2", "reduction")
+    assert [part_of(label) for label in labels] == ["experts", "exchange", "Trans", "reduction"]
     with pytest.raises(ValueError, match="belongs to no part"):
         part_of("something")
 

@@ -8,11 +8,11 @@ import pytest
 from megatron_balance.profile.cluster_profile import Fit
 from megatron_balance.simulate.engine import NOTHING, Engine
 from megatron_balance.simulate.network import at_once
-from megatron_balance.simulate.programs import StageSchedule, program
+from megatron_balance.simulate.programs import StageSchedule
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, one_forward_one_backward
-from tests.unit.simulated import MOVES, Log, layers_of, stage_of, team, work
+from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
 
 
 def dense_stage(number: int, stages: int, microbatches: int, **more: object) -> StageSchedule:
@@ -122,43 +122,3 @@ def test_a_pass_with_gathers_takes_the_sum_of_its_parts() -> None:
     total = Engine([(2, program(stage, layers, 0, 2))], 2, recorder).run()
     assert total == pytest.approx(plain + 2 * sum(gathers.values()))
     assert recorder.seconds["gathers"] == pytest.approx(2 * sum(gathers.values()))
-
-
-def busy_pipeline(scale: float) -> tuple[float, float, float]:
-    """Return the time of two stages whose collectives share links, its busiest resource's, and its longest chain."""
-    shared = {
-        name: work(0.05, {0: scale * seconds}) for name, seconds in (("first", 0.2), ("spread", 0.7), ("last", 1.1))
-    }
-    message = work(0.0, {0: scale * 0.9})
-    chain = 0.0
-    teams = []
-    for number in range(2):
-        stage = dense_stage(0, 2, 4) if number == 0 else stage_of(1, 2, 4, balanced=True)
-        parts = dict.fromkeys(stage.others, message)
-        stage = dataclasses.replace(stage, late=parts, early=parts)
-        layers = layers_of(stage, 4, moves=work(0.1, {0: scale})) if number else {}
-        for key, layer in layers.items():
-            passes = {
-                name: [one._replace(**shared) for one in getattr(layer, name)] for name in ("forward_B", "backward_B")
-            }
-            layers[key] = dataclasses.replace(layer, **passes, transfer=work(0.0, {0: 2 * scale}))
-            chain += 2 * scale + sum(
-                one.experts_CR.sum(0).max() + sum(gather.alone for gather in shared.values())
-                for some in passes.values()
-                for one in some
-            )
-        teams.append((2, program(stage, layers, 0, 2)))
-    engine = Engine(teams, 2, Log())
-    return engine.run(), float(engine.busy_seconds.max()), chain
-
-
-def test_no_collective_beats_its_links_or_its_chain() -> None:
-    slower = 0
-    before = 0.0
-    for scale in np.linspace(0.1, 8.0, 40):
-        total, busy, chain = busy_pipeline(float(scale))
-        assert total >= busy - 1e-9 and total >= chain - 1e-9
-        slower += before > total * (1 + 1e-9)
-        before = total
-    # Fair shares may have anomalies; there are none here
-    assert slower == 0

@@ -11,13 +11,12 @@ from megatron_balance.cost.exchange import ExchangeModel, resized
 from megatron_balance.cost.network import Network
 from megatron_balance.flow.parallel_schedule import SCHEDULES, Shape, TokenStep, volumes
 from megatron_balance.flow.schedule_choice import ScheduleModel
-from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from megatron_balance.simulate.engine import NOTHING
 from megatron_balance.simulate.layers import RowExchange
 from megatron_balance.simulate.network import Fabric, TeamNetwork
+from tests.unit.simulated import SPEED, team
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEED = Throughput(1e-8, 0.0, 0.0, 0.0)
 TOKENS = 1024
 HIDDEN = 512
 TOPK = 2
@@ -26,10 +25,7 @@ ITEM = 2
 
 def wire_of(schedule: str, hosts: int, mp: int, esp: int, node_size: int, saa: bool = False) -> RowExchange:
     ranks = hosts * esp
-    near = Fit(10e-6, 1 / 150e9, 0.0, 0.0)
-    far = Fit(25e-6, 1 / 25e9, 0.0, 0.0)
-    shared = far._replace(beta=2 * far.beta)
-    measured = from_links(4 * ranks, node_size, near, far, shared=shared, forward=SPEED, backward=SPEED)
+    _, measured = team(4 * ranks, node_size)
     links = resized(measured, hosts, max(1, node_size // esp))
     whole = resized(measured, ranks, node_size)
     direct = TokenStep.EP_ESP_ALL_TO_ALL in SCHEDULES[schedule]

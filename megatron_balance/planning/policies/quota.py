@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import GUEST_LOOPS, PlannedGuests, guest_loads, guest_times
+from megatron_balance.cost.candidates import PlannedGuests, add_guests, guest_costs
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
@@ -76,7 +76,7 @@ class Quota(Policy):
     must_pay = True
 
     def __init__(self) -> None:
-        for loop in (*GUEST_LOOPS, fit, sending_times, cheapest):
+        for loop in (add_guests, fit, sending_times, cheapest):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
@@ -379,10 +379,9 @@ class _Layer:
         plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
         planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
         far = self.cost.transport.far
-        busy_A, extra_A = guest_times(self.cost.network, far, self.owner_E, planned, len(plans))
-        sent = self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A))
         loads = self.counts_EBD, self.tokens_BE.T, self.owner_E
-        added_AFBD = guest_loads(self.cost.network, *loads, planned, len(plans))
+        added_AFBD, busy_A, extra_A = guest_costs(self.cost.network, far, *loads, planned, len(plans))
+        sent = self.cost.transport.seconds_of(np.append(0.0, busy_A), np.append(0.0, extra_A))
         loads_AFBD = np.concatenate([self.owned_FBD[None], self.owned_FBD + added_AFBD])
         time = self.cost.time_of(*self.cost.work_of(loads_AFBD), *sent)
         hidden = sum(sent) - time.trans - time.agg
