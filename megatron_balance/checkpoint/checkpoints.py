@@ -23,7 +23,7 @@ from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import SaveDirectory
-from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy
+from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
 from megatron_balance.files.writing import write_file
 from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
 from megatron_balance.job.groups import gather, on_first_rank
@@ -146,19 +146,20 @@ class Checkpoints:
             group = self.run.groups.dp_cp
             self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, True) if fully else strategy
         try:
-            request: Any = dist_checkpointing.save(
-                state | run_state.common_state(self.run, parts),
-                str(staged),
-                self._strategy,
-                # Every save has the same structure, so comparing it across ranks once is enough
-                validate_access_integrity=first,
-                async_sharded_save=True,
-                content_metadata=run_state.CONTENT,
-            )
+            with common_state_in_memory() as common:
+                request: Any = dist_checkpointing.save(
+                    state | run_state.common_state(self.run, parts),
+                    str(staged),
+                    self._strategy,
+                    # Every save has the same structure, so comparing it across ranks once is enough
+                    validate_access_integrity=first,
+                    async_sharded_save=True,
+                    content_metadata=run_state.CONTENT,
+                )
         except OSError as error:
             # Only this rank failed: the others wait in a collective of megatron-core's until the hang guard ends them
             raise RuntimeError(f"{staged}: planning the checkpoint failed: {error}") from error
-        return PartWriter(request, self.patience)
+        return PartWriter(request, self.patience, common.getvalue())
 
     def poll(self) -> None:
         """Complete the save in flight if every rank has written its part."""

@@ -4,19 +4,25 @@ The processes are forked, so they see the tensors as they are now while training
 host memory. A process that dies or stalls makes the save fail; no rank waits for it forever.
 """
 
+import contextlib
 import gc
+import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import queue
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -26,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_balance.checkpoint import manifest
+from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.files.writing import system_error, writing
 
 # megatron-core would start a server process for this queue, which is not used here
@@ -33,7 +40,27 @@ filesystem_async._results_queue = queue.SimpleQueue()
 
 
 METADATA, CONFIG = ".metadata", "metadata.json"
-"""Files that rank 0 writes."""
+"""Files that rank 0 writes, next to COMMON. Since megatron-core 0.19, rank 0's shards hold the content of COMMON."""
+
+
+@contextlib.contextmanager
+def common_state_in_memory() -> Iterator[io.BytesIO]:
+    """Inside the block, let `dist_checkpointing.save` write common.pt into the returned buffer on rank 0.
+
+    megatron-core writes it in the collective part of a save, where a failure on one rank leaves the others waiting.
+    """
+    content = io.BytesIO()
+    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
+    if not hasattr(strategies, "base"):
+        yield content
+        return
+
+    def save_common(_: object, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            torch.save(common_state_dict, content)
+
+    with mock.patch.object(strategies.common.TorchCommonSaveStrategy, "save_common", save_common):
+        yield content
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):
@@ -66,10 +93,12 @@ class PartWriter:
     Args:
         request: the request that `dist_checkpointing.save(async_sharded_save=True)` returned for a ShardStrategy.
         patience: seconds without a written byte after which a writer counts as stalled.
+        common: content of common.pt; empty if this rank writes none.
     """
 
-    def __init__(self, request: AsyncRequest, patience: float) -> None:
+    def __init__(self, request: AsyncRequest, patience: float, common: bytes = b"") -> None:
         self.patience = patience
+        self.common = common
         self.writer, self.metadata = request.async_fn_args
         self.parts: list[_FilePart] = []
         self.sizes: list[int] = []
@@ -121,6 +150,9 @@ class PartWriter:
             self.writer.finish(self.metadata, results)
         with writing(directory / CONFIG):
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        if self.common:
+            with writing(directory / COMMON):
+                (directory / COMMON).write_bytes(self.common)
 
     def stop(self) -> None:
         """End all processes."""

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterable, Iterator
@@ -107,9 +108,10 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
 def _bounds(split: str) -> list[Bounds]:
     """Return where each set begins and ends, as megatron.core finds it."""
     bounds: list[Bounds] = [None]
-    with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
-        bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    if "-" in split or bounds[0] is None:
+    if "-" not in split and re.search("[1-9]", split):
+        with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
+            bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    if bounds[0] is None:
         raise ValueError(
             f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
             "the first must be above 0"

@@ -19,7 +19,7 @@ from tests.distributed.wandering import wandering
 TOLERANCE = 1e-5
 """Relative, for every loss, gradient norm, weight and moment."""
 
-ITERATIONS = 6
+ITERATIONS = 8
 
 LAYOUTS = {
     "EP4-sgd-momentum": (4, "--optimizer sgd --lr 1e-2"),

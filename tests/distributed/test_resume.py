@@ -256,12 +256,12 @@ SABOTAGE: dict[str, tuple[tuple[object, str], Callable[..., object], str]] = {
     ),
     "fill": (WRITER, fill_the_disk, "__1_0.distcp: No space left on device"),
     "quota": (WRITER, refuse, "__1_0.distcp: Disk quota exceeded"),
-    "manifest": ((manifest, "_render"), refuse, "Disk quota exceeded: '{}/iter_0000002.saving-"),
+    "manifest": ((manifest, "_render"), refuse, "Disk quota exceeded"),
     "common": ((writer.PartWriter, "describe"), refuse, "Disk quota exceeded"),
     "unseen": (
-        (saving, "write_obstacle"),
-        lambda staged, *_: shutil.rmtree(staged, ignore_errors=True),
-        ": No such file or directory",
+        (writer.PartWriter, "start"),
+        lambda part: shutil.rmtree(part.writer.path, ignore_errors=True),
+        "No such file or directory",
     ),
     "removed": (
         (CheckpointDirectory, "stage"),

@@ -8,13 +8,12 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_balance.cli.checks import Machine
-from megatron_balance.flow import grouped_gemm
 from megatron_balance.flow.grouped_gemm import EngineGemm, RowSplit, TorchGemm, WeightTerm
 from tests.fused_adam import FusedAdam
 from tests.hostcuda.packages import HERE, MACHINES, kernels, roots
@@ -143,10 +142,16 @@ def on_the_host(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "on_device", lambda **tensors: None)
 
 
+def engine_gemm(function: Callable) -> EngineGemm:
+    """Return products by a function that takes the place of Transformer Engine's."""
+    gemm = EngineGemm()
+    gemm.__dict__["_gemm"] = function, frozenset(inspect.signature(function).parameters)
+    return gemm
+
+
 def test_grouped_gemms_are_torchs(packages, on_the_host):
     """Products for home and guest slots are torch's, with uneven and empty slots."""
-    gemms = TorchGemm(), EngineGemm()
-    gemms[1].__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
+    gemms = TorchGemm(), engine_gemm(packages(f"{TE}cpp_extensions:general_grouped_gemm"))
     weights = [torch.randn(3, 6, 4), torch.randn(2, 6, 4)]
     for sizes in ([3, 0, 1, 0, 7], [0] * 5, [0, 0, 0, 1, 0]):
         split = RowSplit(sizes, ONE.device)
@@ -165,8 +170,7 @@ def test_grouped_gemms_are_torchs(packages, on_the_host):
 
 
 def test_half_precision_adds_to_single_precision(packages, on_the_host):
-    gemm = EngineGemm()
-    gemm.__dict__["_gemm"] = packages(f"{TE}cpp_extensions:general_grouped_gemm")
+    gemm = engine_gemm(packages(f"{TE}cpp_extensions:general_grouped_gemm"))
     rows = torch.randn(9, 4).bfloat16()
     gradient = torch.randn(9, 6).bfloat16()
     total = torch.ones(6, 4)
@@ -185,13 +189,13 @@ def test_grouped_gemms_of_other_versions(packages, on_the_host, monkeypatch):
     def between(A, B, out, out_dtype, layout="TN", **options):
         return newest(A, B, out, [None] * len(A), out_dtype, layout, **options)
 
-    monkeypatch.setattr(grouped_gemm, "_workspaces", lambda: ["workspace"])
+    base = SimpleNamespace(get_multi_stream_cublas_workspace=lambda: ["workspace"])
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
     weights = [torch.randn(2, 6, 4)]
     split = RowSplit([1, 2], ONE.device)
     rows = torch.randn(3, 4)
     for function in (oldest, between):
-        gemm = EngineGemm()
-        gemm.__dict__["_gemm"] = function
+        gemm = engine_gemm(function)
         torch.testing.assert_close(gemm.outputs(rows, weights, split), TorchGemm().outputs(rows, weights, split))
 
 

@@ -52,7 +52,7 @@ GATHERED = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockw
 
 def test_layers_compute_with_weights_that_are_there(device_ranks, curve_of, profiles: dict[int, Path]) -> None:
     """Replicas plan independently and all-gather parameters in several buckets while experts' weights are sent."""
-    flags = f"{layouts.flags_of(GATHERED)} --num-layers 2 --balance-profile {profiles[2]} {SAME_KERNELS}"
+    flags = f"{layouts.flags_of(GATHERED)} --balance-profile {profiles[2]} {SAME_KERNELS}"
     outcomes = device_ranks(4).run(watched, flags, 3, plan_apart)
     assert not complaints(outcomes)
     assert all(outcome.acted for outcome in outcomes)
