@@ -1,8 +1,8 @@
 """Exchange of rows between the ranks of a group: the AllToAll interface, and the all-to-alls that ignore nodes.
 
-All ranks know the split matrix: `splits_DD[i, j]` (int64 on the host, may be zero) is the number of rows that rank i
-sends to rank j. Rows are sent and received in the order of the ranks. Every rank of the group starts the same exchanges
-in the same order, even if it sends and receives nothing.
+All ranks know the split matrix: `splits_DD[i, j]` (int64 in host memory, may be zero) is the number of rows that rank i
+sends to rank j. Rows are sent and received in the order of the ranks. Every rank starts the same exchanges in the same
+order, even without rows.
 """
 
 import functools
@@ -18,8 +18,8 @@ from megatron_balance.job.collectives import ALL_TO_ALL
 from megatron_balance.job.groups import NodeGroups
 
 MESSAGES_AT_ONCE = 3
-"""Number of messages that a rank sends to other nodes, or of Trans and Agg, at the same time on gloo. If all were sent
-at once, they would share the links at random, and some links would be idle at the end."""
+"""Maximum messages that a rank sends at the same time on gloo, to other nodes or for Trans and Agg. More messages would
+share links at random and leave some idle at the end."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Exchange:
     """An exchange in progress."""
 
     wait: Callable[[], torch.Tensor]
-    """Returns the received rows [sum of the rank's column, ...]: from rank 0, then rank 1, ... On CUDA the current
-    stream waits for them, not the host."""
+    """Returns the received rows [sum of the rank's column, ...] by source. On CUDA, the current stream waits, not the
+    host."""
 
 
 class AllToAll(ABC):
-    """Interface of all-to-all exchanges of rows between the ranks of `group` (AbsAlltoAll, ScheMoE section 3.1)."""
+    """Interface of all-to-all exchanges of rows within `group` (AbsAlltoAll, ScheMoE section 3.1)."""
 
     reads_all_splits = True
     """False: `start` reads only this rank's row and column of the split matrix."""
@@ -42,24 +42,22 @@ class AllToAll(ABC):
 
     @abstractmethod
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        """Start sending `rows` [sum of the rank's row of splits_DD, ...] of any dtype and return immediately.
-
-        Several exchanges may be in progress and may be waited for in any order. `rows` must not change until then.
-        """
+        """Start sending `rows` [sum of the rank's row of splits_DD, ...] of any dtype and return immediately. Several
+        exchanges may be in progress, and may be waited for in any order. `rows` must not change until then."""
 
     @property
     def reverse(self) -> "AllToAll":
-        """The all-to-all for gradients, which travel in the opposite direction."""
+        """The all-to-all for gradients, in the opposite direction."""
         return self
 
     def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows in a form that can be sent, and a buffer for the received rows."""
+        """Return the rows, detached and contiguous, and a buffer for the received rows."""
         received = int(splits_DD[:, self.group.rank()].sum())
         return rows.detach().contiguous(), rows.new_empty((received, *rows.shape[1:]))
 
 
 class SingleRankAllToAll(AllToAll):
-    """The all-to-all of a group of one rank, which keeps its rows."""
+    """The all-to-all of a single rank: it keeps its rows."""
 
     reads_all_splits = False
 
@@ -68,10 +66,10 @@ class SingleRankAllToAll(AllToAll):
 
 
 class NodeAllToAll(AllToAll):
-    """Base class of all-to-alls that distinguish messages within nodes from messages between nodes."""
+    """Base class of all-to-alls that distinguish messages within nodes and between nodes."""
 
     tag = 0
-    """Tag of messages on gloo; each class that shares groups with others needs its own."""
+    """Tag of messages on gloo; classes that share groups need different tags."""
 
     def __init__(self, nodes: NodeGroups) -> None:
         super().__init__(nodes.ep)
@@ -81,7 +79,7 @@ class NodeAllToAll(AllToAll):
 
     @functools.cached_property
     def side_stream(self) -> SideStream:
-        """Posts messages that have to wait for earlier ones, while computation goes on; one exchange at a time."""
+        """Posts messages that depend on earlier messages, during computation; one exchange at a time."""
         return SideStream(type(self).__name__)
 
 
@@ -96,8 +94,7 @@ class FlatAllToAll(AllToAll):
         self.options.asyncOp = True
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        # numpy slices faster than torch, and the group's method does what torch.distributed's does after its checks:
-        # a device waits for the host here
+        # The device waits for the host here: numpy slices faster than torch, and the group's method skips checks
         rank = self.group.rank()
         splits = splits_DD.numpy()
         rows = rows.detach().contiguous()
@@ -109,7 +106,7 @@ class FlatAllToAll(AllToAll):
 
 
 class P2PAllToAll(AllToAll):
-    """One message to every other rank, all of them posted at the same time."""
+    """One message to every other rank, all posted at once."""
 
     reads_all_splits = False
 
@@ -127,11 +124,8 @@ class P2PAllToAll(AllToAll):
 
 
 def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
-    """Return the all-to-all that `--moe-comm-alltoall default` stands for; a single rank needs no exchange.
-
-    gloo's own all-to-all posts its sends before its receives, which halves the bandwidth of each link. However, gloo
-    cannot send messages from a GPU.
-    """
+    """Return the all-to-all of `--moe-comm-alltoall default`. gloo's own all-to-all posts its sends before its
+    receives, which halves the bandwidth of each link. However, gloo cannot send messages from a GPU."""
     if group.size() == 1:
         return SingleRankAllToAll(group)
     on_cpu = dist.get_backend(group) == "gloo" and not torch.cuda.is_available()
@@ -139,7 +133,7 @@ def default_all_to_all(group: dist.ProcessGroup) -> AllToAll:
 
 
 def connect(group: dist.ProcessGroup | None) -> None:
-    """Set up an NCCL communicator on all ranks together: the first batch of messages may not involve all of them."""
+    """Set up an NCCL communicator on all ranks, because the first batch of messages may not involve all of them."""
     if group is not None and dist.get_backend(group) == "nccl":
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -150,11 +144,8 @@ def post(
     sends: Mapping[int, torch.Tensor],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Start receiving from and sending to ranks of `group`, in the given order; empty tensors are not sent.
-
-    All receives are posted first: on gloo, a sender waits for the receiver's ready notification, which queues behind
-    the bulk data that the receiver itself sends.
-    """
+    """Start receiving from and sending to ranks of `group`; empty tensors are skipped. Receives are posted first: on
+    gloo, a sender waits for the receiver's ready notification, which queues behind the receiver's own bulk data."""
     operations = [
         dist.P2POp(verb, tensor, group=group, tag=tag, group_peer=peer)
         for verb, tensors in ((dist.irecv, receives), (dist.isend, sends))
@@ -174,10 +165,8 @@ def post_rows(
     input_splits: Sequence[int],
     tag: int = 0,
 ) -> list[dist.Work]:
-    """Post one message per pair of ranks of `group` (None: this rank alone), and copy the rows that stay on this rank.
-
-    In step k, a rank sends to rank + k and receives from rank - k, so that no two ranks send to the same rank.
-    """
+    """Post a message for each other rank of `group` (None: this rank alone), and copy the rows that stay on this rank.
+    In step k, a rank sends to rank + k and receives from rank - k, so no two ranks send to the same rank."""
     targets = rows.split(list(input_splits))
     sources = received.split(list(output_splits))
     size = len(targets)
@@ -192,7 +181,7 @@ def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tens
     """Return the exchange that sends `sent`, fills `received` and completes with `works`."""
 
     def wait() -> torch.Tensor:
-        # Wait only once for each: gloo would then wait for a second message
+        # Wait for each message only once: a second wait on gloo would wait for another message
         while works:
             works.pop().wait()
         keep_until_read(received, sent)
@@ -202,7 +191,7 @@ def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tens
 
 
 def keep_until_read(*tensors: torch.Tensor) -> None:
-    """Keep the memory of tensors until the current CUDA stream has used them, even if another stream allocated it."""
+    """Keep the memory of tensors until the current CUDA stream has used them, even if allocated on another stream."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

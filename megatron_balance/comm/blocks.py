@@ -1,8 +1,8 @@
-"""Blocks of rows in another order: one gather of rows by index on a device, and pieces that are joined on a CPU.
+"""Reorders blocks of rows: by one gather of rows on a device, by concatenation of blocks on a CPU.
 
 A block is a run of consecutive rows that stay together, such as the rows of one source for one slot. The host knows all
-sizes. A device receives two numbers per block, all moves of one layer in one copy, and a kernel finds the row for each
-place. Without Triton, it receives these rows. Nothing waits for the device.
+sizes. One copy takes two numbers per block to the device, for all moves of a layer, and a kernel expands them to the
+index of each row. Without Triton, the copy takes the indices. Nothing waits for the device.
 """
 
 import functools
@@ -21,19 +21,19 @@ class BlockMove(NamedTuple):
     """Blocks and their new order. In shapes, X counts blocks."""
 
     sizes_X: np.ndarray
-    """Number of rows of each block, int64, in the present order."""
+    """int64: rows of each block, in the current order."""
     order_X: np.ndarray
-    """The block at each place of the new order."""
+    """Block at each place of the new order."""
 
     @classmethod
     def transposed(cls, sizes: np.ndarray, dimensions: Sequence[int]) -> "BlockMove":
-        """Return the move of blocks from the layout of `sizes` to that of `sizes.transpose(dimensions)`."""
+        """Return the move that transposes the layout `sizes` of blocks to `sizes.transpose(dimensions)`."""
         order = np.arange(sizes.size).reshape(sizes.shape).transpose(dimensions)
         return cls(sizes.reshape(-1), order.reshape(-1))
 
     @property
     def back(self) -> "BlockMove":
-        """The move that undoes this one."""
+        """The inverse move."""
         place_X = np.empty_like(self.order_X)
         place_X[self.order_X] = np.arange(len(place_X))
         return BlockMove(self.sizes_X[self.order_X], place_X)
@@ -43,19 +43,19 @@ class Gather:
     """Moves rows [R, ...] on one device; not differentiable."""
 
     def __init__(self, index_R: torch.Tensor | None = None, move: BlockMove | None = None) -> None:
-        """Move by the row for each place, int32 on the device of the rows, or, in host memory, by blocks, which is
-        faster. With neither argument, every row stays in its place."""
+        """`move`: blocks, on a CPU. `index_R`: each place's source row, int32 on the rows' device. None: no row
+        moves."""
         self._index_R = index_R
         self._move = move
 
     @property
     def stays(self) -> bool:
-        """Whether every row is in its place."""
+        """Whether no row moves."""
         return self._index_R is None and self._move is None
 
     @property
     def index_R(self) -> torch.Tensor:
-        """[R] int32: the row for each place, if some row moves."""
+        """[R] int32: the source row of each place; must not be read if no row moves."""
         if self._index_R is None:
             assert self._move is not None, "no row moves"
             (self._index_R,) = _indices([self._move], torch.device("cpu"))
@@ -64,7 +64,7 @@ class Gather:
 
     @functools.cached_property
     def back(self) -> "Gather":
-        """The gather that undoes this one."""
+        """The inverse gather."""
         if self._move is not None:
             return Gather(move=self._move.back)
         if self.stays:
@@ -84,40 +84,36 @@ STAYS = Gather()
 
 
 def gathers(moves: Sequence[BlockMove], device: torch.device) -> list[Gather]:
-    """Return what executes each move on `device`."""
+    """Return the gathers that execute the moves on `device`."""
     if device.type == "cpu":
         return [STAYS if _stays(*move) else Gather(move=move) for move in moves]
     return [STAYS if index_R is None else Gather(index_R) for index_R in _indices(moves, device)]
 
 
 def gather_room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialized int32 `staging` memory for `gather_of`: [2, blocks], or [1, most_rows] without a kernel."""
+    """Return uninitialized int32 `staging` memory for `gather_of`: [2, blocks], or [1, most_rows] without Triton."""
     return staging((2, blocks) if of_rows(device) is not None else (1, most_rows), torch.int32, device)
 
 
 def gather_of(room: torch.Tensor, rows: int, device: torch.device) -> Gather:
-    """Return what moves rows on a device, by a `gather_room`.
-
-    [2, X] is about blocks in their new order, some of which may be empty: row 0 has how many rows a block comes from
-    behind its place, row 1 the place where it ends. [1, R] begins with the row for each place.
-    """
+    """Return the gather of a filled `gather_room`. [2, X] has two numbers per block in the new order: the source minus
+    the target index of its rows, and its end; blocks may be empty. [1, R] starts with the source row of each place."""
     return Gather(_indexed(room.to(device, non_blocking=True), rows))
 
 
 def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
-    """Reorder blocks of rows from the layout of `sizes`, int64 in host memory, to `sizes.permute(dimensions)`."""
+    """Transpose blocks of rows from the layout `sizes`, int64 in host memory, to `sizes.permute(dimensions)`."""
     (gather,) = gathers([BlockMove.transposed(sizes.numpy(), dimensions)], rows.device)
     return gather(rows)
 
 
 def _stays(sizes_X: np.ndarray, order_X: np.ndarray) -> bool:
-    """Return whether every row is in its place."""
     order_X = order_X[sizes_X[order_X] > 0]
     return bool((order_X[1:] > order_X[:-1]).all())
 
 
 def _indices(moves: Sequence[BlockMove], device: torch.device) -> list[torch.Tensor | None]:
-    """Return the index of each move, int32; None for one after which every row is in its place."""
+    """Return the int32 index of each move; None if no row moves."""
     by_block = of_rows(device) is not None
     places = sum(len(move.order_X) if by_block else int(move.sizes_X.sum()) for move in moves)
     room = np.empty((2 if by_block else 1, places), dtype=np.int32)
@@ -139,7 +135,7 @@ def _indices(moves: Sequence[BlockMove], device: torch.device) -> list[torch.Ten
 
 
 def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows] int32: for each place, the row that moves there, by a `gather_room` on the device."""
+    """Return [rows] int32: the source row of each place, given a `gather_room` on the device."""
     if len(room) == 1:
         return room[0, :rows]
     shift_X, end_X = room
@@ -150,10 +146,8 @@ def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:
 
 @compiled("UniTuple(int64, 2)(int64[:], int64[:], int32[:, ::1], int64, int64)")
 def write_blocks(sizes_X: np.ndarray, order_X: np.ndarray, room: np.ndarray, at: int, before: int) -> tuple[int, int]:
-    """Write a move's non-empty blocks, in their new order, into a `gather_room`, after `at` blocks of `before` rows.
-
-    Return the number of blocks and of rows; 0 and 0 if every row is in its place.
-    """
+    """Append a move's non-empty blocks to a `gather_room` that holds `at` blocks of `before` rows. Return the numbers
+    of written blocks and of rows; (0, 0) if no row moves."""
     start_X = np.empty_like(sizes_X)
     rows = 0
     for block in range(len(sizes_X)):

@@ -1,8 +1,8 @@
 """Compression of the rows of an all-to-all (AbsCompressor, ScheMoE section 3.1).
 
-A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and each row is
-encoded independently, so a payload has the same splits as its rows. Nothing here waits for a CUDA device, and nothing
-is differentiable.
+A codec turns rows [R, H] of floats into a payload [R, B] of bytes. B depends only on H and the dtype, and rows are
+encoded independently, so a payload has the splits of its rows. Nothing here waits for a CUDA device or is
+differentiable.
 
     codec  B, in bytes        ratio from 32 / 16 bits    error of an element x              NaN, Inf
     none   itemsize H         1 / 1                      0                                  arrive bit for bit
@@ -12,9 +12,9 @@ is differentiable.
     int8   H + 8              4 / 2                      (hi - lo) / 500                    arrive
     zfp    H rate / 8 + 1     32 / rate, 16 / rate       2^e 80 / 2^rate, e of 4 elements   their row becomes NaN
 
-The full bounds are in the classes. They hold for the decoded value before it is rounded to `dtype`, which adds half a
-unit in the last place. The lossy codecs first round float64 to float32, never a finite element to infinity. They may
-lose the sign of a zero.
+The classes state the full bounds. The bounds hold for decoded values before rounding to `dtype`, which adds half a unit
+in the last place. Lossy codecs first round float64 to float32, but never a finite element to infinity. They may lose
+the sign of a zero.
 """
 
 import importlib
@@ -30,12 +30,10 @@ from megatron_balance.config.flags import named
 FLAG = "--moe-comm-codec"
 
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Smallest step between codes: its reciprocal and its multiples are normal float32 numbers."""
+"""Smallest step between codes; its reciprocal and its multiples are normal float32 numbers."""
 
 
 class Codec(ABC):
-    """Interface of codecs, which turn rows into bytes and back."""
-
     @abstractmethod
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         """Return B for rows of `hidden` elements."""
@@ -46,7 +44,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        """Decode a payload [R, B] that was encoded from rows of `dtype`, as [R, H] of `dtype`."""
+        """Decode a payload [R, B] of rows of `dtype`, as [R, H] of `dtype`."""
 
 
 class NoCodec(Codec):
@@ -63,7 +61,7 @@ class NoCodec(Codec):
 
 
 class _Narrower(Codec):
-    """Every element as a 16-bit float, rounded to nearest; rows of that type are sent losslessly and without a copy."""
+    """Rounds elements to a 16-bit float; rows of this type are sent without loss and without a copy."""
 
     narrow: torch.dtype
 
@@ -84,21 +82,16 @@ class BFloat16(_Narrower):
 
 
 class Float16(_Narrower):
-    """Rounds elements to float16; for rows of bfloat16 it saves nothing and may saturate.
-
-    The error of an element x is <= max(|x| / 2^11, 2^-25); finite ones above 65504 arrive as +-65504.
-    """
+    """Rounds elements to float16; for rows of bfloat16 it saves nothing and may saturate. The error of an element x is
+    <= max(|x| / 2^11, 2^-25); finite magnitudes above 65504 become 65504."""
 
     narrow = torch.float16
 
 
 class Float8(Codec):
-    """Rounds elements to float8 e4m3 with a scale per row; payload row: H codes, then the scale in float32.
-
-    The error of an element x is <= max(|x| / 16, amax / 2^18, 2^-136). amax, the largest finite magnitude of the row,
-    is sent as 416, the second largest code: 448 represents infinity, which e4m3fn lacks. So the finite elements of a
-    row with NaN or Inf keep the bound.
-    """
+    """Rounds elements to float8 e4m3 with a scale per row; payload row: H codes, then the scale in float32. The error
+    of an element x is <= max(|x| / 16, amax / 2^18, 2^-136), also in rows with NaN or Inf. amax, the largest finite
+    magnitude of the row, is sent as 416, the second largest code: 448 represents infinity, which e4m3fn lacks."""
 
     HIGHEST = 416
     INFINITE = 448
@@ -109,7 +102,7 @@ class Float8(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         rows = _at_most_float32(rows)
         amax_R1 = _finite(rows).abs_().amax(1, keepdim=True).float()
-        # amax must not decode to a larger value, which may be infinite
+        # amax must not decode to a larger value, because that may be infinite
         scale_R1 = (amax_R1 / (self.HIGHEST * _ABOVE_ONE)).clamp_min(SMALLEST)
         levels = (rows / scale_R1).clamp_(-self.INFINITE, self.INFINITE)
         return _payload(levels, torch.float8_e4m3fn, scale_R1)
@@ -123,9 +116,9 @@ class Int8(Codec):
     """Rounds elements to 253 evenly spaced values per row.
 
     The error is <= (hi - lo) / 500 + amax / 2^23 + 2^-127. lo and hi are the row's smallest and largest finite
-    elements, amax the larger of their magnitudes. A constant row is exact down to 2^-126. NaN and Inf have their own
-    codes; the finite elements of their row keep the bound if lo and hi include 0. Payload row: H codes, then the middle
-    of the range and the step in float32.
+    elements, amax the larger of their magnitudes. A constant row is exact down to 2^-126. NaN and Inf have separate
+    codes; the bound then holds for the finite elements of the row if lo <= 0 <= hi. Payload row: H codes, then the
+    middle of the range and the step in float32.
     """
 
     HIGHEST = 126
@@ -140,7 +133,7 @@ class Int8(Codec):
         finite = _finite(rows)
         # Separate calls: aminmax is not vectorised on the CPU
         low_R1, high_R1 = (end.float() for end in (finite.amin(1, keepdim=True), finite.amax(1, keepdim=True)))
-        # Rounded towards zero, so that the end with the larger magnitude is farther away: codes of +-126 stay inside
+        # Rounded towards zero, so the farther end has the larger magnitude, and codes of +-126 stay finite
         middle_R1 = low_R1 / 2 + high_R1 / 2
         middle_R1 = torch.where(low_R1 == high_R1, low_R1, torch.nextafter(middle_R1, torch.zeros_like(middle_R1)))
         reach_R1 = torch.maximum(high_R1 - middle_R1, middle_R1 - low_R1)
@@ -157,19 +150,20 @@ class Int8(Codec):
 
 @dataclass(frozen=True)
 class Zfp(Codec):
-    """Compresses CPU tensors by zfp, to 8 bits per element; 4 elements share an exponent.
+    """Compresses CPU tensors by zfp, by default to 8 bits per element; 4 elements share an exponent.
 
     The error is <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer.
-    This is the worst case: of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
-    rate - 3 of 32 bit planes arrive; the rest is at most 2/3 of the last one (negabinary), and the inverse transform
-    enlarges it by up to 15/4. Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 for a row of NaN.
+    This is the worst case. Of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
+    rate - 3 of 32 bit planes arrive. The missing planes are at most 2/3 of the last one sent (negabinary), and the
+    inverse transform amplifies this error by up to 15/4. Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 if
+    the row decodes to NaN.
 
     Raises:
         ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
     """
 
     rate: int = 8
-    """Bits per element, from 4 to 24; even, so that a block is a whole number of bytes."""
+    """Bits per element, 4 to 24; even, because a block must have whole bytes."""
 
     def __post_init__(self) -> None:
         if self.rate not in range(4, 25, 2):
@@ -187,11 +181,11 @@ class Zfp(Codec):
             return payload
         rows = _at_most_float32(rows.detach()).float()
         payload[:, -1] = ~rows.isfinite().all(1)
-        # zfp supports neither NaN nor Inf, and its integers do not survive smaller exponents
+        # zfp supports neither NaN nor Inf, and its integers underflow for smaller exponents
         values = torch.where(rows.isfinite() & (rows.abs() >= 2.0**-97), rows, 0)
         blocks = pad(values, (0, -hidden % 4)).flatten().numpy()
         stream = bytearray(_zfpy().compress_numpy(blocks, rate=self.rate, write_header=False))
-        # Blocks follow each other in little-endian words, so whole bytes can be split off; the last word is padded
+        # Blocks are packed into little-endian words, so whole bytes can be split off; the last word is padded
         size = num_rows * self._block_bytes(hidden)
         payload[:, :-1] = torch.frombuffer(stream, dtype=torch.uint8, count=size).view(num_rows, -1)
         return payload
@@ -226,11 +220,8 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def load_codec(name: str) -> Codec:
-    """Return the codec with a name in CODECS, or of a class `package.module:Class`, constructed without arguments.
-
-    Raises:
-        ValueError: there is no such codec, the class is no Codec or needs arguments, or zfpy is missing.
-    """
+    """Return the codec named in CODECS, or an instance of `package.module:Class`; ValueError if there is no such codec,
+    the class is no Codec or needs arguments, or zfpy is missing."""
     factory = named(FLAG, name, CODECS)
     if not (isinstance(factory, type) and issubclass(factory, Codec)):
         raise ValueError(f"{FLAG} {name}: is not a subclass of {Codec.__module__}.{Codec.__qualname__}")
@@ -241,11 +232,11 @@ def load_codec(name: str) -> Codec:
 
 
 _ABOVE_ONE = 1 + 2.0**-20
-"""A factor above the rounding error of a few float32 operations, and too small to change a code."""
+"""Factor that exceeds the rounding error of a few float32 operations, but is too small to change a code."""
 
 
 def _saturated(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round rows to `dtype`; finite elements outside its range become its largest finite values."""
+    """Round rows to `dtype`; clamp finite elements to its range."""
     largest = torch.finfo(dtype).max
     if torch.finfo(rows.dtype).max <= largest:
         return rows.to(dtype)
@@ -259,12 +250,11 @@ def _at_most_float32(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(rows: torch.Tensor) -> torch.Tensor:
-    """Return a copy with 0 in place of NaN and Inf."""
     return torch.nan_to_num(rows, nan=0, posinf=0, neginf=0)
 
 
 def _payload(levels: torch.Tensor, code: torch.dtype, header: torch.Tensor) -> torch.Tensor:
-    """Return rows of one-byte codes, each row followed by its float32 header."""
+    """Return rows of one-byte codes, each followed by its float32 header."""
     num_rows, hidden = levels.shape
     payload = levels.new_empty((num_rows, hidden + 4 * header.shape[1]), dtype=torch.uint8)
     payload[:, :hidden].view(code).copy_(levels)
@@ -277,14 +267,14 @@ def _codes_and_header(payload: torch.Tensor, hidden: int, code: torch.dtype) -> 
 
 
 def _levels(codes: torch.Tensor, infinite: int) -> torch.Tensor:
-    """Return the values of codes, of which two represent infinities, in the smallest type that has them all."""
+    """Return the values of codes, two of which represent infinities; bfloat16 can represent all of them."""
     levels = codes.to(torch.bfloat16)
     levels.masked_fill_(levels == infinite, torch.inf)
     return levels.masked_fill_(levels == -infinite, -torch.inf)
 
 
 def _read_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reinterpret the bytes of each row as `dtype`; copy only if they are not contiguous or not aligned."""
+    """Reinterpret the bytes of each row as `dtype`; copy only non-contiguous or misaligned rows."""
     flat = rows.flatten()
     if flat.storage_offset() * flat.itemsize % dtype.itemsize:
         flat = flat.clone()

@@ -9,11 +9,11 @@ from megatron_balance.comm.alltoall import AllToAll, Exchange
 from megatron_balance.comm.codecs import Codec, NoCodec
 
 Directions = Literal["dispatch", "combine", "forward", "all"]
-"""Compressed exchanges: tokens to their experts, the experts' outputs back, both, or both and their gradients."""
+"""Exchanges to compress: dispatch, combine, both (`forward`), or both and their gradients (`all`)."""
 
 
 class CompressedAllToAll(AllToAll):
-    """Sends rows [R, H] of floats as a codec's payload over another all-to-all (ScheMoE section 3.1)."""
+    """Sends the payload of rows [R, H] of floats over another all-to-all (ScheMoE section 3.1)."""
 
     def __init__(self, all_to_all: AllToAll, codec: Codec, gradients: bool) -> None:
         """`all_to_all` carries the payload; `gradients`: whether to compress gradients as well."""
@@ -47,28 +47,28 @@ class TokenExchange:
 
     @property
     def four(self) -> tuple[AllToAll, ...]:
-        """The exchanges of rows in an iteration: dispatch, combine, and those of their gradients."""
+        """The exchanges of rows in an iteration: dispatch, combine, and the exchanges of their gradients."""
         return self.dispatch, self.combine, self.combine.reverse, self.dispatch.reverse
 
     @property
     def reads_all_splits(self) -> bool:
-        """Whether an exchange reads more than this rank's row and column of the split matrix."""
+        """Whether any exchange reads more of the split matrix than this rank's row and column."""
         return any(exchange.reads_all_splits for exchange in (*self.four, self.probs, self.probs.reverse))
 
     @property
     def compressed_share(self) -> float:
-        """Fraction of the four exchanges that are compressed."""
+        """Compressed fraction of the four exchanges."""
         return sum(isinstance(exchange, CompressedAllToAll) for exchange in self.four) / 4
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> float:
-        """Return the bytes of a sent row: the mean over the four exchanges."""
+        """Return the bytes of a row, averaged over the four exchanges."""
         coded = (exchange.codec for exchange in self.four if isinstance(exchange, CompressedAllToAll))
         saved = sum(hidden * dtype.itemsize - codec.bytes_per_row(hidden, dtype) for codec in coded)
         return hidden * dtype.itemsize - saved / 4
 
 
 def token_exchange(all_to_all: AllToAll, codec: Codec, directions: Directions) -> TokenExchange:
-    """Return a layer's exchanges, with `codec` on `directions`; a single rank compresses nothing."""
+    """Return a layer's exchanges, with `codec` applied to `directions`; a single rank compresses nothing."""
     if isinstance(codec, NoCodec) or all_to_all.group.size() == 1:
         return TokenExchange(all_to_all, all_to_all, all_to_all)
     compressed = CompressedAllToAll(all_to_all, codec, gradients=directions == "all")

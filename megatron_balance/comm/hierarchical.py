@@ -1,4 +1,4 @@
-"""Hierarchical all-to-alls, whose stages send fewer and longer messages between nodes.
+"""Hierarchical all-to-alls: fewer, larger messages between nodes.
 
 In the shapes, N counts nodes and Y the ranks of a node.
 """
@@ -15,20 +15,20 @@ from megatron_balance.comm.blocks import transposed
 from megatron_balance.job.groups import NodeGroups
 
 Posted = list[dist.Work]
-"""The messages of a stage in progress."""
+"""Messages of a stage in progress."""
 
 
 class StagedAllToAll(NodeAllToAll):
-    """Base class of exchanges in stages; a stage begins when this rank has finished the previous one."""
+    """Base class of exchanges in stages; a rank begins a stage when it has finished the previous one."""
 
     @abstractmethod
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
-        """Fill `received`: post a stage, yield its messages, and continue when they have completed."""
+        """Post each stage, yield its messages, and continue when they are complete; the last stage fills `received`."""
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         rows, received = self._prepare(rows, splits_DD)
         stages = self._stages(rows, received, splits_DD)
-        # A stage has to wait for the previous one, but the computation does not
+        # A stage waits for the previous stage, but the computation must not
         work = self.side_stream.start(functools.partial(_finish, stages, rows, received))
 
         def wait() -> torch.Tensor:
@@ -40,7 +40,7 @@ class StagedAllToAll(NodeAllToAll):
 
 
 class OneDimensionalAllToAll(StagedAllToAll):
-    """All rows pass through the leader of each node, which sends N - 1 messages (HetuMoE; ScheMoE section 2)."""
+    """All rows pass through the leaders of nodes, which exchange N - 1 messages each (HetuMoE; ScheMoE section 2)."""
 
     tag = 1
 
@@ -76,8 +76,8 @@ class OneDimensionalAllToAll(StagedAllToAll):
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
-    """Ranks collect rows within their node, then send N - 1 messages to their counterparts on other nodes (2DH-A2A of
-    Tutel and DeepSpeed); ValueError if the last node is smaller, so that some ranks have no counterpart."""
+    """Exchange within nodes, then N - 1 messages to the rank's counterparts on other nodes (2DH-A2A of Tutel and
+    DeepSpeed); ValueError if the last node is smaller, because some ranks then lack a counterpart."""
 
     tag = 2
 
@@ -101,7 +101,7 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         aligned_YN = splits_NYNY[node, :, :, local]
         received_NY = splits_NYNY[:, :, node, local]
 
-        # Step 1: within the node, to the rank with the same local rank as the destination
+        # Step 1: within the node, to the rank with the destination's local rank
         aligned = rows.new_empty((int(aligned_YN.sum()), *rows.shape[1:]))
         packed = transposed(rows, sent_NY, (1, 0))
         splits = {"output_splits": aligned_YN.sum(1).tolist(), "input_splits": sent_NY.sum(0).tolist()}

@@ -1,7 +1,7 @@
 """Transfer: experts and their optimizer state move permanently to other home slots.
 
-Moves permute home slots, so an element keeps its offset within a slot. Each round moves one window of offsets: a rank
-packs the elements that leave before it overwrites them, and its messages stay small regardless of the experts' size.
+Moves permute home slots, so an element keeps its offset within its slot. Each round moves a window of offsets. A rank
+packs outgoing elements before it overwrites them, and messages stay small regardless of the experts' size.
 """
 
 from collections import Counter, defaultdict
@@ -16,18 +16,16 @@ from megatron_balance.comm.alltoall import post
 from megatron_balance.planning.ownership import OwnerChange
 
 STAGING_BYTES = 64 * 2**20
-"""Maximum number of bytes that a rank sends and receives in one round; at this size, latency no longer matters."""
+"""Maximum bytes that a rank sends and receives in one round; latency is negligible at this size."""
 
 Interval = tuple[int, int]
-"""Range of elements: the first one, and the one after the last."""
+"""Range of elements: first, and last plus one."""
 
 
 class Field(NamedTuple):
-    """A tensor [S, ...] with a part for each home slot: a parameter, its main parameter or an optimizer moment.
-
-    Every rank has the same fields in the same order, but it may keep only some of a field's elements, or none, because
-    the distributed optimizer shards them.
-    """
+    """A tensor [S, ...] with a part for each home slot: a parameter, its main parameter or an optimizer moment. All
+    ranks have the same fields in the same order, but the distributed optimizer shards them: a rank may keep a part, or
+    nothing."""
 
     slot_size: int
     """Number of elements per slot."""
@@ -37,7 +35,7 @@ class Field(NamedTuple):
     """Contiguous view of the kept elements, [stop - start]."""
 
     def bytes_of(self, start: int, size: int) -> torch.Tensor:
-        """Return a view, as bytes, of `size` elements of the flattened tensor, beginning with element `start`."""
+        """Return a byte view of `size` elements of the flattened tensor, from element `start` on."""
         first = start - self.kept[0]
         return self.values[first : first + size].view(torch.uint8)
 
@@ -56,26 +54,26 @@ class Extent(NamedTuple):
         return cls(field.slot_size, field.kept, field.values.element_size())
 
     def in_slot(self, slot: int) -> Interval:
-        """Return the kept elements of a slot, as offsets within it; an empty interval may end before it begins."""
+        """Return a slot's kept elements as offsets within it; an empty interval may end before it starts."""
         start = slot * self.slot_size
         return max(0, self.kept[0] - start), min(self.slot_size, self.kept[1] - start)
 
 
 class Place(NamedTuple):
-    """A rank among the ranks that keep a layer's experts: its expert-parallel and expert-data-parallel rank."""
+    """Place of a rank among those that keep a layer's experts: its expert-parallel and expert-data-parallel rank."""
 
     rank: int
     replica: int
 
 
 class FieldMessage(NamedTuple):
-    """Elements of one field that are sent from one rank to another, or copied from a rank to itself."""
+    """Consecutive elements of one field that one rank sends to another, or copies within itself."""
 
     source: int
     target: int
     field: int
     offset: int
-    """Offset of the first element within its slot, the same on the source and on the target."""
+    """Offset of the first element within its slot, equal on source and target."""
     size: int
     """Number of elements."""
     taken: int
@@ -89,13 +87,13 @@ class FieldMessage(NamedTuple):
         return self.size * self.itemsize
 
     def cut(self, start: int, stop: int) -> "FieldMessage":
-        """Return the part of the message in a window of slot offsets."""
+        """Return the part of the message within a window of slot offsets."""
         skipped = start - self.offset
         return self._replace(offset=start, size=stop - start, taken=self.taken + skipped, put=self.put + skipped)
 
 
 class Moved(NamedTuple):
-    """Bytes that this rank, and all ranks of the group, have sent to other ranks."""
+    """Bytes sent to other ranks, by this rank and by all ranks of the group."""
 
     sent_bytes: int
     total_bytes: int
@@ -104,14 +102,10 @@ class Moved(NamedTuple):
 def plan_messages(
     moves: Sequence[OwnerChange], places: Sequence[Place], extents: Sequence[Sequence[Extent]]
 ) -> list[FieldMessage]:
-    """Return the messages by which every rank receives the elements that it has to keep, the same on every rank.
+    """Return the messages that bring every rank the elements that it keeps after the moves; the same on every rank.
 
     Elements come from the source's replica with the target's replica number if it keeps them, otherwise from the first
-    replica that keeps them.
-
-    Args:
-        places: place of every rank of the group.
-        extents: fields of every rank, [ranks][fields].
+    replica that keeps them. `places` and `extents`, [ranks][fields], cover all ranks of the group.
     """
     messages = []
     for move in moves:
@@ -124,7 +118,7 @@ def plan_messages(
                 kept = [(source, *extents[source][field].in_slot(move.source_slot)) for source in sources]
                 first, end = wanted.in_slot(move.target_slot)
                 while first < end:
-                    # The source's replicas together keep every element
+                    # The replicas of the source together keep every element
                     source, stop = next(
                         (source, min(end, last)) for source, start, last in kept if start <= first < last
                     )
@@ -136,13 +130,9 @@ def plan_messages(
 
 
 def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[list[FieldMessage]]:
-    """Split the messages into rounds that can be executed in place, one after the other, the same on every rank.
-
-    A round consists of whole windows of slot offsets, of one field or several, so that no later round needs elements
-    that an earlier one has overwritten.
-
-    `staging_bytes` limits the bytes that a rank sends and receives in a round, unless it has a single offset.
-    """
+    """Split the messages into rounds to execute in place, one after another; the same on every rank. A round has whole
+    windows of slot offsets, so no later round needs elements that it overwrites. `staging_bytes` limits the bytes that
+    a rank sends and receives in a round, except for a round with a single offset."""
     rounds: list[list[FieldMessage]] = [[]]
     used: Counter[int] = Counter()
     for field in sorted({message.field for message in messages}):
@@ -150,13 +140,13 @@ def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[li
         ends = {end for message in part for end in (message.offset, message.offset + message.size)}
         for start, stop in pairwise(sorted(ends)):
             crossing = [message for message in part if message.offset <= start < message.offset + message.size]
-            # Bytes of one offset on each rank; elements that a rank sends to itself count once
+            # Bytes of one offset on each rank; elements that stay on a rank count once
             row = Counter[int]()
             for message in crossing:
                 row.update(dict.fromkeys((message.source, message.target), message.itemsize))
             while row and start < stop:
                 fitting = min((staging_bytes - used[rank]) // size for rank, size in row.items())
-                # One offset may exceed the limit; its round contains nothing else, even if other ranks have room
+                # An offset above the limit gets a round of its own, even if other ranks have room left
                 if rounds[-1] and (fitting < 1 or max(used.values()) > staging_bytes):
                     rounds.append([])
                     used.clear()
@@ -170,12 +160,10 @@ def plan_rounds(messages: Sequence[FieldMessage], staging_bytes: int) -> list[li
 
 class ExpertMover:
     """Executes moves between home slots of the ranks that keep a layer's experts: expert-parallel ranks and replicas.
-
-    Every rank of the group calls `transfer` together, between an optimizer step and the next forward pass.
-    """
+    Every rank of the group calls `transfer` together, between an optimizer step and the next forward pass."""
 
     def __init__(self, group: dist.ProcessGroup, own: Place, staging_bytes: int = STAGING_BYTES) -> None:
-        """`group` has all replicas of an expert-parallel group; every rank of it calls this with its own place."""
+        """`group` has all replicas of an expert-parallel group; every rank of it passes its own place."""
         self.group = group
         self.staging_bytes = staging_bytes
         self.places: list[Place] = [own] * group.size()
@@ -183,14 +171,11 @@ class ExpertMover:
 
     @torch.no_grad()
     def transfer(self, moves: Sequence[OwnerChange], fields: Sequence[Field]) -> Moved:
-        """Move the experts' parts of all fields.
-
-        With NCCL the rounds are queued on the current stream; the host does not wait for them.
-        """
+        """Move the experts' parts of all fields. With NCCL, the current stream waits for messages, not the host."""
         extents: list[list[Extent]] = [[]] * self.group.size()
         dist.all_gather_object(extents, [Extent.of(field) for field in fields], group=self.group)
         messages = plan_messages(moves, self.places, extents)
-        # Ranks need not wait for each other between rounds: each only overwrites what it packed
+        # No barrier between rounds: each rank overwrites only elements that it has packed
         for part in plan_rounds(messages, self.staging_bytes):
             self._exchange(part, fields)
         others = [message for message in messages if message.source != message.target]
@@ -198,7 +183,7 @@ class ExpertMover:
         return Moved(sent, sum(message.num_bytes for message in others))
 
     def _exchange(self, messages: Sequence[FieldMessage], fields: Sequence[Field]) -> None:
-        """Execute this rank's part of a round; all elements for one peer are one message."""
+        """Execute this rank's part of a round, with one message per peer."""
         rank = self.group.rank()
         leaving: defaultdict[int, list[FieldMessage]] = defaultdict(list)
         arriving: defaultdict[int, list[FieldMessage]] = defaultdict(list)

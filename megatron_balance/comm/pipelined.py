@@ -1,4 +1,4 @@
-"""Exchanges that keep two communicators busy: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
+"""Exchanges that use two communicators at the same time: Pipe-A2A (ScheMoE section 5) and SAA (Parm section III-D).
 
 In the shapes, D counts the ranks of a group or the sources of rows, and W the hosts.
 """
@@ -26,7 +26,7 @@ from megatron_balance.device.side_stream import SideStream
 
 
 class PipelinedAllToAll(NodeAllToAll):
-    """Messages within and between nodes are in progress at the same time: two NCCL streams, or two gloo groups."""
+    """Messages within and between nodes overlap: on two NCCL streams, or two gloo groups."""
 
     tag = 3
 
@@ -41,7 +41,7 @@ class PipelinedAllToAll(NodeAllToAll):
         far_receives = {peer: receives[peer] for peer in far}
         near_sends = {peer - first: sends[peer] for peer in near}
         near_receives = {peer - first: receives[peer] for peer in near}
-        # The slowest messages go first, in the same order on every rank: NCCL's communicators may wait for each other
+        # Slow messages first, in the same order on every rank: NCCL's communicators may wait for each other
         works = post(self.group, far_receives, far_sends if rows.is_cuda else {}, self.tag)
         send = functools.partial(self._send_in_order, far_sends)
         sent = None if rows.is_cuda else self.side_stream.start(send)
@@ -68,11 +68,9 @@ class PipelinedAllToAll(NodeAllToAll):
 
 
 def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int], list[int]]:
-    """Return (peers on the rank's node, peers on other nodes), in the order in which the rank sends to them.
-
-    Node n sends to node n + 1 first, then to n + 2, ...; on each of them, local rank l starts with local rank l. In
-    every step each rank sends one message and receives one, and so does each node's link if nodes have equal sizes.
-    """
+    """Return (peers on the rank's node, peers on other nodes), in the order in which the rank sends to them. Node n
+    sends to node n + 1 first, then to n + 2, and so on. On each node, local rank l begins with local rank l. If nodes
+    have equal sizes, each rank and each node's link sends one message and receives one in every step."""
     nodes = [range(num_ranks)[first : first + node_size] for first in range(0, num_ranks, node_size)]
     node, local = divmod(rank, node_size)
     near, *far = nodes[node:] + nodes[:node]
@@ -82,15 +80,13 @@ def peers_in_order(rank: int, num_ranks: int, node_size: int) -> tuple[list[int]
 
 class Simultaneous(DirectAllToAll):
     """Overlaps the all-to-all of results with their all-gather among the ranks with the same tokens (SAA, Parm III-D).
-
-    The all-to-all has a phase for each host, whose shards send their results. During the next phase, the sums over
-    shards are sent to the other members. `collect` therefore returns the rows of all members, one after the other.
-    """
+    The all-to-all has one phase per host, whose shards send their results. During the next phase, the sums over shards
+    are sent to the other members. So `collect` returns the rows of all members, one member after another."""
 
     tag = 4
 
     def __init__(self, shards: int, members: dist.ProcessGroup, sources: Sequence[int]) -> None:
-        """`members`: the ranks with the same tokens, in a group of its own; `sources`: their source numbers."""
+        """`members`: a separate group of the ranks with the same tokens; `sources`: their source numbers."""
         super().__init__(shards)
         self.members = members
         self.sources = tuple(sources)
@@ -131,7 +127,7 @@ class Simultaneous(DirectAllToAll):
     def _phase(
         self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DW: torch.Tensor
     ) -> tuple[int, torch.Tensor, list[dist.Work]]:
-        """Start sending to the sources of one host and receiving from the shards of another, [shards, rows, ...]."""
+        """Start sending to one host's sources, and receiving [shards, rows, ...] from another host's shards."""
         rank = group.rank()
         hosts = splits_DW.shape[1]
         target = (rank // self.shards - step) % hosts
@@ -144,7 +140,7 @@ class Simultaneous(DirectAllToAll):
         return host, partial, post(group, receives, sends, self.tag)
 
     def _pass_on(self, step: int, host: int, partial: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Start exchanging this phase's sums between the members, each of which has the sums of a different host."""
+        """Start exchanging a phase's sums between members; each member has sums of a different host."""
         rank = self.members.rank()
         hosts = len(parts) // len(self.sources)
         sums = parts[rank * hosts + host]

@@ -1,4 +1,4 @@
-"""All-to-alls by name, and `auto`: the one with the shortest predicted time, for each exchange.
+"""All-to-alls by name, and `auto`: the all-to-all with the shortest predicted time, for each exchange.
 
 cost/exchange.py derives the predictions from the profile.
 """
@@ -26,17 +26,15 @@ from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 TURNS = 256
-"""Number of exchanges of similar size that follow one prediction, which takes milliseconds for hundreds of ranks."""
+"""Number of exchanges of similar size that reuse a prediction, which takes milliseconds for hundreds of ranks."""
 
 NOISE = 0.05
-"""Measured lines do not tell times apart that differ by less."""
+"""Relative difference below which predicted times count as equal."""
 
 
 def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
-    """Return the all-to-alls to choose from: the default one, and those whose messages differ on these nodes.
-
-    The preferred ones come first. On gloo, messages that are all posted at once share links at random, so that is pipe.
-    """
+    """Return the candidates in order of preference: the default, and all-to-alls whose messages differ on these nodes.
+    On gloo, pipe is preferred, because the default posts all messages at once, and they share links at random."""
     members: dict[str, AllToAll] = {DEFAULT: default_all_to_all(nodes.ep)}
     if nodes.ep.size() <= nodes.node_size:
         return members
@@ -50,18 +48,16 @@ def members_of(nodes: NodeGroups) -> dict[str, AllToAll]:
 
 
 class Chooser:
-    """Chooses the all-to-all with the shortest predicted time; of several that differ by `NOISE` at most, the first.
-
-    A prediction holds for the next `TURNS` exchanges with the same number of bytes in all, up to a factor of two. It
-    depends only on the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike.
-    """
+    """Chooses the all-to-all with the shortest predicted time; the first one among those within `NOISE` of it. A
+    prediction is reused for the next `TURNS` exchanges whose total bytes have the same bit length. It depends only on
+    the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike."""
 
     def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
-        """`log` is called with a line when a name is chosen for the first time."""
+        """`log` receives a line when a name is chosen for the first time."""
         self.models = [ExchangeModel.of(profile, name) for name in names]
         self.log = log
         self._choices: dict[int, tuple[str, int]] = {}
-        """The choice, and for how many more exchanges it holds, by the number of bits of the bytes in all."""
+        """By bit length of the total bytes: the choice, and the number of exchanges for which it still holds."""
         self._logged: set[str] = set()
 
     def choose(self, splits_DD: torch.Tensor, row_bytes: int) -> str:
@@ -91,10 +87,9 @@ class Chooser:
 
 
 class AutoAllToAll(NodeAllToAll):
-    """Delegates each exchange to the all-to-all with the shortest predicted time, by --balance-profile."""
+    """Delegates each exchange to the all-to-all with the shortest time predicted from --balance-profile."""
 
     def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
-        """`log` is called with a line when a member is chosen for the first time."""
         super().__init__(nodes)
         self.members = members_of(nodes)
         self.chooser = Chooser(profile, self.members, log)
@@ -115,10 +110,8 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
 
 
 def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[ExchangeModel, ...]:
-    """Return the models of an all-to-all: of each member that `auto` chooses from, and one for any other.
-
-    An unknown class is assumed to send all its messages in one stage.
-    """
+    """Return the models of an all-to-all: one for each candidate of `auto`, one for any other all-to-all. An unknown
+    class is assumed to send all messages in one stage."""
     if isinstance(all_to_all, AutoAllToAll):
         return tuple(all_to_all.chooser.models)
     if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
@@ -128,7 +121,7 @@ def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[Exch
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
-    """Return the all-to-all class with a name in ALL_TO_ALLS, or `package.module:Class`; otherwise raise ValueError."""
+    """Return the all-to-all class named in ALL_TO_ALLS or `package.module:Class`; otherwise raise ValueError."""
     found = named("--moe-comm-alltoall", name, {"default": None, **ALL_TO_ALLS})
     if not (isinstance(found, type) and issubclass(found, AllToAll)):
         problem = "is not a subclass of megatron_balance.comm.alltoall.AllToAll or NodeAllToAll"
@@ -147,9 +140,9 @@ def load_all_to_all(
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
     Args:
-        nodes: creates the node groups on every rank of the job, for subclasses of NodeAllToAll.
-        profile: returns the profile that `auto` predicts from.
-        log: called with a line about each choice of `auto`, on the ranks that pass it.
+        nodes: creates the node groups, collectively over the job, for subclasses of NodeAllToAll.
+        profile: returns the profile for the predictions of `auto`.
+        log: receives a line about each new choice of `auto`.
 
     Raises:
         ValueError: see `find_all_to_all`, or the all-to-all does not support the sizes of the nodes.

@@ -1,8 +1,8 @@
-"""Exchanges with sharded experts: rows go to every shard of their expert, and the sum of the shards' outputs returns.
+"""Exchanges with sharded experts: rows go to every shard of their expert, and sums over the shards return.
 
 An expert may be split into shards, one for each rank of a host (expert tensor parallelism, ESP). A source is a rank
-that has rows to send: rank d of the group of all shards of all hosts is shard d % V of host d // V. Every Sharding
-delivers the same rows in the same order, source by source.
+that has rows to send. Rank d of the group of all shards of all hosts is shard d % V of host d // V. Every Sharding
+delivers the same rows in the same order, by source.
 
 In the shapes, D counts the sources, W the hosts, and V the shards of a host.
 """
@@ -19,36 +19,30 @@ from megatron_balance.comm.blocks import transposed
 
 
 class Sharding(ABC):
-    """Interface of exchanges between the sources of rows and the experts' shards.
-
-    Gradients travel the same way: `collect` is the transpose of `spread`.
-    """
+    """Interface of exchanges between sources of rows and shards of experts. Gradients use the same methods: `collect`
+    is the transpose of `spread`."""
 
     collectives: tuple[str | None, str | None] = (None, None)
-    """Collectives among the shards of a host over all of its rows: after the rows arrive, and before they return."""
+    """Collectives among a host's shards over all of its rows: after rows arrive, and before results return."""
 
     @abstractmethod
     def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
-        """Start sending this source's rows, ordered by host, to all shards of their hosts.
-
-        `splits_DW`, int64 in host memory, has the number of rows from each source to each host. The exchange brings the
-        rows that arrive on this shard: from source 0, then source 1, ...
-        """
+        """Start sending this source's rows, ordered by host, to all shards of their hosts. `splits_DW`, int64 in host
+        memory, has the number of rows from each source to each host. The exchange returns the rows received by this
+        shard, ordered by source."""
 
     @abstractmethod
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
-        """Start sending this shard's results, in the order in which their rows arrived.
-
-        The exchange brings the sums over shards of this source's rows, in the rows' original order.
-        """
+        """Start sending this shard's results, in the order in which their rows arrived. The exchange returns the sums
+        over shards for this source's rows, in their original order."""
 
     def messages(self, amounts_DW: np.ndarray) -> list[np.ndarray]:
-        """Return the amounts that `spread` sends between the ranks of each of its simultaneous all-to-alls."""
+        """Return the amounts between ranks in each of `spread`'s simultaneous all-to-alls."""
         return [amounts_DW]
 
 
 class Unsharded(Sharding):
-    """Experts are not sharded: each host is one rank."""
+    """Each host is one rank."""
 
     def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         return all_to_all.start(rows, splits_DW)
@@ -78,8 +72,7 @@ class DirectAllToAll(Sharding):
 
 
 class AllGather(Sharding):
-    """All-to-all between hosts, then all-gather among a host's shards; results return by reduce-scatter, as in
-    megatron-core."""
+    """All-to-all between hosts, all-gather among a host's shards; results return by reduce-scatter (megatron-core)."""
 
     # A reduce-scatter moves as many bytes as an all-gather
     collectives = ("all_gather", "all_gather")
@@ -110,16 +103,14 @@ class AllGather(Sharding):
         return [*by_shard_WVW.swapaxes(0, 1)]
 
     def _splits(self, splits_DW: torch.Tensor, host: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the splits among the shards with this rank's number, and [W, V] the rows of each source for `host`."""
+        """Return the splits among shards with this rank's number, and [W, V] the rows of each source for `host`."""
         splits_WVW = splits_DW.view(-1, self.shards.size(), splits_DW.shape[1])
         return splits_WVW[:, self.shards.rank()], splits_WVW[:, :, host]
 
 
 class AllReduce(Unsharded):
-    """All shards of a host have the same rows; their results are all-reduced, and every shard sends all of them back.
-
-    This is DeepSpeed-MoE (Parm, section III-A). Here a source is a whole host.
-    """
+    """The shards of a host have the same rows; they all-reduce their results, and each of them returns all results.
+    This is DeepSpeed-MoE (Parm, section III-A). Here, a source is a whole host."""
 
     collectives = (None, "all_reduce")
 
@@ -134,7 +125,7 @@ class AllReduce(Unsharded):
 
 
 def sums_of_copies(rows: torch.Tensor, sizes: Sequence[int], copies: int) -> torch.Tensor:
-    """Sum the copies of each block of rows: all copies of the first block, then all copies of the second, ..."""
+    """Sum the copies of each block of rows; the copies of a block are consecutive."""
     if copies == 1:
         return rows
     parts = rows.split([size for size in sizes for _ in range(copies)])
@@ -143,7 +134,7 @@ def sums_of_copies(rows: torch.Tensor, sizes: Sequence[int], copies: int) -> tor
 
 @torch.no_grad()
 def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Gather every rank's rows, [sum of sizes, ...]; rank r has sizes[r]. gloo's own all-gather needs equal sizes."""
+    """Gather every rank's rows, [sum of sizes, ...]; rank r has sizes[r] rows. gloo's all-gather needs equal sizes."""
     gathered = rows.new_empty(sum(sizes), *rows.shape[1:])
     parts = gathered.split(list(sizes))
     rank = group.rank()

@@ -15,17 +15,17 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 
 AHEAD = 2
-"""Number of rounds whose receives are posted early on gloo, where a sender waits until the receiver is ready."""
+"""Number of rounds whose receives are posted ahead on gloo, where a sender waits until the receiver is ready."""
 
 PARTS = 2
-"""Maximum number of parts of a plan that are executed one after another, for each of Trans and Agg."""
+"""Maximum number of parts into which a plan is split, for each of Trans and Agg."""
 
 ALIGNMENT = 16
-"""Pieces begin at multiples of this number of elements, and staged tensors of bytes: kernels read 16 bytes at once."""
+"""Alignment of pieces in elements, and of staged tensors in bytes: kernels read 16 bytes at once."""
 
 
 class Slots(Protocol):
-    """The experts of one layer on this rank; views are contiguous and in the same order on every rank."""
+    """The experts of one layer on this rank; every rank returns contiguous views in the same order."""
 
     def ready(self) -> None: ...
 
@@ -37,78 +37,74 @@ class Slots(Protocol):
 
 
 class _Slice(NamedTuple):
-    """A contiguous part of one of an expert's tensors, which is one message; `peer` is the other end."""
+    """A message: a contiguous part of one tensor of an expert; `peer` is the rank at the other end."""
 
     expert: int
     piece: int
     """Index of the piece of the expert."""
     tag: int
-    """Index of the tensor within the piece. On gloo, messages with one tag match in order; NCCL uses only order."""
+    """Index of the tensor within the piece. gloo matches messages of one tag in order; NCCL matches by order alone."""
     peer: int
     tensor: torch.Tensor
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """The same for all messages of these elements."""
+        """Identifies the elements: equal for all messages that carry them."""
         return self.expert, self.piece, self.tag
 
 
 _OwnRound = tuple[list[_Slice], list[_Slice]]
-"""What this rank sends and receives in one round."""
+"""Messages that this rank sends and receives in one round."""
 
 
 class _PostedRound(NamedTuple):
-    """This rank's part of one round, ready to post."""
-
     receives: list[dist.P2POp]
     sends: list[dist.P2POp]
     needs: int
-    """Number of this rank's rounds whose receives must be complete before it sends."""
+    """Number of this rank's rounds that must have been received before it sends."""
     adds: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
-    """Tensors to add others to. The tensors of one entry do not overlap; entries are added one after another."""
+    """(totals, received) to add. The tensors of one entry do not overlap; entries are added one after another."""
 
 
 class _Prepared(NamedTuple):
-    """A Trans or an Agg of this rank, used as long as its plan and its placement last."""
+    """A Trans or an Agg of this rank, reused while its plan and placement last."""
 
     plan: TransPlan
     placement: Placement
     rounds: list[_PostedRound]
     sent: list[torch.Tensor]
-    """Gradients that are zero in the end; empty for Trans."""
+    """Gradients to zero at the end; empty for Trans."""
 
 
 class TransAgg:
     """Executes the rounds of Trans and Agg over an expert-parallel group.
 
-    Every rank of the group calls every method, with the same plans in the same order. Both methods return when this
-    rank's part is complete, or, with NCCL, queued on the current stream, over a communicator that the caller has
-    connected. They call no modules, so any single thread and stream may run them.
+    Every rank of the group calls every method, with the same plans in the same order. A method returns when this rank's
+    part is complete. With NCCL, it returns when its part is queued on the current stream, and the caller must have
+    connected the communicator. Modules are not called, so any single thread and stream may run the methods.
 
-    On gloo consecutive rounds overlap. This cannot deadlock: a rank waits only for messages of rounds before the one
-    that it posts, or for its sends of that round after it has posted its receives.
+    On gloo, consecutive rounds overlap. This cannot deadlock: before it posts a round, a rank waits only for messages
+    of earlier rounds; it waits for the round's sends only after it has posted the round's receives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._is_queued = dist.get_backend(group) == "nccl"
-        """Whether messages wait for each other on a stream, and not on the host."""
+        """Whether messages are ordered by a stream, without host waits."""
         self._staging = [torch.empty(0, dtype=torch.uint8)] * (1 if self._is_queued else AHEAD + 1)
-        """Memory for gradients that consecutive rounds receive; pieces of all layers' experts have similar sizes."""
+        """Staging buffers for received gradients of consecutive rounds, shared by all layers."""
         self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def trans(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
-        """Fill every guest slot with its owner's weights (Pro-Prophet section IV-A, primitive Trans)."""
+        """Fill every guest slot with its owner's weights (primitive Trans, Pro-Prophet section IV-A)."""
         self._run(self._ready(plan, placement, slots, adds=False).rounds)
 
     @torch.no_grad()
     def agg(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
-        """Add every guest's gradients to its owner's, and zero the guests' (Pro-Prophet section IV-A, primitive Agg).
-
+        """Add every guest's gradients to its owner's, and zero the guests' (primitive Agg, Pro-Prophet section IV-A).
         The plan runs backward: a rank that passed on weights adds up the gradients it receives before it sends them on.
-        The order of summation is the same in every run.
-        """
+        The order of summation is the same in every run."""
         prepared = self._ready(plan, placement, slots, adds=True)
         self._run(prepared.rounds)
         if prepared.sent:
@@ -131,7 +127,7 @@ class TransAgg:
             arriving = self._staged(arriving)
         posted = []
         complete: dict[tuple[int, int, int], int] = {}
-        """Number of rounds after which a slice is complete."""
+        """Number of rounds after which a slice is complete, by its name."""
         for number, ((sent, received), rooms) in enumerate(zip(rounds, arriving, strict=True), 1):
             needs = max((complete.get(piece.name, 0) for piece in sent), default=0)
             complete |= {piece.name: number for piece in received}
@@ -145,13 +141,13 @@ class TransAgg:
         return dist.P2POp(verb, tensor, group=self.group, group_peer=piece.peer, tag=piece.tag)
 
     def _staged(self, rounds: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Return memory for tensors like these; rounds that may be in progress at the same time have their own."""
+        """Return staging buffers for these tensors; rounds that may overlap do not share memory."""
         for index, tensors in enumerate(rounds):
             size = sum(_aligned(tensor.nbytes) for tensor in tensors)
             old = self._staging[index % len(self._staging)]
             if size > len(old):
                 if len(old):
-                    # Earlier operations would keep the memory that is replaced
+                    # Prepared operations would keep the replaced buffer alive
                     self._prepared.clear()
                 self._staging[index % len(self._staging)] = tensors[0].new_empty(size, dtype=torch.uint8)
         return [_split(self._staging[index % len(self._staging)], tensors) for index, tensors in enumerate(rounds)]
@@ -167,7 +163,7 @@ class TransAgg:
 
 
 def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
-    """Send and receive with waits on the host: receives are posted AHEAD of the rounds that wait for them."""
+    """Execute rounds with host waits; receives are posted AHEAD rounds early."""
     arriving: deque[tuple[_PostedRound, list[dist.Work]]] = deque()
     leaving: deque[dist.Work] = deque()
     complete = 0
@@ -182,7 +178,7 @@ def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
             complete += 1
 
     def receive(number: int) -> None:
-        # Staging is used again after AHEAD more rounds
+        # Staging buffers are reused after AHEAD more rounds
         finish(number - AHEAD)
         if number < len(rounds):
             arriving.append((rounds[number], _post(rounds[number].receives)))
@@ -215,7 +211,6 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _split(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return parts of a buffer of bytes for flat tensors like these."""
     parts = []
     first = 0
     for tensor in tensors:
@@ -227,7 +222,7 @@ def _split(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.
 def _waves(
     received: Sequence[_Slice], rooms: Sequence[torch.Tensor]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Return what to add to a rank's gradients: the first message of every slice, then every second one, and so on."""
+    """Return additions to a rank's gradients: the first message of every slice, then the second ones, and so on."""
     waves: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     seen: Counter[tuple[int, int, int]] = Counter()
     for piece, room in zip(received, rooms, strict=True):
@@ -241,7 +236,7 @@ def _waves(
 
 
 def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.Tensor]:
-    """Return piece `piece` of `pieces` of an expert, a range of the elements of its tensors: flat, non-empty parts."""
+    """Return piece `piece` of `pieces` of an expert: a range of its elements, as flat, non-empty parts of tensors."""
     total = sum(tensor.numel() for tensor in tensors)
     begin, end = (
         total if index == pieces else total * index // pieces // ALIGNMENT * ALIGNMENT for index in (piece, piece + 1)
@@ -260,7 +255,7 @@ def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.
 def _own_rounds(
     plan: TransPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
 ) -> list[_OwnRound]:
-    """Return this rank's part of every round that it takes part in, in the order of Trans."""
+    """Return this rank's messages of each of its rounds, in the order of Trans."""
 
     @cache
     def expert_of(expert: int) -> Sequence[torch.Tensor]:

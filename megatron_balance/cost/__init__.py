@@ -1,13 +1,13 @@
-"""How long a layer, an exchange or a Trans takes on a cluster. Arrays in, seconds out.
+"""Predicts the seconds of a layer, an exchange or a Trans on a cluster, from arrays.
 
-    core         loads and their costs in machine code, for the models below and for searches
-    candidates   what experts with other hosts change, and the guests of whole plans
-    network      links within nodes, adapters that the ranks of a node share, and batches of messages on them
+    core         compiled loops over loads and their costs, for the models below and for searches
+    candidates   costs of changing experts' hosts, and of the guests of whole plans
+    network      batches of messages on links within nodes, and on adapters that the ranks of a node share
     exchange     seconds of the all-to-alls
-    sending      seconds of Trans and Agg, and their best routes and pieces
-    loads        what ranks compute, send and receive under a placement
+    sending      seconds of Trans and Agg, with the best routes and pieces
+    loads        tokens that ranks compute, send and receive under a placement
     model        CostModel: seconds of a layer under a placement, after Pro-Prophet
-    calibration  how much longer a run measures than the model predicts, by component
+    calibration  measured over predicted seconds of a run, by component
 
 Start with `model`.
 """

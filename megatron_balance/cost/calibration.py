@@ -1,7 +1,7 @@
-"""How much longer the parts of a layer take than its cost model predicts.
+"""Calibration of a layer's cost model by measured seconds.
 
-A factor of a component is measured over predicted seconds: the median over the latest iterations in which the component
-occurred, so that a few slow iterations have no effect. Each iteration's ratio is taken over all layers and ranks.
+The factor of a component is the median ratio of measured over predicted seconds, over the latest iterations in which
+the component occurred; a few slow iterations have no effect. Each iteration has one ratio for all layers and ranks.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.profile.cluster_profile import Fit, Throughput
 
 WINDOW = 15
-"""Number of iterations that a factor is the median of."""
+"""Number of iterations in the median."""
 
 LEAST, MOST = 1e-6, 1e6
 """Limits of a factor."""
@@ -22,12 +22,12 @@ Line = TypeVar("Line", Fit, Throughput)
 
 
 class Factors(NamedTuple):
-    """Measured over predicted seconds, by component."""
+    """Ratio of measured over predicted seconds, by component."""
 
     exchange: float = 1.0
     """All-to-alls and their codecs."""
     experts: float = 1.0
-    """Computation of the experts. That of the other layers, which hides Trans and Agg, is taken to be off alike."""
+    """Computation of the experts; also applied to the non-MoE computation that hides Trans and Agg."""
     trans: float = 1.0
     agg: float = 1.0
 
@@ -40,7 +40,7 @@ class Calibration:
     """Running estimate of the factors."""
 
     ratios: tuple[tuple[float, ...], ...] = ((),) * len(Factors._fields)
-    """The latest ratios of each component, oldest first; at most WINDOW."""
+    """The latest ratios of each component, at most WINDOW, oldest first."""
 
     @property
     def factors(self) -> Factors:
@@ -48,10 +48,8 @@ class Calibration:
         return Factors(*(statistics.median(ratios) if ratios else 1.0 for ratios in self.ratios))
 
     def observe(self, measured: Sequence[float], predicted: Sequence[float], used: Factors) -> "Calibration":
-        """Return the estimate after one more iteration, in which components without predicted seconds did not occur.
-
-        The predicted seconds contain the factors `used`.
-        """
+        """Return the estimate after one more iteration; components without predicted seconds did not occur in it. The
+        factors `used` are part of the predicted seconds."""
         found = []
         for ratios, seconds, expected, factor in zip(self.ratios, measured, predicted, used, strict=True):
             if expected > 0:
@@ -60,7 +58,7 @@ class Calibration:
         return Calibration(tuple(found))
 
     def to_plain(self) -> list[list[float]]:
-        """Return lists and numbers for a checkpoint."""
+        """Return the state for a checkpoint: lists and numbers."""
         return [list(ratios) for ratios in self.ratios]
 
     @classmethod
@@ -70,7 +68,7 @@ class Calibration:
 
 
 def calibrated(cost: CostModel, factors: Factors) -> CostModel:
-    """Return the cost model whose predictions contain the factors; a Transfer has the factor of an exchange."""
+    """Return the cost model with the factors applied; a Transfer has the factor of an exchange."""
     if factors == UNCALIBRATED:
         return cost
     overlap = cost.overlap
@@ -98,5 +96,5 @@ def calibrated(cost: CostModel, factors: Factors) -> CostModel:
 
 
 def _slower(line: Line, factor: float) -> Line:
-    """Return the line for a multiple of the seconds, which are its first two fields."""
+    """Return the line with its seconds, the first two fields, multiplied."""
     return line._replace(**{name: factor * getattr(line, name) for name in line._fields[:2]})

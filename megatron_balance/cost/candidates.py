@@ -1,6 +1,6 @@
-"""What candidates of a search cost: experts that get other hosts, and the guests of whole plans. See `cost/core.py`.
+"""Costs of a search's candidates: changes of experts' hosts, and the guests of whole plans. See `cost/core.py`.
 
-In shapes, A counts candidates or plans, and M the experts whose hosts a candidate changes, or the guests of all plans.
+In shapes, A counts candidates or plans, and M the experts that a candidate changes, or the guests of all plans.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def change(
     primary_A: np.ndarray,
     prices_1: np.ndarray,
 ) -> None:
-    """Give experts, each one once, other hosts, and add what that changes to `loads_FBD` and `sent_D`."""
+    """Give distinct experts other hosts, and update `loads_FBD` and `sent_D`."""
     prices = prices_1[0]
     for a in range(len(expert_A)):
         e = expert_A[a]
@@ -79,14 +79,14 @@ def try_(
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> CandidateCosts:
-    """Return the costs of candidates that give experts other hosts; the last arguments are `CostModel.prices`.
+    """Return the costs of candidates that change experts' hosts; the last arguments are `CostModel.prices`.
 
     Args:
         loads_FBD: loads before the changes.
-        sent_D: the times of `link_times` before the changes.
-        longest: the longest time on other links before the changes.
+        sent_D: link times before the changes; see `link_times`.
+        longest: maximum of `link_times`' second result before the changes.
         expert_MA: -1 for none.
-        begins_A: whether a candidate is on its own; otherwise it comes after the one before it.
+        begins_A: whether a candidate is independent; otherwise it is applied on top of the previous candidate.
     """
     prices = prices_1[0]
     ways = len(begins_A)
@@ -146,7 +146,7 @@ def involve(
     work_ABD: np.ndarray,
     found_A: np.ndarray,
 ) -> None:
-    """Add `Hosting.involved_seconds`, without Trans and Agg; candidates' seconds of `rank` are reduced in place."""
+    """Add `Hosting.involved_seconds`, without Trans and Agg, to `found_A`; reduce `work_ABD` of `rank` in place."""
     prices = prices_1[0]
     more_FBD = np.zeros_like(loads_FBD)
     rest_BD = np.empty_like(work_BD)
@@ -172,18 +172,18 @@ def involve(
 
 
 class PlannedGuests(NamedTuple):
-    """The guests of several plans for one layer, under the split `proportional`, sorted by plan, expert and rank."""
+    """Guests of several plans for one layer, for the split `proportional`; sorted by plan, expert and rank."""
 
     plan_M: np.ndarray
     expert_M: np.ndarray
     rank_M: np.ndarray
-    """A rank that does not own the expert; each (plan, expert, rank) occurs once."""
+    """A rank that does not own the expert; each (plan, expert, rank) is unique."""
     share_M: np.ndarray
-    """Part of the expert's tokens that the guest takes over from the owner."""
+    """Fraction of the expert's tokens that the guest takes over from the owner."""
 
     @classmethod
     def of(cls, plan_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, share_M: np.ndarray) -> "PlannedGuests":
-        """Return these guests, which may be in any order."""
+        """Return these guests, given in any order."""
         order_M = np.lexsort((rank_M, expert_M, plan_M))
         return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
 
@@ -197,14 +197,9 @@ def guest_costs(
     guests: PlannedGuests,
     plans: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A, 5, B, D]: what the guests of A = `plans` plans add to `owner_loads`; and [A], [A] for `seconds_of`.
-
-    These are the time of the busiest rank or adapter, and the longest time that a piece spends on other links.
-
-    Args:
-        far: see `SendingModel.far`.
-        tokens_EB: sums of `counts_EBD`.
-    """
+    """Return [A, 5, B, D]: the guests' additions to `owner_loads` in each of A plans; and [A], [A] for `seconds_of`.
+    The latter are the time of the busiest rank or adapter, and the longest time of a piece on other links. See
+    `SendingModel.far` for `far`; `tokens_EB` are sums of `counts_EBD`."""
     counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
     added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
     times_AD = np.zeros((plans, network.num_ranks))
@@ -237,10 +232,10 @@ def add_guests(
     node_size: int,
     far: float,
 ) -> None:
-    """Add loads, times of links, and how often experts enter a node; set what follows the busiest rank."""
+    """Add loads, times of links, and the number of experts that enter each node; update the maximum of `extra_A`."""
     ranks = added_AFBD.shape[3]
     is_whole = node_size >= ranks
-    # On nodes without hosts, tokens do not change their ways; with one node, neither on ranks without
+    # Tokens keep their routes on nodes without hosts and, if there is one node, on ranks without hosts
     size = 1 if is_whole else node_size
     share_D = np.zeros(ranks)
     with_D = np.zeros(ranks)

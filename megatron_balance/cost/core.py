@@ -1,11 +1,11 @@
-"""What exchanges, computation, and Trans and Agg cost: machine code that the cost model and all searches share.
+"""Costs of exchanges, computation, Trans and Agg: compiled loops, shared by the cost model and all searches.
 
-No loop reorders sums, so that all ranks get the same bits.
+Loops keep the order of sums, so all ranks get the same bits.
 
-*Loads* are arrays [F, B, D] of tokens: for each rank and microbatch, the tokens that it computes, sends and receives
-within its node, and sends to and receives from other nodes. Exchanges take amounts [4, D], the last four of these.
+*Loads* are tokens [F, B, D] by feature, microbatch and rank: tokens that the rank computes, sends and receives within
+its node, and sends to and receives from other nodes. Exchanges take amounts [4, D], the last four features.
 
-In shapes, F counts the features of loads, M the experts whose hosts a candidate changes, or guests.
+In shapes, F counts the features of loads, and M guests.
 """
 
 import math
@@ -21,10 +21,10 @@ COMPUTED, NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN = range(5)
 FEATURES = 5
 
 MOST_PIECES = 64
-"""Maximum number of pieces of an expert, because each piece costs a call."""
+"""Maximum number of pieces of an expert; each piece costs a call."""
 
 LEAST_ALPHA = 1e-6
-"""Minimum latency of a message in seconds for choosing pieces; a line through noisy times may have none."""
+"""Minimum seconds of a message's latency for choosing pieces, because a line fitted to noisy times may have none."""
 
 ROUNDING = 1e-9
 
@@ -32,13 +32,13 @@ _Numbers = Annotated[np.ndarray, "float64[::1]"]
 
 
 class Links(NamedTuple):
-    """Links and adapters of ranks that exchange units, bytes or tokens."""
+    """Links and adapters of ranks, in seconds per unit (byte or token)."""
 
     node_size: int
     near: float
-    """Seconds per unit that a rank sends within its node, while it receives as much."""
+    """Seconds per unit that a rank sends within its node while it receives as much."""
     far: float
-    """The same between nodes, for a rank that shares its adapter with no other rank."""
+    """The same between nodes, for a rank with an adapter of its own."""
     near_one_way: float
     far_one_way: float
     """See `Level.one_way`."""
@@ -47,13 +47,13 @@ class Links(NamedTuple):
 
 
 class SendingLine(NamedTuple):
-    """Lines of a batch of Trans, or of Agg."""
+    """Lines (latency alpha, seconds per byte beta) of a batch of Trans or of Agg."""
 
     near_alpha: float
     near_beta: float
     far_alpha: float
     far_beta: float
-    """Seconds of a batch and of a byte, within nodes and between them."""
+    """Within nodes (near) and between nodes (far)."""
     expert_bytes: float
     messages: float
     """Seconds to launch two messages within a node."""
@@ -62,7 +62,7 @@ class SendingLine(NamedTuple):
 
 
 class SendingPrices(NamedTuple):
-    """What `few_batches` takes; see SendingModel."""
+    """Arguments of `few_batches`; see SendingModel."""
 
     trans: SendingLine
     agg: SendingLine
@@ -77,13 +77,13 @@ class Prices(NamedTuple):
     """Seconds of tokens."""
     sending: SendingPrices
     local_first: bool
-    """Whether hosts compute their own tokens, as under `local_first`; otherwise shares, as under `proportional`."""
+    """Whether the split is `local_first` rather than `proportional`."""
     coding: float
     """See `CostModel.coding`."""
 
 
 class CandidateCosts(NamedTuple):
-    """What each of A candidates costs."""
+    """Costs of A candidates."""
 
     work_ABD: Annotated[np.ndarray, "float64[:,:,::1]"]
     """Each rank's seconds of computation and exchanges (FlexMoE's Eq. 7 and 8), without latencies."""
@@ -94,25 +94,23 @@ class CandidateCosts(NamedTuple):
     extra_A: _Numbers
     """The arguments of `SendingModel.seconds_of`."""
     more_A: _Numbers
-    """Time of all ranks in Trans that the candidate adds."""
+    """Time in Trans that the candidate adds, summed over ranks."""
     trans_A: _Numbers
     agg_A: _Numbers
-    """Seconds of Trans and of Agg, as on the busiest rank."""
+    """Seconds of Trans and of Agg on the busiest rank."""
 
 
 @compiled(None)
 def _busiest(sent: float, received: float, one_way: float) -> float:
-    """Return the amount that takes as long, sent while as much is received."""
+    """Return the balanced amount, sent while as much is received, that takes as long as these amounts."""
     return one_way * max(sent, received) + (1.0 - one_way) * min(sent, received)
 
 
 @compiled(None)
 def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
-    """Replace the work of a node's ranks by the seconds after which it is done, and return the latest.
-
-    Where the directions of a link take turns, so do the ranks of a node. All get the same rate, which grows when others
-    are done, up to 1 / `one_way` of that in a full node.
-    """
+    """Replace the work of a node's ranks by their completion times, and return the latest. If the directions of a link
+    share its bandwidth, so do the ranks of a node. All active ranks have the same rate, which grows as ranks finish, up
+    to 1 / `one_way` times the rate in a full node."""
     if one_way == 1.0:
         return work_S.max()
     done = 0.0
@@ -129,7 +127,7 @@ def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
 
 @compiled(None)
 def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray) -> float:
-    """Set the seconds of ranks' links within nodes, their shares of adapters, and nodes' adapters; return the most."""
+    """Set the seconds of links within nodes, shares of adapters, and nodes' adapters; return the maximum."""
     ranks = amount_FD.shape[1]
     longest = 0.0
     for node in range(len(node_N)):
@@ -151,7 +149,7 @@ def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.nd
 
 @compiled("Tuple((float64[:,::1], float64[:,::1], float64[:,::1], float64[::1]))(float64[:,:,::1], Links[::1])", Links)
 def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return [X, D], [X, D], [X, N] the seconds for which X exchanges use each resource, and [X] the busiest one."""
+    """Return [X, D], [X, D], [X, N]: seconds that X exchanges use each resource; and [X]: the maximum."""
     links = links_1[0]
     exchanges, _, ranks = amount_XFD.shape
     near_XD = np.zeros((exchanges, ranks))
@@ -165,7 +163,7 @@ def carry(amount_XFD: np.ndarray, links_1: np.ndarray) -> tuple[np.ndarray, np.n
 
 @compiled("void(float64[:,::1], int64, float64)")
 def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
-    """Replace the work of ranks, in seconds if all ranks of a full node have as much, by when `_take_turns` is done."""
+    """Replace ranks' work (seconds in a full, evenly loaded node) by completion times; see `_take_turns`."""
     for x in range(len(work_XD)):
         for first in range(0, work_XD.shape[1], node_size):
             _take_turns(work_XD[x, first : first + node_size], node_size, one_way)
@@ -173,7 +171,7 @@ def take_turns(work_XD: np.ndarray, node_size: int, one_way: float) -> None:
 
 @compiled(None)
 def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
-    """Return the primary host, by the rule of `Placement.rehost`."""
+    """Return the primary host by the rule of `Placement.rehost`."""
     if shares_D[primary] > 0:
         return primary
     if shares_D[owner] > 0:
@@ -186,7 +184,7 @@ def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
 
 @compiled(None)
 def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, node_size: int) -> None:
-    """Do what `add_expert` does for an expert with one host, which receives all tokens of other ranks."""
+    """Do the same as `add_expert`, for an expert with one host, which receives all tokens of other ranks."""
     ranks = loads_FBD.shape[2]
     first = host - host % node_size
     last = min(first + node_size, ranks)
@@ -219,11 +217,9 @@ def add_node(
     last: int,
     is_whole: bool,
 ) -> None:
-    """Add, times `sign`, the loads of a node's ranks in a microbatch, of which each computes its quota.
-
-    Tokens that stay on the node, all of them if it `is_whole`, are shared out in proportion to what each rank sends or
-    receives.
-    """
+    """Add, times `sign`, the loads of a node's ranks in a microbatch, if each computes its quota of an expert. Tokens
+    that stay on the node are distributed in proportion to the tokens that each rank sends or receives. If `is_whole`,
+    the node has all ranks, and all tokens stay."""
     out = 0.0
     into = 0.0
     for d in range(first, last):
@@ -286,7 +282,7 @@ def add_expert(
 
 @compiled(None)
 def _guests_of(shares_D: np.ndarray, owner: int) -> np.ndarray:
-    """Return the ranks, ascending, that have shares and do not own the expert."""
+    """Return the expert's hosts other than its owner, ascending."""
     guest_M = np.empty(len(shares_D), np.int64)
     guests = 0
     for d in range(len(shares_D)):
@@ -298,11 +294,11 @@ def _guests_of(shares_D: np.ndarray, owner: int) -> np.ndarray:
 
 @compiled(None)
 def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: int, node_size: int, far: float) -> float:
-    """Add, times `sign`, the time in which ranks receive an expert, and in which its owner sends it once.
+    """Add, times `sign`, the time for ranks to receive an expert, and for its owner to send it once.
 
-    Return the time that a piece spends on links other than the slowest one, if guests pass it on one after another. The
-    unit is an expert within a node. An expert enters each node once, at the first guest (ascending in `guest_M`) after
-    the owner in cyclic order of the places in a node.
+    Return the time of a piece on links other than the slowest one, if guests pass it on one after another. The unit is
+    the time of an expert within a node. An expert enters each node once: at the first guest after the owner in cyclic
+    order of local ranks. `guest_M` ascends.
     """
     total = 0.0
     most = 0.0
@@ -339,7 +335,7 @@ def move_expert(
     owner: int,
     prices: Prices,
 ) -> float:
-    """Add what an expert with these hosts makes ranks compute, exchange and send; return as `send_expert`."""
+    """Add the loads and link times of an expert with these hosts; return as `send_expert`."""
     size = prices.links.node_size
     add_expert(loads_FBD, sign, counts_BD, shares_D, hosted_by(shares_D, primary, owner), size, prices.local_first)
     return send_expert(sent_D, sign, _guests_of(shares_D, owner), owner, size, prices.sending.far)
@@ -347,7 +343,7 @@ def move_expert(
 
 @compiled(None)
 def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
-    """Return the seconds of a rank's computation and of its links in four exchanges."""
+    """Return the seconds of a rank's computation and its links in four exchanges."""
     near = links.near * _busiest(load_F[NEAR_OUT], load_F[NEAR_IN], links.near_one_way)
     far = links.far * _busiest(load_F[FAR_OUT], load_F[FAR_IN], links.far_one_way)
     return 4 * max(near, far) + load_F[COMPUTED] * per_token
@@ -362,7 +358,7 @@ def sum_work(
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> tuple[float, float]:
-    """Return `CostModel.work_of` the sum of two loads, and set the work of ranks, `CandidateCosts.work_ABD`."""
+    """Return `CostModel.work_of` of the sum of two loads; set `work_BD` as in `CandidateCosts.work_ABD`."""
     _, microbatches, ranks = loads_FBD.shape
     links = prices.links
     exchanging = 0.0
@@ -388,7 +384,7 @@ def sum_work(
 def layer_work(
     loads_XFBD: np.ndarray, prices_1: np.ndarray, rate_D: np.ndarray, per_token_D: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [X], [X]: `CostModel.work_of`; the last arguments are `CostModel.prices`."""
+    """Return `CostModel.work_of`, [X] and [X]; the last arguments are `CostModel.prices`."""
     exchanging_X = np.zeros(len(loads_XFBD))
     computed_X = np.zeros(len(loads_XFBD))
     nothing_FBD = np.zeros(loads_XFBD.shape[1:])
@@ -400,7 +396,6 @@ def layer_work(
 
 @compiled(None)
 def _few_batches(busy: float, extra: float, line: SendingLine, far: float, least_rounds: int) -> float:
-    """Return the seconds of Trans or of Agg."""
     if busy <= 0:
         return 0.0
     is_far = busy >= far * (1 - ROUNDING) and far > 1
@@ -414,14 +409,14 @@ def _few_batches(busy: float, extra: float, line: SendingLine, far: float, least
 
 @compiled(None)
 def few_batches(busy: float, extra: float, prices: SendingPrices) -> tuple[float, float]:
-    """Return the seconds of Trans and Agg; `SendingModel.seconds_of` explains the first arguments."""
+    """Return the seconds of Trans and Agg; see `SendingModel.seconds_of`."""
     trans = _few_batches(busy, extra, prices.trans, prices.far, prices.least_rounds)
     return trans, _few_batches(busy, extra, prices.agg, prices.far, prices.least_rounds)
 
 
 @compiled("UniTuple(float64[::1], 2)(float64[:], float64[:], SendingPrices[::1])", SendingPrices)
 def few_batches_each(busy_A: np.ndarray, extra_A: np.ndarray, sending_1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [A] `few_batches` of each pair of numbers."""
+    """Return `few_batches` of each pair of numbers, [A] and [A]."""
     trans_A = np.zeros(len(busy_A))
     agg_A = np.zeros(len(busy_A))
     for a in range(len(busy_A)):
@@ -431,7 +426,7 @@ def few_batches_each(busy_A: np.ndarray, extra_A: np.ndarray, sending_1: np.ndar
 
 @compiled("Tuple((float64[:,::1], float64[::1]))(int64[::1], boolean[:,:], int64, float64)")
 def link_times(owner_A: np.ndarray, guests_AD: np.ndarray, node_size: int, far: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return [A, D] and [A]: `send_expert` of each expert."""
+    """Return the results of `send_expert` for each expert, [A, D] and [A]."""
     times_AD = np.zeros(guests_AD.shape)
     extra_A = np.zeros(len(owner_A))
     for a in range(len(owner_A)):
@@ -449,7 +444,7 @@ def add_loads(
     node_size: int,
     local_first: bool,
 ) -> None:
-    """Add the loads of each expert to its own array, or to the only one."""
+    """Add the loads of expert a to array a of `loads_XFBD`, or of all experts to its only array."""
     for a in range(len(primary_A)):
         add_expert(
             loads_XFBD[a % len(loads_XFBD)], 1.0, counts_ABD[a], shares_AD[a], primary_A[a], node_size, local_first

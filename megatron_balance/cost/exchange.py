@@ -6,9 +6,8 @@ The messages of an all-to-all are matrices, one for each of its consecutive stag
     flat     within nodes, then between nodes      p2p, pipe  all in one stage
     2dh      within nodes, then between nodes      1dh        to the leaders, between leaders, from the leaders
 
-A stage takes the seconds of `Network.batch_seconds`. If a member was measured in an even exchange, its line takes
-precedence: alpha is its latency, and the seconds of its bytes are scaled so that an even exchange takes the measured
-time.
+A stage takes `Network.batch_seconds`. If an all-to-all was measured in an even exchange, its line takes precedence:
+alpha is the latency, and the seconds of bytes are scaled so that an even exchange takes the measured time.
 
 In the shapes, L counts the ranks of a node. Matrices [D, D] hold the bytes from rank i to rank j.
 """
@@ -23,17 +22,17 @@ from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 DEFAULT = "default"
-"""The member that `profile.link("all_to_all")` describes."""
+"""The all-to-all described by `profile.link("all_to_all")`."""
 
 
 @dataclass(frozen=True)
 class ExchangeModel:
-    """Predicts the seconds of one member of the family of all-to-alls."""
+    """Predicts the seconds of one all-to-all."""
 
     name: str
     network: Network
     line: Fit | None
-    """Seconds of an even exchange, by the bytes that a rank sends to others; None: not measured."""
+    """Seconds of an even exchange, by bytes that a rank sends to others; None: not measured."""
 
     @classmethod
     def of(cls, profile: ClusterProfile, name: str = DEFAULT) -> "ExchangeModel":
@@ -42,7 +41,7 @@ class ExchangeModel:
         return cls(name, Network.of(profile), line)
 
     def crossing(self, bytes_DD: np.ndarray) -> Crossing:
-        """Return what ranks send and receive in the stages of one exchange."""
+        """Return the bytes that ranks send and receive in the stages of one exchange."""
         return self.network.crossing(self._stages(bytes_DD))
 
     def _stages(self, bytes_DD: np.ndarray) -> np.ndarray:
@@ -59,7 +58,7 @@ class ExchangeModel:
 
     @functools.cached_property
     def scale(self) -> float:
-        """Measured seconds per byte over those of the network; 1 if nothing was measured."""
+        """Ratio of measured to predicted seconds per byte; 1 if nothing was measured."""
         if self.line is None:
             return 1.0
         ranks = self.network.num_ranks
@@ -68,7 +67,7 @@ class ExchangeModel:
 
     @functools.cached_property
     def latency(self) -> float:
-        """Seconds of an exchange among all ranks, without bytes."""
+        """Seconds of an exchange of empty messages among all ranks."""
         if self.line is not None:
             return self.line.alpha
         ones_BDD = self._stages(np.ones((self.network.num_ranks,) * 2))
@@ -76,7 +75,7 @@ class ExchangeModel:
 
 
 def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Return the profile of the same links for other ranks: their all-to-all follows from the links."""
+    """Return the profile of the same links with other numbers of ranks; links determine the all-to-all's line."""
     if (num_ranks, node_size) == (profile.num_ranks, profile.node_size):
         return profile
     found = dataclasses.replace(profile, num_ranks=num_ranks, node_size=node_size, rates=(), all_to_alls={})
@@ -89,7 +88,7 @@ def resized(profile: ClusterProfile, num_ranks: int, node_size: int) -> ClusterP
 
 
 def stages(name: str, bytes_DD: np.ndarray, node_size: int) -> list[np.ndarray]:
-    """Return the bytes that the member `name` sends in each of its stages, as matrices [D, D] with zero diagonals."""
+    """Return the bytes that all-to-all `name` sends in each stage, as matrices [D, D] with zero diagonals."""
     ranks = np.arange(len(bytes_DD))
     node = ranks // node_size
     local = ranks % node_size

@@ -1,6 +1,6 @@
-"""What a placement makes ranks compute, send and receive, summed over experts.
+"""Tokens that ranks compute, send and receive under a placement, summed over experts.
 
-`cost/core.py` explains loads, [..., 5, B, D]. In the shapes, A counts experts, or ways to place one expert.
+See `cost/core.py` for loads [..., 5, B, D]. In shapes, A counts experts, or ways to place one expert.
 """
 
 import numpy as np
@@ -10,22 +10,20 @@ from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
 
 MOST_GROUPS = 8
-"""Maximum number of load matrices of an iteration that plans are made for."""
+"""Maximum number of an iteration's load matrices for planning."""
 
 
 def by_microbatch(counts: np.ndarray) -> np.ndarray:
-    """Return [B, D, E] of a load matrix [D, E] or of one for each microbatch."""
+    """Return [B, D, E], given one load matrix [D, E] or one per microbatch."""
     return counts[None] if counts.ndim == 2 else counts
 
 
 def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
-    """Return at most `most` load matrices that add up to those of all microbatches.
+    """Return at most `most` load matrices with the sum of all microbatches' matrices, given the rank that owns each
+    expert.
 
-    Microbatches with the same busiest rank are added up, because for them the maximum of the sum is the sum of the
-    maxima. If there are more busiest ranks, those with the least tokens above the mean are added up too.
-
-    Args:
-        owner_E: the rank that computes each expert.
+    Microbatches with the same busiest rank are added up: the maximum of their sum equals the sum of their maxima. If
+    there are too many busiest ranks, microbatches of those with the fewest tokens above the mean are added up too.
     """
     microbatches, ranks, _ = counts_BDE.shape
     if microbatches == 1:
@@ -37,7 +35,7 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
     groups: dict[int, list[int]] = {}
     for microbatch, busiest in enumerate(busiest_B.tolist()):
         groups.setdefault(busiest if busiest in kept else -1, []).append(microbatch)
-    # Without temporary matrices, whose memory would be new in every iteration
+    # Avoids temporary matrices, whose memory would be newly allocated in every iteration
     found_BDE = np.zeros_like(counts_BDE, shape=(len(groups), *counts_BDE.shape[1:]))
     for found_DE, members in zip(found_BDE, groups.values(), strict=True):
         for microbatch in members:
@@ -48,10 +46,8 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
 def expert_loads(
     network: Network, split: str, counts_ABD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray
 ) -> np.ndarray:
-    """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways.
-
-    Shares are those of `Tables.shares_ED`, and `primary_A` are the primary hosts.
-    """
+    """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways. See `Tables.shares_ED` for
+    shares; `primary_A` are the primary hosts."""
     loads_AFBD = np.zeros((len(counts_ABD), FEATURES, *counts_ABD.shape[1:]))
     counts_ABD = np.ascontiguousarray(counts_ABD, np.float64)
     shares_AD = np.ascontiguousarray(shares_AD, np.int64)
@@ -62,7 +58,6 @@ def expert_loads(
 def _sum_of(
     network: Network, split: str, counts_EBD: np.ndarray, shares_ED: np.ndarray, primary_E: np.ndarray
 ) -> np.ndarray:
-    """Return [5, B, D]: the sum of `expert_loads`."""
     counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
     loads_1FBD = np.zeros((1, FEATURES, *counts_EBD.shape[1:]))
     add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
@@ -70,7 +65,7 @@ def _sum_of(
 
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """Return [5, B, D] float64: the loads of all experts if each is computed by its owner alone."""
+    """Return [5, B, D] float64: the loads of all experts if owners alone compute them."""
     alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
     return _sum_of(network, "proportional", counts_EBD, alone_ED, owner_E)
 

@@ -1,7 +1,7 @@
 """Seconds of one MoE layer under a placement, after Pro-Prophet (Eq. 1-6 and 8).
 
-A microbatch waits for its own slowest rank, in each exchange and in each computation. So times are sums over
-microbatches of maxima over ranks. Loads are matrices [D, E] of one microbatch, or [B, D, E] of several.
+Each exchange and each computation of a microbatch waits for its slowest rank, so times are sums over microbatches of
+maxima over ranks. Loads are matrices [D, E] of one microbatch, or [B, D, E] of several.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def owners(placement: Placement) -> np.ndarray:
 
 
 def balance_ratio(tokens_BD: np.ndarray) -> float:
-    """Return FlexMoE's Eq. 6, the tokens [D] or [B, D] of each microbatch's heaviest rank over the mean; without, 1."""
+    """Return FlexMoE's Eq. 6, heaviest rank over mean, for tokens [D] or [B, D]; 1 without tokens."""
     mean = float(np.sum(np.mean(tokens_BD, axis=-1)))
     return float(np.sum(np.max(tokens_BD, axis=-1))) / mean if mean else 1.0
 
@@ -42,7 +42,7 @@ def variance_ratio(tokens_BD: np.ndarray) -> float:
 
 
 def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
-    """Return Pro-Prophet's RB: standard deviation of ranks' loads before balancing over that after; more is better."""
+    """Return Pro-Prophet's RB: standard deviation of ranks' loads before over after balancing; higher is better."""
     before = float(np.std(before_D))
     after = float(np.std(after_D))
     if after == 0:
@@ -51,10 +51,10 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
 
 
 class LayerTime(NamedTuple):
-    """Seconds, numbers or arrays, of an MoE layer in one iteration; `trans` and `agg` are the exposed seconds."""
+    """Seconds (numbers or arrays) of an MoE layer in one iteration; `trans` and `agg` exclude hidden seconds."""
 
     all_to_all: Any
-    """Seconds of the exchanges, and of their codec; with chunks, those that computation does not hide."""
+    """Seconds of the exchanges with their codec; with chunks, excluding seconds hidden by computation."""
     forward: Any
     backward: Any
     trans: Any
@@ -67,17 +67,15 @@ class LayerTime(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Non-expert computation of one microbatch that hides Trans and Agg (Pro-Prophet Section V-C).
-
-    Only one counts: weights are needed from the first one on, and gradients are complete only after the last one.
-    """
+    """Non-MoE computation of one microbatch that hides Trans and Agg (Pro-Prophet Section V-C). Only one microbatch
+    counts: the first one needs the weights, and the last one completes the gradients."""
 
     forward: float
     """T_FNEC: seconds of the forward pass of non-MoE layers."""
     backward: float
     """T_BNEC: seconds of their backward pass."""
     experts: bool = True
-    """Whether the previous block has experts, whose computation hides transfers; False for the first MoE layer."""
+    """Whether the previous block has experts whose computation hides transfers; False for the first MoE layer."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class CostModel:
     profile: ClusterProfile
     _: KW_ONLY
     token_bytes: float
-    """Bytes of one token in an exchange, size(input) in Eq. 1: the mean over the four exchanges, with their codecs."""
+    """Bytes of one token in an exchange, size(input) in Eq. 1; averaged over the four exchanges, with their codecs."""
     param_bytes: float
     """Bytes of one expert's parameters, as Trans sends them."""
     grad_bytes: float
@@ -95,14 +93,13 @@ class CostModel:
     state_bytes: float = 0.0
     """Bytes of one expert's parameters and optimizer state on one rank, as Transfer sends them."""
     coding: float = 0.0
-    """Seconds in which a codec compresses and decompresses one token: the mean over the four exchanges."""
+    """Seconds for a codec to compress and decompress one token, averaged over the four exchanges."""
     split: str = "local_first"
     """A name in SPLITS."""
     microbatches: int = 1
-    """Number of microbatches that the loads are for, each with its own latencies; a matrix of the loads may stand for
-    several. Trans and Agg happen once per iteration."""
+    """Number of microbatches in the loads, each with separate latencies; a load matrix may be the sum of several."""
     degrees: tuple[int, ...] = (1,)
-    """Numbers of chunks in which tokens may pass through the layer; the number with the shortest time is assumed."""
+    """Candidates for the number of chunks; the fastest one is assumed."""
     overlap: Overlap | None = None
     """Selects Eq. 8; None selects Eq. 6."""
 
@@ -114,28 +111,25 @@ class CostModel:
 
     @cached_property
     def network(self) -> Network:
-        """The links of the expert-parallel group."""
         return Network.of(self.profile)
 
     @cached_property
     def exchange(self) -> ExchangeModel:
-        """Seconds of one exchange."""
         return ExchangeModel.of(self.profile)
 
     def prepare(self) -> None:
-        """Compile what predictions need, so that no plan takes seconds for it."""
+        """Compile the loops of predictions now, so that no plan waits for numba."""
         for loop in (add_loads, carry, layer_work):
             loop.prepare()
         self.transport.prepare()
 
     @cached_property
     def transport(self) -> SendingModel:
-        """Seconds of Trans and Agg."""
         return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.overlap is not None)
 
     @cached_property
     def prices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The numbers that compiled loops take: packed Prices, and each rank's rate and seconds of a token, [D]."""
+        """Arguments of compiled loops: packed Prices, and each rank's speed and seconds per token, [D]."""
         prices = Prices(
             links=self.network.links(self.token_bytes * self.exchange.scale),
             sending=self.transport.prices,
@@ -146,7 +140,7 @@ class CostModel:
 
     @property
     def _seconds_per_token(self) -> float:
-        """Seconds in which a rank of average speed computes a token, forward and backward."""
+        """Seconds for a rank of average speed to compute a token, forward and backward."""
         return self.profile.forward.seconds_per_token + self.profile.backward.seconds_per_token
 
     @cached_property
@@ -164,34 +158,33 @@ class CostModel:
         return float(self.layer_time(counts, placement).total)
 
     def layer_time(self, counts: np.ndarray, placement: Placement) -> LayerTime:
-        """Return `layer_seconds` by part."""
+        """Return the parts of `layer_seconds`."""
         sending = self.sending(placement)
         return self.time_of(*self.work(counts, placement), sending.trans, sending.agg)
 
     def loads(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
-        """Return [5, B, D]: what each rank computes and exchanges in each microbatch; see `cost/loads.py`."""
+        """Return the loads [5, B, D]; see `cost/loads.py`."""
         return placement_loads(self.network, self.split, by_microbatch(counts), placement)
 
     def work(self, counts: np.ndarray, placement: Placement) -> tuple[float, float]:
-        """Return the first two arguments of `time_of` for a placement."""
         exchanging, computed = self.work_of(self.loads(counts, placement))
         return float(exchanging), float(computed)
 
     def work_of(self, loads_XFBD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first two arguments of `time_of` for `expert_loads` of all experts, each [X]."""
+        """Return the first two arguments of `time_of`, [X] each, given loads summed over experts."""
         shape = loads_XFBD.shape[:-3]
         loads_XFBD = np.ascontiguousarray(loads_XFBD, np.float64).reshape(-1, *loads_XFBD.shape[-3:])
         exchanging_X, computed_X = layer_work(loads_XFBD, *self.prices)
         return exchanging_X.reshape(shape), computed_X.reshape(shape)
 
     def time_of(self, exchanging: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
-        """Return the layer's time from sums over microbatches; arrays of one shape give arrays of seconds.
+        """Return the layer's time from sums over microbatches; arguments are numbers, or arrays of one shape.
 
         Args:
-            exchanging: seconds of one of the layer's four exchanges beyond its latency (Eq. 1). The combine returns the
-                rows of the dispatch, and gradients travel the same way back.
-            computed: tokens of the rank that computes longest, at the mean rate.
-            trans, agg: seconds of Trans and Agg before any are hidden.
+            exchanging: seconds of one of the layer's four exchanges beyond its latency (Eq. 1); all four have the same
+                rows.
+            computed: tokens of the rank that computes longest, at the mean speed.
+            trans, agg: seconds of Trans and Agg without overlap.
         """
         forward = self.forward_seconds(computed)
         backward = self.backward_seconds(computed)
@@ -212,10 +205,8 @@ class CostModel:
         return np.maximum(0.0, trans - hiding), np.maximum(0.0, agg - hiding_too)
 
     def _unhidden(self, exchanging: Any, computing: Any, overhead: float) -> Any:
-        """Return the seconds of dispatch and combine in one direction that computation does not hide.
-
-        Computation starts with the second chunk's dispatch and ends before the last chunk's combine.
-        """
+        """Return the seconds of one direction's dispatch and combine that computation does not hide. The first chunk's
+        dispatch and the last chunk's combine overlap with no computation."""
         best = np.inf
         for degree in self.degrees:
             calls = self.microbatches * degree
@@ -230,16 +221,16 @@ class CostModel:
         return self.microbatches * line.overhead + line.seconds_per_token * computed
 
     def backward_seconds(self, computed: Amount) -> Amount:
-        """Return the seconds of Eq. 3, with the measured backward pass instead of twice the forward pass."""
+        """Return the seconds of Eq. 3, with the measured backward time instead of twice the forward time."""
         line = self.profile.backward
         return self.microbatches * line.overhead + line.seconds_per_token * computed
 
     def sending(self, placement: Placement) -> Sending:
-        """Return the routes and pieces of a placement's experts with the fewest seconds, and their seconds."""
+        """Return the fastest route and pieces for a placement's experts, and their seconds."""
         return self.transport.best(placement)
 
     def transfer_seconds(self, pairs: Iterable[tuple[int, int]]) -> float:
-        """Return the busiest rank's seconds to move an expert with optimizer state for each (source, target) pair."""
+        """Return the busiest rank's seconds to move one expert with optimizer state for each (source, target)."""
         sent, received = np.zeros((2, self.profile.num_ranks))
         node_D = self.network.node_D
         for source, target in pairs:

@@ -1,7 +1,7 @@
-"""What messages cost on a cluster whose ranks share nodes, and nodes share adapters.
+"""Costs of messages on a cluster: ranks share nodes, and the ranks of a node share adapters.
 
-A batch of messages takes a launch, a little for each message of its busiest rank, and the time in which its busiest
-resource carries its bytes:
+The time of a batch of messages is the sum of a launch, a time per message of the busiest rank, and the time for the
+busiest resource to carry its bytes:
 
     a rank's link into the fabric     bytes within the node, each way; see `core.take_turns`
     a rank's share of an adapter      bytes to and from other nodes, each way
@@ -27,33 +27,32 @@ class Level(NamedTuple):
     launch: float
     """Seconds of a batch, independent of its messages."""
     message: float
-    """Seconds for each message of the rank that sends or receives the most."""
+    """Seconds per message of the rank with the most messages."""
     beta: float
-    """Seconds per byte that a rank sends, while it receives as much."""
+    """Seconds per byte that a rank sends while it receives as much."""
     one_way: float = 1.0
-    """Share of `beta` that a byte takes while none travels in the other direction: 1 if directions are independent."""
+    """Fraction of `beta` per byte if the other direction is idle: 1 if directions are independent."""
 
 
 class Crossing(NamedTuple):
-    """Amounts that ranks send to and receive from other ranks, such as tokens, bytes or messages."""
+    """Amounts (such as tokens, bytes or messages) that ranks send to and receive from other ranks."""
 
     near_2XD: np.ndarray
-    """[2, ..., D] sent to and received from ranks of the same node."""
+    """[2, ..., D]: sent to and received from the same node."""
     far_2XD: np.ndarray
-    """[2, ..., D] sent to and received from other nodes."""
+    """[2, ..., D]: sent to and received from other nodes."""
 
     def scaled(self, factor: float) -> "Crossing":
-        """Return the amounts in another unit, such as bytes for tokens."""
         return Crossing(self.near_2XD * factor, self.far_2XD * factor)
 
 
 class Busy(NamedTuple):
-    """Seconds for which exchanges use each resource."""
+    """Seconds that exchanges use each resource."""
 
     near_XD: np.ndarray
-    """Links of ranks within their node; with a shared fabric, when it has carried each rank's bytes."""
+    """Ranks' links within nodes; completion times of ranks if they share a fabric."""
     far_XD: np.ndarray
-    """Shares of ranks in adapters."""
+    """Ranks' shares of adapters."""
     node_XN: np.ndarray
     """All adapters of each node."""
     longest_X: np.ndarray
@@ -62,20 +61,19 @@ class Busy(NamedTuple):
 
 @dataclass(frozen=True)
 class Network:
-    """The links and adapters of the ranks of one expert-parallel group."""
+    """Links and adapters of one expert-parallel group's ranks."""
 
     num_ranks: int
     node_size: int
     near: Level
     """Links within a node."""
     far: Level
-    """Links between nodes, for a rank that shares its adapter with no other rank of the group."""
+    """Links between nodes, for a rank that uses its adapter alone."""
     adapters: float
-    """Number of ranks of a node that can send to other nodes at their full rate at the same time; 1 to node_size."""
+    """Number of a node's ranks that can send to other nodes at full rate at the same time: 1 to node_size."""
 
     @classmethod
     def of(cls, profile: ClusterProfile) -> "Network":
-        """Return the network that a profile describes."""
         levels = [_level(profile, kind) for kind in ("intra", "inter")]
         size = profile.node_size
         shared = profile.link("p2p", "ep").beta
@@ -94,7 +92,7 @@ class Network:
 
     @property
     def has_both_levels(self) -> bool:
-        """Whether some ranks share a node, and some do not."""
+        """Whether there are both pairs of ranks within nodes and pairs between nodes."""
         return 1 < self.node_size < self.num_ranks
 
     @cached_property
@@ -103,7 +101,7 @@ class Network:
         return self.node_D[:, None] == self.node_D
 
     def crossing(self, amounts_XDD: np.ndarray) -> Crossing:
-        """Return what each rank sends and receives; amounts on the diagonal stay on their rank."""
+        """Return the amounts that each rank sends and receives, without the diagonal, which stays on its rank."""
         diagonal_XD = amounts_XDD.diagonal(axis1=-2, axis2=-1)
         total_2XD = np.stack([amounts_XDD.sum(-1), amounts_XDD.sum(-2)]) - diagonal_XD
         if len(self.first_N) == 1:
@@ -113,13 +111,13 @@ class Network:
         return Crossing(near_2XD, total_2XD - near_2XD)
 
     def links(self, unit: float) -> Links:
-        """Return the links for compiled loops, in seconds per unit of so many bytes."""
+        """Return the links for compiled loops, in seconds per unit of `unit` bytes."""
         near, far = self.near, self.far
         adapters = float(self.adapters)
         return Links(self.node_size, near.beta * unit, far.beta * unit, near.one_way, far.one_way, adapters)
 
     def busy(self, bytes_: Crossing) -> Busy:
-        """Return the seconds for which links and adapters carry these bytes."""
+        """Return the seconds that links and adapters take to carry these bytes."""
         amount_XFD = np.concatenate([bytes_.near_2XD, bytes_.far_2XD])
         shape = amount_XFD.shape[1:-1]
         amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
@@ -132,22 +130,22 @@ class Network:
         return packed(self.links(1.0))
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
-        """Return [...] the seconds in which the busiest resource carries these bytes."""
+        """Return [...]: seconds that the busiest resource takes to carry these bytes."""
         return self.busy(bytes_).longest_X
 
     def latency(self, messages: Crossing) -> np.ndarray:
-        """Return [...] the seconds of a batch of empty messages; 0 without messages."""
+        """Return [...]: seconds of a batch of empty messages; 0 without messages."""
         near, far = (amounts_2XD.max((0, -1)) for amounts_2XD in messages)
         launch = np.maximum(self.near.launch * (near > 0), self.far.launch * (far > 0))
         return launch + self.near.message * near + self.far.message * far
 
     def batch_seconds(self, bytes_XDD: np.ndarray) -> np.ndarray:
-        """Return [...] the seconds of batches of one message for each pair of ranks with bytes."""
+        """Return [...]: seconds of batches with one message for each pair of ranks that has bytes."""
         return self.latency(self.crossing((bytes_XDD > 0) * 1.0)) + self.byte_seconds(self.crossing(bytes_XDD))
 
 
 SAME = 0.1
-"""Directions of a link are independent if a byte takes at most this much less in one of them: it may be noise."""
+"""Directions of a link count as independent if an idle direction saves at most this fraction, which may be noise."""
 
 
 def _level(profile: ClusterProfile, kind: str) -> Level:

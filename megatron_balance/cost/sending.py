@@ -1,8 +1,8 @@
-"""Seconds of Trans and Agg: as batches of messages, along the routes and in the pieces that take the fewest.
+"""Seconds of Trans and Agg as batches of messages, with the fastest routes and numbers of pieces.
 
-A rank's batch takes a launch, a little for each message, and the time of its bytes on the rank's link or on its share
-of the node's adapters. Nothing is sent before its thread has launched it. An expert is sent as one message for each of
-its tensors; a cut inside a tensor makes two messages of it.
+The time of a rank's batch is the sum of a launch, a time per message, and the time of its bytes on the rank's link or
+its share of the node's adapters. Sending begins after the launch. An expert takes one message per tensor, and a cut
+within a tensor adds a message.
 
 In the shapes, F is the kind of link (within a node, between nodes), W the direction (sent, received), X a batch, M a
 message, and R a message of one round.
@@ -32,26 +32,26 @@ from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, Hops, Tran
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PIECES)
-"""Numbers of pieces to choose from for routes of few batches."""
+"""Candidates for the number of pieces."""
 
 MOST_STAGED = 512 * 2**20
-"""Maximum bytes of gradients that a rank receives in one batch, because it keeps them next to its own."""
+"""Maximum bytes of gradients that a rank receives in one batch, because it stages them next to its own gradients."""
 
 LEAST_ROUNDS = 2
-"""Minimum number of rounds of a large expert whose plan is executed in two parts."""
+"""Minimum number of rounds for a large expert if its plan is executed in two parts."""
 
 LARGE = 8
-"""Number of latencies of a message that a large expert takes to send, at least."""
+"""An expert is large if sending it takes at least this many message latencies."""
 
 USUAL_PIECES = 8
-"""Number of pieces for which a message between nodes is compared with one within a node."""
+"""Number of pieces for comparing a message between nodes with one within a node."""
 
 MOST_CHOICES = 8
-"""Number of placements whose routes and pieces are kept, because a plan chooses them and a report reads them."""
+"""Number of placements whose routes and pieces are cached, because planning chooses them and reports read them."""
 
 
 class BatchLoads(NamedTuple):
-    """What the ranks send and receive in batches."""
+    """Amounts that the ranks send and receive in batches."""
 
     amount_FWXD: np.ndarray
     """Experts."""
@@ -62,7 +62,7 @@ class BatchLoads(NamedTuple):
     def of(
         cls, network: Network, source_M: np.ndarray, target_M: np.ndarray, amount_M: np.ndarray, batch_M: np.ndarray
     ) -> "BatchLoads":
-        """Return the loads of pieces, each of which is in a batch."""
+        """Return the loads of pieces, given each piece's batch."""
         batches = int(batch_M.max()) + 1
         ranks = network.num_ranks
         is_far_M = network.node_D[source_M] != network.node_D[target_M]
@@ -75,27 +75,27 @@ class BatchLoads(NamedTuple):
 
 
 class BatchTimes(NamedTuple):
-    """Seconds of batches, by what they wait for."""
+    """Seconds of batches, by cause."""
 
     latency_XD: np.ndarray
-    """Each rank's time to launch one message for each of its pieces, and that of empty messages."""
+    """Each rank's latency: that of an empty message, or launches of one message per piece, whichever is longer."""
     tensor_XD: np.ndarray
-    """Each rank's time to launch further messages, because experts have several tensors."""
+    """Each rank's time to launch the other messages of experts with several tensors."""
     byte_FXD: np.ndarray
-    """Each rank's time on links of its node, and on its share of the adapters."""
+    """Each rank's time on its link within the node, and on its share of the adapters."""
     node_WXN: np.ndarray
-    """Time of all adapters of a node, for what is sent and for what is received."""
+    """Time of all adapters of a node, for sending and for receiving."""
 
     @property
     def total_2X(self) -> np.ndarray:
-        """[2, X] the latency and the time in proportion to experts, if all ranks begin and end batches together."""
+        """[2, X]: latency, and time in proportion to experts' sizes, if all ranks begin and end batches together."""
         bytes_X = np.maximum(self.byte_FXD.max((0, -1)), self.node_WXN.max((0, -1)))
         return np.stack([self.latency_XD.max(-1), self.tensor_XD.max(-1) + bytes_X])
 
 
 @dataclass(frozen=True)
 class BatchModel:
-    """Predicts the seconds of batches with the profile's lines of `trans` or `agg`."""
+    """Predicts the seconds of batches from the profile's lines of `trans` or `agg`."""
 
     profile: ClusterProfile
     network: Network
@@ -109,7 +109,6 @@ class BatchModel:
         return self.profile.starts[self.kind]
 
     def times(self, loads: BatchLoads) -> BatchTimes:
-        """Return the seconds of batches."""
         near, far = (self.profile.link(self.kind, level) for level in LEVELS)
         network = self.network
         amount_FXD = loads.amount_FWXD.max(1)
@@ -130,7 +129,7 @@ class BatchModel:
         return BatchTimes(latency_XD, tensor_XD, byte_FXD, node_WXN * (far.beta / network.adapters))
 
     def _share(self, both_WXD: np.ndarray, amount_XD: np.ndarray) -> np.ndarray:
-        """Return [X, D] the share of a full batch's time that a node's messages take; see `core.take_turns`."""
+        """Return [X, D]: the time of a node's messages as a fraction of a full batch's time; see `core.take_turns`."""
         network = self.network
         one_way = network.near.one_way
         if one_way >= 1:
@@ -142,17 +141,12 @@ class BatchModel:
         return np.clip(share_XN, one_way, 1.0)[..., network.node_D]
 
     def progress(self, plan: TransPlan, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round of a plan is complete, and [D] those after which each rank is.
-
-        A rank begins its part of a round when it has completed its part of earlier rounds, and so has its peer. The
-        adapters of a node carry the bytes of its ranks' messages in the order of rounds.
-
-        Args:
-            backward: whether the rounds run backward, and messages go from targets to sources.
-        """
+        """Return the completion time of each round of a plan, and [D] of each rank. A message starts when both of its
+        ranks have completed their parts of earlier rounds. A node's adapters carry bytes in the order of rounds. If
+        `backward`, rounds run backward, with messages from targets to sources."""
         network = self.network
         free_D = np.zeros(network.num_ranks)
-        # When each node's adapters have sent and received all bytes so far
+        # Times when each node's adapters have sent and received all bytes so far
         carried_WN = np.zeros((2, len(network.first_N)))
         if not len(plan):
             return np.zeros(0), free_D
@@ -187,7 +181,7 @@ class BatchModel:
 
 
 def _carry(carried_WN: np.ndarray, node_WR: np.ndarray, start_R: np.ndarray, seconds_WN: np.ndarray) -> np.ndarray:
-    """Add one round's messages to the adapters of their nodes, and return [R] when these have carried them."""
+    """Add one round's messages to the adapters of their nodes; return [R] the messages' completion times there."""
     for carried_N, node_R, seconds_N in zip(carried_WN, node_WR, seconds_WN, strict=True):
         first_N = np.full(len(carried_N), np.inf)
         np.minimum.at(first_N, node_R, start_R)
@@ -196,11 +190,8 @@ def _carry(carried_WN: np.ndarray, node_WR: np.ndarray, start_R: np.ndarray, sec
 
 
 def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_rounds: int) -> tuple[int, float, float]:
-    """Return the number of pieces with the fewest seconds of Trans, and these seconds and those of Agg.
-
-    The seconds are upper bounds: those of ranks that begin and end every batch together. `models` are those of Trans
-    and of Agg, and `found` is not empty.
-    """
+    """Return the number of pieces with the fastest Trans, and the seconds of Trans and of Agg. The seconds are upper
+    bounds, for ranks that begin and end every batch together. `models`: (Trans, Agg). `found` must not be empty."""
     stages = int(found.stage_M.max()) + 1
     first_X, after_X, number_AX = _windows(stages)
     by_stage = BatchLoads.of(models[0].network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
@@ -220,7 +211,7 @@ def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_roun
 
 @functools.cache
 def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return first and after-last stages of the batches of `plan_hops`, and [A, X] their numbers for each of PIECES."""
+    """Return the possible ranges of stages in a batch of `plan_hops`, and [A, X] their numbers for PIECES."""
     windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
     number_AX = np.zeros((len(PIECES), len(windows)))
     for row, pieces in zip(number_AX, PIECES, strict=True):
@@ -231,14 +222,14 @@ def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Sending(NamedTuple):
-    """How a placement's experts reach their guests, and the seconds that it takes."""
+    """Route and pieces of a placement's experts, and the predicted seconds."""
 
     route: str
     """A name in ROUTES."""
     pieces: int
-    """Number of pieces, as in `plan_hops`."""
+    """See `plan_hops`."""
     trans: float
-    """Seconds, an upper bound."""
+    """Upper bound on the seconds."""
     agg: float
 
 
@@ -257,7 +248,7 @@ class SendingModel:
 
     @staticmethod
     def prepare() -> None:
-        """Compile the loops, so that no prediction takes seconds for it."""
+        """Compile the loops now, so that no prediction waits for numba."""
         for loop in (few_batches_each, link_times, take_turns):
             loop.prepare()
 
@@ -267,7 +258,7 @@ class SendingModel:
 
     @cached_property
     def far(self) -> float:
-        """Time of a piece between nodes, in pieces within a node; 1 if there is one node."""
+        """Time of a piece between nodes over one within a node; 1 if there is one node."""
         if self.profile.num_ranks <= self.profile.node_size:
             return 1.0
         near, far = (line.seconds(self.param_bytes / USUAL_PIECES) for line in self._lines[0])
@@ -275,11 +266,11 @@ class SendingModel:
 
     @cached_property
     def _lines(self) -> list[list[Fit]]:
-        """Lines of a piece of Trans and of Agg, within nodes and between nodes, no faster than its launch."""
+        """[Trans, Agg][within nodes, between nodes]: line of a piece, no faster than its launch."""
         return [[self._line(model, level) for level in LEVELS] for model in self._batches]
 
     def _line(self, model: BatchModel, level: str) -> Fit:
-        """Return a line. Messages beyond one for each piece take seconds in proportion to the bytes."""
+        """Return the line of a piece; beta includes the launches of messages beyond one per piece."""
         line = self.profile.link(model.kind, level)
         launch = self.profile.launch(model.kind, level)
         more = 2 * (self.profile.tensors - 1) * launch.beta / model.size if model.size else 0.0
@@ -287,7 +278,6 @@ class SendingModel:
 
     @cached_property
     def _batches(self) -> tuple[BatchModel, BatchModel]:
-        """Models of the batches of Trans and of Agg."""
         trans, agg = ROUNDS
         return (
             BatchModel(self.profile, self.network, trans, self.param_bytes),
@@ -295,7 +285,7 @@ class SendingModel:
         )
 
     def best(self, placement: Placement) -> Sending:
-        """Return the route and the pieces with the fewest seconds of Trans; ties go to fewer batches and pieces."""
+        """Return the route and the pieces with the fastest Trans; ties go to fewer batches and pieces."""
         return self._chosen(placement)[0] if placement.added_hosts else NOTHING
 
     def plan(self, placement: Placement) -> TransPlan:
@@ -309,13 +299,13 @@ class SendingModel:
         return found
 
     def follow(self, placement: Placement, sending: Sending) -> None:
-        """Let a placement's experts be sent as another rank's `best` has found."""
+        """Adopt the choice of another rank's `best` for a placement."""
         if placement.added_hosts and placement not in self._choice_of:
             self._keep(placement, sending, None)
 
     @cached_property
     def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransPlan | None]]:
-        """Choices for the latest placements, with their hops or plans; None where another rank has chosen."""
+        """Cached choices for placements, with hops or plans; None if another rank has chosen."""
         return {}
 
     def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransPlan | None]:
@@ -332,7 +322,7 @@ class SendingModel:
         self._choice_of[placement] = sending, found
 
     def _choices(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
-        """Yield the best number of pieces for each route; skip a route that has no more stages than an earlier one."""
+        """Yield the best number of pieces for each route; skip a route without more stages than earlier ones."""
         stages = 0
         for route in ROUTES:
             found = hops(placement, self.profile.node_size, route)
@@ -341,25 +331,24 @@ class SendingModel:
                 yield Sending(route, *fewest_pieces(self._batches, found, self.least_rounds)), found
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
-        """Return the seconds of Trans and Agg in few batches, if the busiest rank sends for `busy` and `extra` follows.
+        """Estimate the seconds of Trans and Agg, given the busiest rank's time and the `extra` time after it.
 
-        It is an estimate for many placements. Where nothing follows, the owners send in one batch. Otherwise guests
-        pass on their parts, piece by piece: c pieces take c + 1 batches, and the last piece is passed on alone. An
-        expert within a node is the unit; arguments are numbers, or arrays of one shape.
+        Without extra time, owners send in one batch. Otherwise guests pass on their parts piece by piece: c pieces take
+        c + 1 batches, and the last piece is passed on alone. The unit is the time of an expert within a node. Arguments
+        are numbers, or arrays of one shape.
         """
         busy_X, extra_X = (np.asarray(times, np.float64) for times in (busy, extra))
         trans_A, agg_A = few_batches_each(busy_X.ravel(), extra_X.ravel(), self.prices_1)
-        # Of numbers, arrays without axes, and then numbers again
+        # `[()]` turns arrays without axes back into numbers
         return trans_A.reshape(busy_X.shape)[()], agg_A.reshape(busy_X.shape)[()]
 
     @cached_property
     def prices_1(self) -> np.ndarray:
-        """`prices` as a record."""
         return packed(self.prices)
 
     @cached_property
     def prices(self) -> SendingPrices:
-        """The numbers that `few_batches` takes."""
+        """Arguments of `few_batches`."""
         trans, agg = (
             SendingLine(
                 *near[:2],
@@ -374,34 +363,34 @@ class SendingModel:
 
     @cached_property
     def least_rounds(self) -> int:
-        """Minimum number of rounds: plans of large experts are split between rounds, and batches have MOST_STAGED."""
+        """Minimum rounds: LEAST_ROUNDS for a large expert in two parts, or for one above MOST_STAGED."""
         near, far = (line.beta * self.param_bytes / max(line.alpha, LEAST_ALPHA) for line in self._lines[0])
         is_split = self.in_parts and max(near, far) >= LARGE
         return LEAST_ROUNDS if is_split or self.grad_bytes > MOST_STAGED else 1
 
     def expert_seconds(self, *, far: bool) -> tuple[float, float]:
-        """Return the seconds of Trans and Agg of one expert to another node if there are several, or within a node."""
+        """Return the seconds of Trans and Agg of one expert; `far`: to another node, if there are several."""
         index = int(far and self.profile.num_ranks > self.profile.node_size)
         found = zip(self._batches, self._lines, strict=True)
         trans, agg = (model.start + lines[index].seconds(model.size) for model, lines in found)
         return trans, agg
 
     def link_times(self, owner_A: np.ndarray, guests_AD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `core.link_times` of experts with these guests, [A, D] bool."""
+        """Return `core.link_times` for guests [A, D] bool."""
         return link_times(np.ascontiguousarray(owner_A), guests_AD, self.network.node_size, float(self.far))
 
     def progress(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds after which each round is complete, of Trans and of Agg; Agg runs the rounds backward."""
+        """Return the completion times of rounds, of Trans and of Agg; Agg runs the rounds backward."""
         trans, agg = self._batches
         return trans.progress(plan, backward=False)[0], agg.progress(plan, backward=True)[0]
 
     def rank_seconds(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Return [D] the seconds after which each rank has completed its part of Trans, and of Agg."""
+        """Return [D] the completion times of ranks, of Trans and of Agg."""
         trans, agg = self._batches
         return trans.progress(plan, backward=False)[1], agg.progress(plan, backward=True)[1]
 
     def rounds_beside(self, plan: TransPlan, seconds: tuple[float, float]) -> tuple[int, int]:
-        """Return how many last rounds of Trans, and first rounds of Agg, fit these forward and backward seconds."""
+        """Return how many last rounds of Trans fit the forward seconds, and first rounds of Agg the backward ones."""
         if not len(plan):
             return 0, 0
         forward, backward = seconds

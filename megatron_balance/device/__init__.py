@@ -1,12 +1,12 @@
-"""Facilities of the machine, and replacements for those that megatron-core expects and the machine lacks.
+"""Facilities of the machine, and replacements for missing ones that megatron-core expects.
 
 machine, versions     processes, CUDA, NVIDIA's packages; differences between versions of megatron-core
 cpu, without_engine   megatron-core without CUDA, and without Transformer Engine
 attention             layer norms and attention that megatron-core lacks, alone or without Transformer Engine
-shards                which parameters are shards and which are copies
-recomputation         decisions of a forward pass, for the pass that repeats it
+shards                marks of parameters that are shards rather than copies
+recomputation         decisions of a forward pass, kept for its recomputation
 side_stream           a CUDA stream, or a thread, for work that overlaps with computation
-host_memory, clock    copies to and from the host that let both go on; points in time on the device
-memory, quiet         how much memory a rank has in use; silence messages that need no action
-compiled              loops in machine code
+host_memory, clock    asynchronous copies to and from the host; points in time on the device
+memory, quiet         memory usage of a rank; silencing messages that need no action
+compiled              loops compiled to machine code
 """

@@ -1,4 +1,4 @@
-"""Norms across heads, which megatron-core lacks, and norms and attention that it lacks without Transformer Engine."""
+"""Norms across heads, which megatron-core lacks, and norms and attention that it has only with Transformer Engine."""
 
 import copy
 import dataclasses
@@ -27,11 +27,9 @@ from megatron_balance.job.groups import sequence_chunks
 
 
 class TorchNorm:
-    """Builds the module that `config.normalization` names: `torch.nn.LayerNorm` or `torch.nn.RMSNorm`.
-
-    megatron-core's fallback (`WrappedTorchNorm`) refuses sequence parallelism, although it needs only a mark on the
-    parameters, whose gradients are then summed over the tensor-parallel group.
-    """
+    """Builds the module that `config.normalization` names: `torch.nn.LayerNorm` or `torch.nn.RMSNorm`. megatron-core's
+    fallback (`WrappedTorchNorm`) refuses sequence parallelism, although a mark on the parameters suffices: marked
+    gradients are summed over the tensor-parallel group."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:
         norm = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
@@ -42,13 +40,11 @@ class TorchNorm:
 
 
 class AcrossHeadsNorm(torch.nn.Module):
-    """RMS norm over all heads of a token's queries or keys (OLMoE, section 2; OLMo 2).
-
-    Each tensor-parallel rank has part of the heads, so the ranks all-reduce the sum of squares.
-    """
+    """RMS norm over all heads of a token's queries or keys (OLMoE, section 2; OLMo 2). Each tensor-parallel rank has
+    part of the heads, so the ranks all-reduce the sum of squares."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, tp_group: dist.ProcessGroup) -> None:
-        """`hidden_size` channels of each of the `heads` of all tensor-parallel ranks together."""
+        """`hidden_size`: channels of a head; `heads`: number of heads on all tensor-parallel ranks together."""
         super().__init__()
         self.channels = heads * hidden_size
         self.eps = config.layernorm_epsilon
@@ -84,8 +80,8 @@ class AcrossHeadsSelfAttention(SelfAttention):
     def __init__(
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
-        # A spec's norms receive only the channels of one head. Since 0.19 they also need --qk-layernorm, which sums
-        # their gradients over tensor-parallel ranks, but here each rank has its own part of the norm
+        # A spec's norms see one head only, and since 0.19 need --qk-layernorm, which would sum gradients of different
+        # parts
         bare = dataclasses.replace(submodules, q_layernorm=IdentityOp, k_layernorm=IdentityOp)
         super().__init__(config, bare, *args, **kwargs)
         channels = self.hidden_size_per_attention_head
@@ -96,11 +92,11 @@ class AcrossHeadsSelfAttention(SelfAttention):
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Latent attention whose heads tensor-parallel ranks share, with sequence parallelism.
+    """Latent attention with tensor and sequence parallelism.
 
-    Without Transformer Engine, megatron-core splits the projection to compressed keys and values among the ranks, and
-    drops a part of its gradient: all heads share the keys' rotated channels, and only the heads of the ranks that hold
-    these channels contribute. Here, a rank gets the projection's output in the form that Transformer Engine gives it.
+    Without Transformer Engine, megatron-core splits the projection to compressed keys and values among ranks, and loses
+    a part of the gradient. All heads share the keys' rotated channels, but only heads on the ranks that hold these
+    channels contribute. This class brings the projection's output into Transformer Engine's form.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +119,7 @@ class PlainQuerySelfAttention(LatentSelfAttention):
     """Latent attention whose queries are neither compressed nor normalized (DeepSeek-V2-Lite)."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        # Since 0.19, with --qk-layernorm, megatron-core would normalize the input of these queries a second time
+        # With --qk-layernorm, megatron-core since 0.19 would normalize the input of these queries twice
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -132,18 +128,18 @@ class LatentDotProductAttention(DotProductAttention):
     """Core attention with keys and values of different widths, for multi-latent attention (DeepSeek-V2, 2.1)."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        """`k_channels` and `v_channels` of a head; None in modules that megatron-core creates and replaces."""
+        """Channels are per head; None in modules that megatron-core creates and then replaces."""
         super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
 
 
 class ContextParallelAttention(LatentDotProductAttention):
-    """Core attention of sequences whose chunks are on several ranks; a stand-in for Transformer Engine's on a CPU.
+    """Core attention over sequences split among ranks: replaces Transformer Engine's implementation on a CPU.
 
     With `a2a`, each rank computes the whole sequence for its part of the heads (DeepSpeed-Ulysses). Otherwise, each
-    rank computes its queries with the keys and values of all ranks. Transformer Engine passes these around a ring
-    (`p2p`), with a softmax that is updated in every step; here, they are gathered.
+    rank combines its queries with the keys and values of all ranks. Transformer Engine passes keys and values around a
+    ring (`p2p`) and updates the softmax in every step; this class gathers them.
     """
 
     def __init__(
@@ -155,7 +151,7 @@ class ContextParallelAttention(LatentDotProductAttention):
         **kwargs: Any,
     ) -> None:
         alone = copy.copy(config)
-        # The base class refuses any other size
+        # The base class refuses larger sizes
         alone.context_parallel_size = 1
         super().__init__(alone, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
@@ -173,14 +169,12 @@ class ContextParallelAttention(LatentDotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the attended values of this rank's tokens, [s, b, heads times channels]; attention is causal.
-
-        `query`, `key` and `value` [s, b, heads, channels] have the tokens of this rank's `sequence_chunks`.
-        """
+        """Return the output for this rank's tokens, [s, b, heads * channels]; attention is causal. `query`, `key` and
+        `value` [s, b, heads, channels] have the tokens of this rank's `sequence_chunks`."""
         if self.splits_heads:
             query, key, value = (_whole_sequence(one, self.cp_group) for one in (query, key, value))
             return _own_tokens(super().forward(query, key, value, None, *args, **kwargs), self.cp_group)
-        # The gradients of keys and values are summed over ranks
+        # The backward pass of the gather sums gradients of keys and values over ranks
         gathered = (gather_from_sequence_parallel_region(one, group=self.cp_group) for one in (key, value))
         key, value = (_in_order(one, self.cp_group) for one in gathered)
         parts = []
@@ -201,7 +195,7 @@ def _whole_sequence(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _own_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange the output [s, b, width / ranks] of a part of the heads for [s / ranks, b, width]."""
+    """Exchange the output [s, b, width / ranks] of some heads for [s / ranks, b, width]."""
     _, samples, width = whole.shape
     chunks = whole.chunk(2 * group.size())
     by_rank = torch.cat([chunks[chunk] for chunk in _held_chunks(group.size())])
@@ -209,7 +203,7 @@ def _own_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _in_order(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the chunks of all ranks in the order of the sequence."""
+    """Sort the chunks of all ranks by their order in the sequence."""
     held = zip(_held_chunks(group.size()), by_rank.chunk(2 * group.size()), strict=True)
     return torch.cat([values for _, values in sorted(held, key=lambda item: item[0])])
 
@@ -223,5 +217,5 @@ LATENT_KEYS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Prefixes of the norms' names, and their names in a checkpoint. With Transformer Engine, the next layer contains the
-norm."""
+"""Prefix of a norm's names -> its prefix in a checkpoint, where the next layer contains the norm (Transformer
+Engine)."""

@@ -1,4 +1,4 @@
-"""Points in time on this device, and the seconds between them."""
+"""Points in time on this device, and seconds between them."""
 
 import time
 

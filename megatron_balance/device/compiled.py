@@ -1,7 +1,6 @@
-"""Loops over numbers and arrays that numba compiles.
+"""Loops over numbers and arrays, compiled by numba.
 
-Machine code is kept on disk for later processes. Results are those of Python to the bit, and a loop does not hold
-Python's global lock.
+Machine code is cached on disk. Results equal Python's to the bit, and loops release Python's global lock.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ _IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE
 
 
 class Compiled:
-    """A function that is compiled by `prepare`, or when it is called for the first time."""
+    """A function that is compiled by `prepare`, or at its first call."""
 
     def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -28,7 +27,7 @@ class Compiled:
         self._function = function
 
     def prepare(self) -> None:
-        """Compile the function now, or read its code from disk, so that no later call waits for numba."""
+        """Compile the function, or load its code from disk, so no later call waits for numba."""
         _ = self._code
 
     @cached_property
@@ -37,10 +36,10 @@ class Compiled:
         import numba
 
         code: Any = numba.njit(nogil=True)(self._function)
-        # numba raises this error where it can write to no directory; the code is then not kept
+        # numba raises this error if no cache directory is writable; the code is then not cached
         with contextlib.suppress(RuntimeError):
             code.enable_caching()
-            # By itself, numba compiles again only if the loop's own file has changed, but the code contains other loops
+            # numba alone would recompile only if the loop's own file changed, but the code contains other loops
             code._cache._cache_file._source_stamp = _digest()
         if self._signature is not None:
             named = {kind.__name__: _type_of(kind) for kind in self._tuples}
@@ -50,7 +49,7 @@ class Compiled:
 
     @property
     def _numba_type_(self) -> object:
-        """The type for other compiled functions, which may call this one."""
+        """The function's type, for compiled functions that call it."""
         import numba
 
         return numba.typeof(self._code)
@@ -60,10 +59,8 @@ class Compiled:
 
 
 def packed(numbers: Any) -> np.ndarray:
-    """Return an array of one record with the fields of a NamedTuple of numbers, maybe nested, for compiled functions.
-
-    numba takes a record a few microseconds faster than a NamedTuple.
-    """
+    """Return an array of one record: the fields of a NamedTuple of numbers, maybe nested, for compiled functions. numba
+    takes a record a few microseconds faster than a NamedTuple."""
     return np.array([numbers], _record(type(numbers)))
 
 
@@ -78,7 +75,7 @@ def _has_arrays(kind: Any) -> bool:
 
 
 def _type_of(kind: Any) -> Any:
-    """Return numba's type for an annotation: see `compiled`."""
+    """Return numba's type of an annotation; see `compiled`."""
     import numba
 
     if hasattr(kind, "_fields"):
@@ -92,7 +89,7 @@ def _type_of(kind: Any) -> Any:
 
 @functools.cache
 def _digest() -> str:
-    """Return a digest of the files that have loops and of those that these import from: of all code that is kept."""
+    """Return a digest of all compiled code: of the files with loops, and the files that these import from."""
     root = Path(__file__).parents[1]
     texts = [text for path in sorted(root.rglob("*.py")) if b"@compiled(" in (text := path.read_bytes())]
     names = sorted({name for text in texts for name in _IMPORTED.findall(text)})
@@ -102,12 +99,12 @@ def _digest() -> str:
 
 
 def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., Any]], Compiled]:
-    """Return a decorator for functions whose arguments have numba's types of `signature`, such as `int64(int64[:])`.
+    """Return a decorator that compiles functions of this signature in numba's types, such as `int64(int64[:])`.
 
     Args:
         signature: None for functions that other compiled functions call; their arguments have any types.
-        tuples: NamedTuples that the signature names. A NamedTuple of numbers is a record, as `packed` makes. If it has
-            arrays, the annotation of a field is a type of a number, another NamedTuple, or
+        tuples: NamedTuples named in the signature. A NamedTuple of numbers is a record as made by `packed`. In a
+            NamedTuple with arrays, a field's annotation is a number's type, another NamedTuple, or
             `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
     """
     return functools.partial(Compiled, signature, tuples)

@@ -30,7 +30,7 @@ from megatron_balance.device import without_engine
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-"""Device of tensors with a shape and a type but no memory."""
+"""Device of tensors that have a shape and a dtype but no memory."""
 
 FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
@@ -49,7 +49,7 @@ def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
 class _Stream:
-    """The only stream of a CPU: its work is finished as soon as the call returns."""
+    """The only stream of a CPU; each call completes before it returns."""
 
     __init__ = wait_stream = wait_event = synchronize = _nothing
 
@@ -58,8 +58,6 @@ class _Stream:
 
 
 class _Event:
-    """An event that is always complete."""
-
     __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
@@ -98,7 +96,7 @@ _STREAM = _Stream()
 
 
 def _does_nothing() -> Callable:
-    """Return a new function: torch's compiler keeps a table of functions and refuses one that has two names."""
+    """Return a new function, because torch's compiler refuses a function with two names."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -138,7 +136,7 @@ TORCH_CUDA = {
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory; otherwise the next step causes a page fault for every page."""
+    """Tell glibc to keep freed memory; otherwise the next step causes a page fault for each page."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, value in MALLOPT.items():
@@ -152,10 +150,8 @@ def installed() -> bool:
 
 def install(always: bool = False) -> None:
     """Replace CUDA calls if CUDA is not available, and complete megatron-core if Transformer Engine is not installed.
-
-    Call it before importing `megatron.core`, because its modules apply `torch.compile` as they load. A second call has
-    no effect. `always`: whether to use the CPU even if CUDA is available.
-    """
+    Call this before importing `megatron.core`, whose modules apply `torch.compile` when imported. A second call has no
+    effect. `always`: whether to use the CPU even if CUDA is available."""
     if installed():
         return
     if always or not torch.cuda.is_available():
@@ -165,7 +161,7 @@ def install(always: bool = False) -> None:
 
 
 def _patch_torch() -> None:
-    # `with torch.device(...)` recognizes the factories by identity, so let torch cache the originals first
+    # `with torch.device(...)` recognizes factories by identity, so let torch cache the originals first
     _device_constructors()
     for name, replacement in TORCH_CUDA.items():
         setattr(torch.cuda, name, replacement)
@@ -183,7 +179,7 @@ def _patch_torch() -> None:
 
 @contextlib.contextmanager
 def allocating_nothing() -> Iterator[None]:
-    """Inside the block, create tensors that have a shape and a type but no memory."""
+    """Inside the block, new tensors have a shape and a dtype but no memory."""
     assert installed()
     torch.cuda.current_device = lambda: META
     try:
@@ -194,7 +190,7 @@ def allocating_nothing() -> Iterator[None]:
 
 
 def _patch_megatron_core() -> None:
-    """Replace the functions of megatron-core that patching `torch.cuda` does not reach."""
+    """Replace functions of megatron-core that patching `torch.cuda` does not reach."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 

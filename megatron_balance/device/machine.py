@@ -1,4 +1,4 @@
-"""Facilities of a machine: processes, CUDA, and NVIDIA's packages with their kernels."""
+"""Hardware and packages of a machine: processes, CUDA, and NVIDIA's packages with their kernels."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ KERNELS = {
         *("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"),
     ),
 }
-"""apex's extension modules that megatron-core's own layers need for a fusion; no other package provides them."""
+"""Fusion -> apex's extension modules that megatron-core's own layers need for it; no other package provides them."""
 
 EXPECTED_MODULES = ("amp_C", "fused_layer_norm_cuda")
 """apex's extension modules that megatron-core expects wherever apex is installed."""
@@ -36,7 +36,7 @@ class Machine:
     wandb: bool = False
     """Whether the package wandb is installed."""
     connections: str = ""
-    """CUDA_DEVICE_MAX_CONNECTIONS: number of queues to a GPU, read by CUDA when it starts; empty: its default."""
+    """CUDA_DEVICE_MAX_CONNECTIONS, the number of queues to a GPU, which CUDA reads at its start; empty: the default."""
 
     @classmethod
     def here(cls, world_size: int) -> "Machine":
@@ -54,7 +54,7 @@ class Machine:
             apex=apex,
             unbuilt=unbuilt,
             unfit=unfit,
-            # A directory of this name, which wandb itself creates, can be imported too
+            # wandb creates a directory of this name, which can be imported too
             wandb=_version_of("wandb") is not None,
             connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
@@ -71,11 +71,12 @@ class Machine:
 
 
 def unfit_engine(installed: str | None, requirements: Iterable[str]) -> str | None:
-    """Return the problem of a version of Transformer Engine, by megatron-core's requirements; None if unknown."""
+    """Return why a version of Transformer Engine violates megatron-core's requirements; None if it does not, or if
+    unknown."""
     if installed is None:
         return None
     ranges = [one.specifier for one in map(Requirement, requirements) if one.name == "transformer-engine"]
-    # NVIDIA's containers contain development versions
+    # NVIDIA's containers have development versions
     missed = [str(one) for one in ranges if not one.contains(installed, prereleases=True)]
     return f"Transformer Engine {installed}: this megatron-core asks for {missed[0]}" if missed else None
 

@@ -1,4 +1,4 @@
-"""How much memory this rank uses: on its device or, without CUDA, in its process."""
+"""Memory that this rank uses: on its device or, without CUDA, in its process."""
 
 import contextlib
 import pickle
@@ -14,17 +14,17 @@ HISTORY_EVENTS = 100_000
 
 
 def peak_bytes() -> int:
-    """Return the peak of the memory that tensors take on the device, or, on a CPU, of the resident size."""
+    """Return the peak memory of tensors on the device or, without CUDA, the peak resident size."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource
 
-    # The system updates the peak more rarely than the size
+    # The system updates the peak less often than the size
     return max(allocated_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def line(with_device: bool) -> str:
-    """Return Megatron's report of memory; `with_device` adds the memory of the device that all processes use."""
+    """Return Megatron's memory report; `with_device` adds the memory of the device that all processes use."""
     sizes = {"allocated": allocated_bytes(), "max allocated": peak_bytes()}
     if torch.cuda.is_available():
         sizes |= {"reserved": torch.cuda.memory_reserved(), "max reserved": torch.cuda.max_memory_reserved()}
@@ -35,7 +35,7 @@ def line(with_device: bool) -> str:
 
 
 def scalars() -> dict[str, float]:
-    """Return the memory of this rank by Megatron's tags of TensorBoard; on a CPU, the resident size alone."""
+    """Return this rank's memory by Megatron's TensorBoard tags; without CUDA, only the resident size and its peak."""
     sizes = {"mem-allocated-bytes": allocated_bytes(), "mem-max-allocated-bytes": peak_bytes()}
     if torch.cuda.is_available():
         statistics = torch.cuda.memory_stats()
@@ -45,7 +45,7 @@ def scalars() -> dict[str, float]:
 
 
 def allocated_bytes() -> int:
-    """Return the memory that tensors take on the device, or, on a CPU, the resident size."""
+    """Return the memory of tensors on the device or, without CUDA, the resident size."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     import psutil
@@ -54,11 +54,11 @@ def allocated_bytes() -> int:
 
 
 def record_history(when_full: Path) -> None:
-    """Record all later allocations on the device; write them to `when_full` if an allocation fails."""
+    """Record later allocations on the device; write them to `when_full` if an allocation fails."""
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS)
 
     def observe(device: int, allocation: int, of_device: int, free: int) -> None:
-        # Only the allocation's error is reported
+        # Report the allocation's error only
         with contextlib.suppress(OSError):
             write_history(when_full)
 

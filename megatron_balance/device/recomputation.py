@@ -1,4 +1,4 @@
-"""Decisions of a model's forward passes, kept for recomputation, which gets the tensors of the first pass only."""
+"""Decisions of a model's forward passes, kept for recomputation, which has only the tensors of the first pass."""
 
 from collections import defaultdict
 from functools import partial
@@ -8,15 +8,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Decisions = defaultdict[object, list[Any]]
-"""Decisions of one forward pass, by their owner; the latest one comes last."""
+"""Decisions of one forward pass, by owner; the latest decision is the last one."""
 
 
 class PassMemory:
     """The decisions of each forward pass of one model chunk.
 
-    The graph of the chunk's output keeps the decisions of its pass, and they end with it. They are current while the
-    chunk computes its forward pass, and again as soon as the gradient of its output is complete. Autograd then
-    computes the whole backward pass of the chunk before an earlier pass's, even if one call computes both.
+    The autograd graph of the chunk's output holds the decisions of its pass. A pass is current during its forward
+    computation, and again from when the gradient of its output is complete. Autograd then computes the chunk's whole
+    backward pass before that of an earlier pass, even if one call computes both.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -26,11 +26,9 @@ class PassMemory:
         chunk.register_forward_hook(self._end)
 
     def of(self, owner: object) -> list[Any]:
-        """Return the decisions of `owner` in the current pass, which recomputation repeats from the last to the first.
-
-        The first pass of a recomputed part, which has no gradients, appends to the list, and the repetition pops from
-        it. It is empty, and is not kept, where nothing is repeated.
-        """
+        """Return the decisions of `owner` in the current pass; recomputation repeats them from the last to the first.
+        The first pass of a recomputed part has no gradients and appends to the list; the repetition pops from it. Where
+        nothing is repeated, the list is empty and is not kept."""
         computed_once = self._is_forward and torch.is_grad_enabled()
         return [] if self._current is None or computed_once else self._current[owner]
 

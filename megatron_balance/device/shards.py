@@ -1,7 +1,9 @@
-"""Marks of parameters, by which megatron-core chooses the ranks that sum a gradient, and counts it once in a norm.
+"""Marks of parameters: from these, megatron-core derives which ranks sum a gradient, and counts each gradient once in a
+norm.
 
-megatron-core's modules set the mark `tensor_model_parallel` while they initialize weights, so they leave it out with
-`--no-initialization`. They never set it on learnable sinks and on experts' second biases, and some set it on copies.
+megatron-core's modules set `tensor_model_parallel` while they initialize weights, so they omit it with
+`--no-initialization`. They never set it on learnable sinks and on experts' second biases, and some modules set it on
+copies.
 """
 
 import torch
@@ -13,10 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def mark_experts(experts: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Set `allreduce` and `sequence_parallel` on all parameters of a layer's experts, before DDP sees them.
-
-    Unless experts lie on ranks like all other parameters, only ranks with the same experts sum their gradients.
-    """
+    """Set `allreduce` and `sequence_parallel` on all parameters of a layer's experts, before DDP sees them. Only ranks
+    with the same experts sum their gradients, unless experts are distributed like other parameters."""
     like_others = groups.ep.size() == 1 and groups.expt_tp.size() == groups.tp.size()
     for parameter in experts.parameters():
         parameter.allreduce = like_others  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,11 +24,9 @@ def mark_experts(experts: torch.nn.Module, groups: ProcessGroupCollection) -> No
 
 
 def mark_shards(module: MegatronModule, groups: ProcessGroupCollection) -> None:
-    """Set `tensor_model_parallel` on all parameters: whether no other rank holds a copy.
-
-    The module's `sharded_state_dict` decides: a parameter that a checkpoint stores as a shard of the (expert)
-    tensor-parallel group is one. Parameters that it leaves out keep their marks.
-    """
+    """Set `tensor_model_parallel` on all parameters: true if no other rank holds a copy. The module's
+    `sharded_state_dict` decides: true for a parameter that checkpoints store as a shard of the (expert) tensor-parallel
+    group. Parameters missing from it keep their marks."""
     state = module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
     for name, parameter in module.named_parameters():
         if (entry := state.get(name)) is None:
@@ -39,6 +37,6 @@ def mark_shards(module: MegatronModule, groups: ProcessGroupCollection) -> None:
 
 
 def _is_cut(entry: ShardedTensor | ShardedTensorFactory) -> bool:
-    """Return whether a tensor is a part of a larger one; axes before its own only number layers and experts."""
+    """Return whether a tensor is a part of a larger one; prepended axes only number layers and experts."""
     parts = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     return any(part.local_shape != part.global_shape[part.prepend_axis_num :] for part in parts)

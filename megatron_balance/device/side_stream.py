@@ -1,4 +1,4 @@
-"""Work that overlaps with the computation, in the order in which it was started."""
+"""Work that overlaps with computation; executed in the order in which it was started."""
 
 import queue
 import threading
@@ -13,14 +13,12 @@ import torch
 from megatron_balance.device import clock
 
 Task = tuple[Callable[[], Any], Future]
-"""Work, and the future of its result."""
+"""Work and the future of its result."""
 
 
 class DaemonThread:
-    """A thread that does one task after another, and ends with this object.
-
-    It is a daemon, so that a task that never returns does not keep the process alive.
-    """
+    """A thread that executes tasks in order, and ends with this object. It is a daemon, so a task that never returns
+    does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -28,21 +26,20 @@ class DaemonThread:
         weakref.finalize(self, self._tasks.put, None)
 
     def submit(self, work: Callable[[], Any], future: Future | None = None) -> Future:
-        """Return the future of the work's result, which is `future` if it is given."""
+        """Queue `work`; return the future of its result, `future` if given."""
         future = future or Future()
         self._tasks.put((work, future))
         return future
 
 
 def _serve(tasks: "queue.SimpleQueue[Task | None]") -> None:
-    """Do one task after another until None comes."""
     while (task := tasks.get()) is not None:
         work, future = task
         try:
             future.set_result(work())
         except BaseException as error:  # raised where the result is waited for
             future.set_exception(error)
-        # The objects that the work refers to would otherwise live until the next task
+        # Free the work's objects before waiting for the next task
         del task, work, future
 
 
@@ -56,21 +53,21 @@ class AsyncWork:
 
 
 class SideStream:
-    """A CUDA stream or, where there is no CUDA, a thread: a process that fails need not wait for missing messages."""
+    """A CUDA stream or, without CUDA, a thread. A failing process does not wait for the thread's missing messages."""
 
     def __init__(self, name: str) -> None:
-        # On the current stream, NCCL's kernels would wait for the computation that was queued before them
+        # On the current stream, NCCL's kernels would wait for computation queued before them
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._thread = DaemonThread(name) if self._stream is None else None
 
     def start(self, work: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> AsyncWork:
-        """Start `work` after all that this thread has computed or queued; `prepare` precedes it, on this thread."""
+        """Start `work` after all that this thread has computed or queued; `prepare` precedes it on this thread."""
         issued = clock.mark()
         if self._stream is None:
             assert self._thread is not None
             prepare()
             return AsyncWork(issued, self._thread.submit(lambda: _timed(work)).result)
-        # The current stream computed the data that `work` sends, and read the data that it overwrites
+        # The current stream wrote the data that `work` sends, and read the data that `work` overwrites
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             prepare()
@@ -78,7 +75,7 @@ class SideStream:
 
         def wait() -> tuple[clock.Mark, clock.Mark]:
             assert isinstance(end, torch.cuda.Event)
-            # Computation continues with the data that has arrived; the host runs ahead
+            # Later computation waits for the data; the host runs ahead
             torch.cuda.current_stream().wait_event(end)
             return start, end
 

@@ -1,4 +1,4 @@
-"""Complete megatron-core on a machine without Transformer Engine, with or without CUDA.
+"""Completes megatron-core on a machine without Transformer Engine, with or without CUDA.
 
 megatron-core supports such machines, but version 0.16.1 leaves some names undefined or defines them wrongly. Later
 versions define them as below.
@@ -15,10 +15,8 @@ import torch
 
 
 def complete() -> None:
-    """Define the missing names. Has no effect if Transformer Engine is installed, or when called again.
-
-    It imports megatron-core, so `cpu.install` calls it last.
-    """
+    """Define the missing names. Has no effect if Transformer Engine is installed, or on a second call. This imports
+    megatron-core, so `cpu.install` calls it last."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer import multi_latent_attention
@@ -38,17 +36,15 @@ def complete() -> None:
 def l2_norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """Return the norm [1] of all tensors together, without waiting for the device; arguments as apex's function."""
+    """Return the norm [1] of all tensors together without host synchronization; arguments as in apex."""
     norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
 def skip_lone_sums(experts: torch.nn.Module) -> None:
-    """Let experts' linear layers pass over the sum of their outputs over a single rank.
-
-    Without expert parallelism, megatron-core applies the autograd function of that sum, and then adds the second bias
-    in place, which torch refuses for the output of such a function.
-    """
+    """Make experts' linear layers skip the sum of their outputs over a single rank. Without expert parallelism,
+    megatron-core applies the sum's autograd function and then adds the second bias in place; torch refuses in-place
+    changes of this function's output."""
     for module in experts.modules():
         if hasattr(module, "explicit_expert_comm"):
             module.explicit_expert_comm = True  # pyright: ignore[reportArgumentType]

@@ -1,8 +1,8 @@
-"""A plan's part for the rows of one rank, found in one loop, because a device waits for it.
+"""One rank's part of a dispatch plan, computed in one compiled loop, because a device waits for it.
 
-It equals what a plan's numbers, `sending` (flow/rows.py) and sums over slots give for one chunk of rows that no other
-rank has. In shapes, D counts sources, W hosts, N the pairs of an expert and a host of it, and G groups of consecutive
-ranks.
+The result equals `DispatchPlan.tokens_DP`, `sending` (flow/rows.py) and sums over slots, for one chunk of rows that no
+other rank shares. In shapes, D counts sources, W hosts, N pairs of an expert and one of its hosts, and G groups of
+consecutive ranks.
 """
 
 from typing import NamedTuple
@@ -19,36 +19,30 @@ _NO_ROOM = torch.empty((0, 0), dtype=torch.int32)
 
 
 class RankCut(NamedTuple):
-    """How the rows of a rank are sent, and what it receives."""
+    """Rows that a rank sends, how they are reordered for that, and rows that it receives."""
 
     rows: int
     """Number of rows."""
 
     splits_CDW: np.ndarray
-    """Rows of each chunk from each source to each host, int64; see `cut`."""
+    """int64: rows of each chunk from each source to each host; see `cut`."""
     received_CDS: np.ndarray
-    """Rows of each chunk from each source for each slot of this host, int64."""
+    """int64: rows of each chunk from each source for each slot of this host."""
     move: Gather
-    """Moves rows from the order by expert to the one in which they are sent."""
+    """Moves rows from the order by expert to the order of sending."""
     back: Gather | None = None
-    """Undoes `move`, if it is there already."""
+    """Inverse of `move`; None: computed on demand."""
     weights_to_hosts: Gather = STAYS
-    """Moves the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
+    """Reorders the weights of the rows that this rank sends: by chunk, host, slot -> by host, chunk, slot."""
     weights_to_chunks: Gather = STAYS
-    """The opposite."""
+    """Inverse of `weights_to_hosts`."""
     sizes_CD: torch.Tensor | None = None
-    """int64 in host memory: rows that each rank with the same rows sends with each chunk; None: no other rank has
-    them."""
+    """int64 in host memory: rows of each chunk that each member sends; None: no other rank shares the rows."""
 
 
 def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, whole: bool = True) -> RankCut:
-    """Return how the rows of `rank` are sent, and what it receives; each host is one source.
-
-    Args:
-        most_rows: the rank has at most this many rows.
-        device: where the rows are.
-        whole: whether all splits are needed. Otherwise, they have the row and the column of `rank`, and -1 elsewhere.
-    """
+    """Return the `RankCut` of `rank`, with one source per host, for rows on `device`, `most_rows` at most. If not
+    `whole`, the split matrix has only the row and the column of `rank`, and -1 elsewhere."""
     tables = plan.placement.tables
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
     rows, stays, splits_DW, received_DS = cut_loop(
@@ -84,7 +78,7 @@ def cut_loop(
     whole: bool,
     room: np.ndarray,
 ) -> tuple[int, bool, np.ndarray, np.ndarray]:
-    """Return the rows, whether each is in its place, and the arrays of a `RankCut`; fill the room for `gather_of`."""
+    """Return the number of rows, whether no row moves, and the arrays of a `RankCut`; fill `room` for `gather_of`."""
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     ranks, experts = counts_DE.shape
     each_D = np.arange(ranks)
@@ -94,7 +88,7 @@ def cut_loop(
     room_D = room_of(first_E, ranks)
     received_DS = np.zeros((ranks, slots), np.int64)
     splits_WD = np.zeros((ranks, ranks), np.int64)
-    # What this rank sends to each host
+    # Rows that this rank sends for each expert and host
     sizes_N = np.empty_like(physical_N)
     for expert in range(experts):
         begin = first_E[expert]
@@ -127,7 +121,7 @@ def cut_loop(
         return rows, True, splits_DW, received_DS
     blocks, _ = write_blocks(sizes_N, by_physical_N, room, 0, 0)
     if len(room) == 2:
-        # The rest of the table has empty blocks
+        # Pad the table with empty blocks
         room[0, blocks:] = 0
         room[1, blocks:] = rows
     return rows, blocks == 0, splits_DW, received_DS
@@ -135,7 +129,7 @@ def cut_loop(
 
 @compiled(None)
 def _groups(ranks: int, own: int, node_size: int) -> np.ndarray:
-    """Return [D] the group of each rank: the nodes; on this rank's node, it and those before and after it."""
+    """Return [D] each rank's group: its node, but `own` is alone in a group and splits its node."""
     group_D = np.zeros(ranks, np.int64)
     group = 0
     for rank in range(1, ranks):
@@ -146,7 +140,6 @@ def _groups(ranks: int, own: int, node_size: int) -> np.ndarray:
 
 @compiled(None)
 def _added_up(counts_DE: np.ndarray, group_D: np.ndarray) -> np.ndarray:
-    """Return [G, E], the load matrix with the ranks of each group added up."""
     ranks, experts = counts_DE.shape
     sums_GE = np.zeros((group_D[-1] + 1, experts), np.int64)
     for rank in range(ranks):

@@ -1,9 +1,9 @@
-"""Dispatch for which the host waits for nothing: `--moe-flex-rows bound`.
+"""Dispatch without host synchronization: `--moe-flex-rows bound`.
 
-HybridEP's kernels find out how many rows travel, and the experts' products read these numbers on the device. The host
-only makes room for the most rows that this rank could receive. Rows after those that arrive hold anything: products
-stop at the last row that arrived, and HybridEP's combine, which is also the backward pass of its dispatch, leaves them
-out. Where an expert has several hosts, the device also decides which rows each of them computes.
+HybridEP's kernels compute the numbers of rows, and the experts' products read the numbers on the device. The host
+allocates room for an upper bound on the rows that this rank can receive. Rows after the received ones are
+uninitialized: products stop at the last received row, and HybridEP's combine (also the backward pass of its dispatch)
+ignores the rest. If an expert has several hosts, the device also assigns rows to hosts.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ OPTIONS = {
     "num_blocks_unpermute": ("moe_hybridep_num_blocks_unpermute",),
     "fused": ("moe_permute_fusion_into_hybridep",),
 }
-"""Argument of megatron-core's dispatch -> fields of its config, of which each version has the first, a later one, or
-none."""
+"""Argument of megatron-core's dispatch -> names of its config field in versions of megatron-core, preferred name
+first."""
 
 
 def check_device(experts: GroupedExperts) -> None:
-    """Raise ValueError if these experts, unless a dry run imagines them, need what is not here."""
+    """Raise ValueError if a package or kernel for these experts is missing; experts of a dry run pass."""
     weights = [linear.weight for linear in (experts.linear_fc1, experts.linear_fc2)]
     if not weights[0].is_cuda:
         return
@@ -55,7 +55,7 @@ def check_device(experts: GroupedExperts) -> None:
 
 
 def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) -> int:
-    """Return the most rows that can arrive at a rank with `slots` slots if each source has `tokens` tokens."""
+    """Return an upper bound on the rows that a rank with `slots` slots receives if each source has `tokens` tokens."""
     each = tokens * min(config.moe_router_topk, slots)
     if config.moe_expert_capacity_factor is not None:
         assert config.num_moe_experts is not None
@@ -66,7 +66,7 @@ def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) 
 
 
 class DeviceDispatcher(Dispatcher):
-    """Sends rows by HybridEP into room for the most rows that can arrive."""
+    """Sends rows by HybridEP into a buffer for the maximum number of rows."""
 
     plans_on_host = False
 
@@ -76,7 +76,8 @@ class DeviceDispatcher(Dispatcher):
         chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
         self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
         self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
-        """The latest placement, and where its tokens go or what decides that, on the device."""
+        """Latest placement and split and, on the device, each expert's only target, or the tables for
+        `tokens_until`."""
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         return PendingRows(self._decide)
@@ -115,7 +116,7 @@ class DeviceDispatcher(Dispatcher):
             num_permuted_tokens=rows,
             **self.options,
         )
-        # Some versions write the numbers to pinned memory, which the stream reads after they are there
+        # Some versions write the numbers to pinned memory, in order with this stream's later reads
         tokens_S = tokens_S.to(rows_RH.device, non_blocking=True)
         more = {name: value for name, value in self.options.items() if name == "fused"}
         combine = partial(

@@ -1,7 +1,7 @@
-"""The part of a dispatch plan that concerns one source, computed on the device from a load that the host does not know.
+"""One source's part of a dispatch plan, computed on the device from a load that the host does not have.
 
-It equals that of `make_dispatch_plan` for one source per host. In shapes, X counts the experts with several hosts, K is
-the largest number of hosts of one, and B is 2: sent and received.
+The result equals `make_dispatch_plan` with one source per host. In shapes, X counts the experts with several hosts, K
+is the maximum number of hosts of an expert, and B is 2: tokens to send and to receive.
 """
 
 from collections.abc import Callable
@@ -17,28 +17,28 @@ from megatron_balance.placement.placement import MOST_TOKENS, Placement
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """A dispatch plan that depends on a load on the device. The other fields are those of `DispatchPlan`."""
+    """Arguments of a dispatch plan whose load is on the device; see `DispatchPlan` for the other fields."""
 
     placement: Placement
     load: Callable[[], torch.Tensor]
-    """Returns the load matrix [D, E]; called only where rows depend on it."""
+    """Returns the load matrix [D, E]; called only if the plan depends on the load."""
     split: Split
     node_size: int
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
-    """What a placement alone determines, on a device."""
+    """Tables of a placement on a device."""
 
     shared_X: torch.Tensor
-    """The experts with several hosts."""
+    """Experts with several hosts."""
     shares_XD: torch.Tensor
     ranks_XK: torch.Tensor
-    """Their hosts; each row ends in copies of its last one."""
+    """Hosts of each of these experts; rows are padded with their last host."""
     is_host_XK: torch.Tensor
-    """Whether this is a host, not a copy of one."""
+    """False for padding."""
     physicals_EK: torch.Tensor
-    """As in `Tables`."""
+    """See `Tables`."""
 
     @classmethod
     def of(cls, placement: Placement, device: torch.device) -> "DeviceTables":
@@ -52,10 +52,8 @@ class DeviceTables:
 
 
 def tokens_until(counts_DE: torch.Tensor, tables: DeviceTables, source: int, node_size: int) -> torch.Tensor:
-    """Return [E, K]: of the source's tokens for an expert, how many go to its first k + 1 hosts.
-
-    Experts with one host have as many as there can be.
-    """
+    """Return [E, K]: how many of the source's tokens for an expert go to its first k + 1 hosts. Experts with one host
+    get MOST_TOKENS."""
     counts_XD = counts_DE[:, tables.shared_X].T
     quotas_XD = _largest_remainder(counts_XD.sum(1), tables.shares_XD)
     local_XD = torch.minimum(counts_XD, quotas_XD)
@@ -89,7 +87,7 @@ def _within_nodes(moved_BXD: torch.Tensor, node_size: int) -> torch.Tensor:
 
 
 def _paired(out_XD: torch.Tensor, in_XK: torch.Tensor, source: int) -> torch.Tensor:
-    """Return the source's tokens for each host; sources and hosts, in their order, lie along one line of tokens."""
+    """Return the source's tokens for each host: sources and hosts are matched in order along one line of tokens."""
     own = out_XD[:, source, None]
     out_end = out_XD[:, : source + 1].sum(1, keepdim=True)
     in_end_XK = in_XK.cumsum(1)

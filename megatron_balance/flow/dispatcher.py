@@ -1,10 +1,10 @@
-"""How a layer's tokens reach their physical experts and come back: one dispatcher for each kind of exchange.
+"""Dispatchers take a layer's tokens to their physical experts and back: one class for each kind of exchange.
 
-Each step returns what the next one needs:
+Each step returns the object for the next step:
 
     Dispatcher.prepare -> PendingRows.dispatch -> SentRows.compute -> Combine
 
-`PendingRows` keeps the Route that a plan decides for the pass that repeats this one.
+`PendingRows` keeps the Route that a plan determines, for the recomputation of the pass.
 """
 
 import copy
@@ -41,32 +41,28 @@ Plan = DispatchPlan | DevicePlan
 
 
 class SentRows(Protocol):
-    """A pass whose rows are on their way to their experts."""
+    """A pass whose rows have been sent to their experts."""
 
     def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
-        """Compute the rows that arrive with this rank's experts; return what brings the results back."""
+        """Compute the received rows with this rank's experts; return the function that brings the results back."""
         ...
 
 
 Route = Callable[[torch.Tensor, Choices], SentRows]
-"""(tokens [T, H], choices) -> their rows, one for each pair of a token and a chosen expert, on their way. A pass that
-repeats another one, for recomputation, takes the same route."""
+"""(tokens [T, H], choices) -> rows in flight, one per token and chosen expert. Recomputation takes the same route."""
 
 
 class PendingRows:
-    """The rows of a pass, which wait for their plan."""
+    """Rows of a pass that wait for the dispatch plan."""
 
     def __init__(self, decide: Callable[[Any], Route]) -> None:
-        """`decide` makes the route from the plan."""
         self._decide: Callable[[Any], Route] | None = decide
         self._route: Route
         self._placement: Placement
 
     def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> SentRows:
-        """Send the rows, by the plan of the pass that comes first; nothing here waits for the device.
-
-        `tokens_TH` and `choices` are as in `Dispatcher.prepare`; those of a repeated pass are equal.
-        """
+        """Send the rows by the plan of the first pass; recomputation repeats its route. Nothing here waits for the
+        device. `tokens_TH` and `choices` are as in `Dispatcher.prepare`; recomputation passes equal values."""
         with record_function("dispatch"):
             if self._decide is not None:
                 self._route = self._decide(plan)
@@ -80,11 +76,11 @@ class Dispatcher(ABC):
     """Takes every token to its physical experts and brings the results back."""
 
     plans_on_host = True
-    """Whether the host decides how many rows go where, and therefore waits for the load."""
+    """Whether the host decides the destinations of rows, and therefore waits for the load."""
 
     @abstractmethod
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
-        """Queue what needs no plan for the tokens of this rank; `placement` is the plan's, if it is known already."""
+        """Queue the work on this rank's tokens that needs no plan; `placement` is the plan's, if already known."""
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -97,10 +93,10 @@ class AllToAllDispatcher(Dispatcher):
         exchange: TokenExchange,
         chunks: Callable[[DispatchPlan], Chunking] | None,
     ) -> None:
-        """`chunks` returns how the tokens of a plan are split, the same on all ranks; None: all rows are one chunk."""
+        """`chunks` returns the chunking of a plan, the same on all ranks; None: one chunk."""
         self.rows_per_token = config.moe_router_topk
         self.drops = config.moe_expert_capacity_factor is not None
-        """Whether tokens may have fewer rows, because capacities drop some."""
+        """Whether tokens may have fewer rows, because of capacities."""
         self.parallel = parallel
         self.sharding = parallel.sharding()
         self.exchange = exchange
@@ -112,10 +108,9 @@ class AllToAllDispatcher(Dispatcher):
             cut_loop.prepare()
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
-        """Find the order of rows by expert; the plan cuts it, and moves its parts to where they are sent from.
-
-        If no part will move, copy the rows as well. When the plan is there, the first exchange of rows starts at once.
-        """
+        """Find the order of rows by expert; later, the plan cuts this order into blocks and moves them to their place
+        of sending. If no block will move, copy the rows as well: the first exchange then starts as soon as the plan is
+        known."""
         map_TE = choices.map_TE
         order = None
         copied = []
@@ -123,22 +118,22 @@ class AllToAllDispatcher(Dispatcher):
             if not self.drops:
                 order = row_order(map_TE, self._most_rows(map_TE))
                 if placement is not None and self.chunks is None and self._in_place(placement):
-                    # The autograd function of the whole mixture gives the tokens their gradient
+                    # The autograd function of the whole mixture computes the tokens' gradient
                     copied.append(gather_rows(tokens_TH.detach(), order))
         return PendingRows(partial(self._decide, map_TE, order, copied))
 
     def _most_rows(self, map_TE: torch.Tensor) -> int:
-        # Not len: torch's is a function of Python
+        # Not len(), which torch implements in Python
         return map_TE.shape[0] * self.rows_per_token
 
     def _in_place(self, placement: Placement) -> bool:
-        """Return whether rows in the order by expert are in the one in which they are sent, if there is one chunk."""
+        """Return whether one chunk's order by expert is the order of sending."""
         return placement.tables.in_place and not self.parallel.splits_rows
 
     def _decide(
         self, map_TE: torch.Tensor, order: RowOrder | None, copied: list[torch.Tensor], plan: DispatchPlan
     ) -> Route:
-        """Return the route, given the order of the most rows by expert, if it is known, and their copies, if any."""
+        """Return the route, given the order of `_most_rows` rows by expert and the copied rows, if they exist."""
         device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
@@ -154,7 +149,7 @@ class AllToAllDispatcher(Dispatcher):
         return ChunkedRoute(moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent).dispatch
 
     def _cut(self, plan: DispatchPlan, chunking: Chunking, device: torch.device) -> RankCut:
-        """Return the same as `cut`, for any number of chunks and of sources."""
+        """Do the same as `cut`, for any number of chunks and sources."""
         parallel = self.parallel
         hosts = plan.placement.num_ranks
         tokens_CDP = chunking.split(plan).numpy()
@@ -173,15 +168,15 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class ArrivedRows(NamedTuple):
-    """All rows of a pass, at their experts: those of its tokens are sent before experts compute."""
+    """All received rows of a pass: these dispatchers send all rows before experts compute."""
 
     rows_RH: torch.Tensor
     probs_R: torch.Tensor
     """Combine weights of the rows."""
     tokens_per_slot: torch.Tensor
-    """As `GroupedExperts` takes it."""
+    """See `GroupedExperts.forward`."""
     send_back: Callable[[torch.Tensor], torch.Tensor]
-    """Sends results back, and adds up those of each token: [R, H] -> [T, H]."""
+    """Sends results back and sums each token's results: [R, H] -> [T, H]."""
 
     def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
         with record_function("experts"):
@@ -208,13 +203,11 @@ MEGATRON_DISPATCHERS = {
 
 
 class MegatronDispatcher(Dispatcher):
-    """One of megatron-core's own dispatchers; flex is DeepEP or HybridEP, and waits for the numbers of rows.
-
-    They treat every expert as a logical one, so their config counts physical experts.
-    """
+    """One of megatron-core's own dispatchers; flex is DeepEP or HybridEP with host synchronization. These dispatchers
+    know no replicas, so their config counts physical experts."""
 
     def __init__(self, config: TransformerConfig, rank: int, source: int, groups: ProcessGroupCollection) -> None:
-        """`rank` and `source`: this rank among the hosts and among the sources."""
+        """`rank`: index of this rank among the hosts; `source`: its index among the sources."""
         self.config = config
         self.rank = rank
         self.source = source

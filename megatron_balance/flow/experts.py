@@ -1,8 +1,8 @@
 """The experts of one rank: two projections with an activation between them, for all slots at once.
 
-A slot holds one expert's weights, or this rank's shard of them (expert tensor parallelism): a part of the inner width,
-I in shapes, whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold
-copies of other ranks' experts, and collect the gradients that those copies get here.
+A slot holds one expert's weights. With expert tensor parallelism, it holds this rank's shard: a part of the inner width
+(I in shapes), whose output is a term of the sum over shards. Home slots are the module's parameters. Guest slots hold
+copies of other ranks' experts and collect the gradients of these copies.
 """
 
 import functools
@@ -33,11 +33,9 @@ def recomputes(config: TransformerConfig, module: str) -> bool:
 
 
 class GroupedExperts(MegatronModule):
-    """Experts of one rank, given the logical expert in each home slot, and what computes products (default: torch).
-
-    The initial weights equal those of megatron-core's SequentialMLP for the same seed, and so do the names and shapes
-    in a checkpoint.
-    """
+    """Experts of one rank, given the logical expert in each home slot, and the implementation of products (default:
+    torch). Initial weights for the same seed, and names and shapes in a checkpoint, equal those of megatron-core's
+    SequentialMLP."""
 
     def __init__(
         self,
@@ -61,16 +59,15 @@ class GroupedExperts(MegatronModule):
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
-        # A CPU gains nothing from grouping, or from gradients of weights that wait. Slot by slot, the tensors between
-        # the projections stay in its caches, and are soon freed
+        # On a CPU, compute slot by slot: grouping saves nothing, and the tensors between projections stay in the caches
         self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
-        # Here, because in other programs nobody else does it before the optimizer reads the marks
+        # In other programs, nothing else calls this before the optimizer reads the marks
         mark_shards(self, pg_collection)
 
     def _initialize(self) -> None:
-        """Draw weights from the expert-parallel generator, by expert in megatron-core's order; biases stay zero."""
+        """Draw weights from the expert-parallel generator in megatron-core's order; biases stay zero."""
         first = self.linear_fc1
         second = self.linear_fc2
         for weight1, weight2 in zip(first.weight.data, second.weight.data, strict=True):
@@ -90,10 +87,10 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows_RH: rows grouped by slot.
-            tokens_per_slot: [S] home slots, then the guest slots in use: int64 on the host, or on a device. The host
-                then does not wait for it, and `rows_RH` may have more rows, whose results hold anything.
+            tokens_per_slot: [S] home slots, then the guest slots in use: int64, in host memory or on a device. On a
+                device, the host does not wait for it, and `rows_RH` may have more rows, whose results are undefined.
             probs_R: [R] combine weights.
-            gradients: collects the gradients of the weights; None: autograd does.
+            gradients: collects the gradients of the weights; None: autograd gets them.
         """
         if gradients is not None:
             return self.compute(rows_RH, tokens_per_slot, probs_R, gradients)
@@ -101,11 +98,11 @@ class GroupedExperts(MegatronModule):
 
     @functools.cached_property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """All parameters; `parameters` walks through the modules every time."""
+        """All parameters, cached: `parameters()` walks through the modules every time."""
         return tuple(self.parameters())
 
     def gradients(self, slots: int) -> "ExpertGradients":
-        """Return the gradients of the weights, zero so far, while `slots` slots are in use."""
+        """Return empty sums of weight gradients for `slots` slots in use."""
         return ExpertGradients(
             *(LinearGradients(linear, slots, self.gemm) for linear in (self.linear_fc1, self.linear_fc2))
         )
@@ -120,9 +117,7 @@ class GroupedExperts(MegatronModule):
         compute: Callable[..., torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, "ExpertGraph | None"]:
         """Do the same as `forward`; also return the autograd graph of this computation alone, if `with_graph`.
-
-        `compute` takes the place of this module with its hooks.
-        """
+        `compute` replaces the call of this module, and thus skips its hooks."""
         with torch.set_grad_enabled(with_graph):
             rows_RH, probs_R = (tensor.detach().requires_grad_(with_graph) for tensor in (rows_RH, probs_R))
             output_RH = (compute or self)(rows_RH, tokens_per_slot, probs_R, gradients)
@@ -169,7 +164,7 @@ class GroupedExperts(MegatronModule):
             return swiglu_linear(inner, probs_R, second, split)
         if not self.activation_recompute:
             return second(self._activate(inner, probs_R), split, probs_R)
-        # megatron-core takes the precision, although its annotation says bool
+        # megatron-core accepts the precision, although its annotation says bool
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)  # pyright: ignore[reportArgumentType]
         activated = checkpoint.checkpoint(self._activate, inner, probs_R)
         output = second(activated, split, probs_R)
@@ -186,7 +181,7 @@ class GroupedExperts(MegatronModule):
             if (limit := config.activation_func_clamp_value) is not None:
                 gate = gate.clamp(max=limit)
                 linear = linear.clamp(min=-limit, max=limit)
-            # Adding zero would cost a tensor, which autograd keeps
+            # Adding zero would allocate a tensor that autograd keeps
             linear = linear + config.glu_linear_offset if config.glu_linear_offset else linear
             activated = config.activation_func(gate) * linear
         else:
@@ -198,7 +193,7 @@ class GroupedExperts(MegatronModule):
         return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
 
     def own(self, home_experts: Sequence[int]) -> None:
-        """Set the logical experts in the home slots, under which a checkpoint stores their weights."""
+        """Set the logical experts in the home slots; checkpoints store weights by logical expert."""
         assert len(home_experts) == len(self.home_experts)
         self.home_experts = tuple(home_experts)
 
@@ -221,19 +216,16 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return every parameter as pieces of each slot and shard, placed by logical expert.
-
-        So a checkpoint holds `experts.linear_fc1.weight` [..., E, O, I], and neither the owner of an expert nor the
-        number of its shards.
-        """
+        """Return every parameter as pieces of each slot and shard, placed by logical expert. So a checkpoint holds
+        `experts.linear_fc1.weight` [..., E, O, I], independent of owners and of the number of shards."""
         parts = 2 if self.config.gated_linear_unit else 1
-        # Gate and linear part follow each other, each cut into shards
+        # fc1 holds the gate, then the linear part; each is cut into shards
         cuts = {
             "linear_fc1": ShardCut(0, self.shard, self.shards, parts),
             "linear_fc2": ShardCut(1, self.shard, self.shards, 1),
         }
         assert self.config.num_moe_experts is not None
-        # The annotations of megatron-core leave out the lists of pieces that it accepts
+        # megatron-core accepts lists of pieces, although its annotations do not
         return {
             f"{prefix}{name}": ShardedTensorFactory(
                 f"{prefix}experts.{name}",
@@ -259,7 +251,7 @@ class ShardCut(NamedTuple):
     shard: int
     shards: int
     parts: int
-    """Equal parts along the axis, each of which is cut into shards."""
+    """Number of equal parts along the axis; each part is cut into shards."""
 
 
 def _pieces_by_expert(
@@ -300,39 +292,39 @@ def _pieces_by_expert(
 
 
 def _slots(slots: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join the pieces of `_pieces_by_expert`, slot after slot, each along its first axis: [S, ...]."""
+    """Join the pieces of `_pieces_by_expert`: concatenate each slot's pieces, stack slots: [S, ...]."""
     each = len(pieces) // slots
     return torch.stack([torch.cat([*pieces[first : first + each]]) for first in range(0, len(pieces), each)])
 
 
 class ExpertGradients(NamedTuple):
-    """The gradients of the weights of one rank's experts, over the chunks of one backward pass."""
+    """Weight gradients of one rank's experts, over the chunks of one backward pass."""
 
     first: LinearGradients
     second: LinearGradients
 
     def finish(self) -> list[torch.Tensor | None]:
-        """Compute the gradients; return what autograd gets for each parameter of the experts."""
+        """Compute the gradients; return autograd's gradient of each parameter of the experts."""
         return [*self.first.finish(), *self.second.finish()]
 
 
 class ExpertGraph(NamedTuple):
-    """Ends of the autograd graph of the experts' computation: gradients enter at `output` and leave at the others."""
+    """Ends of the experts' autograd graph: gradients enter at `output` and leave at `rows_RH` and `probs_R`."""
 
     output: GradientEdge
     rows_RH: torch.Tensor
     probs_R: torch.Tensor
 
     def backward(self, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of the rows and of the combine weights, given that of the result."""
-        # Not autograd.grad, which megatron-core's recomputation refuses
+        """Return the gradients of the rows and of the combine weights, given the gradient of the output."""
+        # megatron-core's recomputation refuses autograd.grad
         torch.autograd.backward([self.output], [gradient_RH])
         assert self.rows_RH.grad is not None and self.probs_R.grad is not None
         return self.rows_RH.grad, self.probs_R.grad
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Autograd sees one operation, which gets one gradient for each weight."""
+    """The experts as one operation of autograd, with one gradient for each weight."""
 
     @staticmethod
     def forward(

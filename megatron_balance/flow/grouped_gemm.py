@@ -1,19 +1,18 @@
 """Matrix products for the rows of all slots: outputs, input gradients and weight gradients.
 
-Rows are grouped by slot. The weights of all slots are a sequence of tensors [S_i, O, I], each of which holds some
-consecutive slots: home slots are a parameter, guest slots a buffer of their own. A projection takes this many kernels
-for S home slots and G guest slots in use:
+Rows are grouped by slot. The weights are a sequence of tensors [S_i, O, I] of consecutive slots: a parameter for home
+slots, a separate buffer for guest slots. Numbers of kernels of a projection with S home slots and G guest slots in use:
 
 | products                 | `TorchGemm` on its fast path | `TorchGemm` otherwise | `EngineGemm` |
 |--------------------------|------------------------------|-----------------------|--------------|
 | output, input gradient   | 1 + G                        | S + G                 | 1 call       |
 | weight gradient          | S + G                        | S + G                 | 1 call       |
 
-If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. Guest slots
-in use then cost a copy of the weights of all slots.
+If only the device knows the numbers of rows (`DeviceSplit`), each product is one grouped kernel of torch. If guest
+slots are in use, the weights of all slots are then copied into one tensor.
 
-torch's grouped product takes the weights of all slots as one tensor and allocates its result, so each guest slot has a
-product of its own. It also rounds weight gradients to the inputs' precision; one product per slot adds to float32.
+torch's grouped product takes one tensor of weights and allocates its result, so guest slots are multiplied one by one.
+It also rounds weight gradients to the inputs' precision, whereas one product per slot adds to float32.
 """
 
 import functools
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 GROUPED_MM_ALIGNMENT = 16
-"""`grouped_mm` requires strides that are multiples of this number of bytes."""
+"""`grouped_mm` requires strides that are multiples of this many bytes."""
 
 GROUPED_MM_MAJORS = (9, 10)
 """Major compute capabilities for which torch has a grouped kernel."""
@@ -35,7 +34,7 @@ GROUPED_MM_MAJORS = (9, 10)
 
 @dataclass(frozen=True, eq=False)
 class RowSplit:
-    """Number of consecutive rows of each slot, known to the host; zero is allowed."""
+    """Numbers of rows of consecutive slots, known to the host; may be zero."""
 
     sizes: Sequence[int]
     device: torch.device
@@ -44,13 +43,13 @@ class RowSplit:
     def ends(self) -> torch.Tensor:
         """[S] int32 on the device: the end of each slot's rows."""
         ends = torch.tensor(self.sizes).cumsum(0).to(torch.int32)
-        # The copy from pageable memory is staged immediately: the host does not wait
+        # A copy from pageable memory is staged immediately, so the host does not wait
         return ends.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceSplit:
-    """Consecutive rows of each slot, whose numbers only the device knows. Rows after the last end hold anything."""
+    """Split of rows into slots, known only to the device. Rows after the last end are undefined."""
 
     ends: torch.Tensor
     """[S] int32 on the device."""
@@ -60,7 +59,7 @@ Split = RowSplit | DeviceSplit
 
 
 def split_of(tokens_per_slot: torch.Tensor, device: torch.device) -> Split:
-    """Return the split of rows on `device`, whose numbers [S] are in host memory or on the device."""
+    """Return the split of rows on `device`, given each slot's number of rows [S] in host memory or on the device."""
     if tokens_per_slot.is_cpu:
         return RowSplit(tokens_per_slot.tolist(), device)
     return DeviceSplit(tokens_per_slot.cumsum(0, dtype=torch.int32))
@@ -75,24 +74,22 @@ class WeightTerm(NamedTuple):
 
 
 class GroupedGemm(ABC):
-    """Computes the products of one linear layer in all slots; outside autograd."""
+    """Products of one linear layer in all slots, outside autograd."""
 
     @abstractmethod
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
-        """Multiply the rows of each slot s by its weight's transpose: [R, I] x [S, O, I] -> [R, O]."""
+        """Multiply each slot's rows by the transpose of its weight: [R, I] x [S, O, I] -> [R, O]."""
 
     @abstractmethod
     def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
-        """Multiply the rows of each slot s by its weight: [R, O] x [S, O, I] -> [R, I]."""
+        """Multiply each slot's rows by its weight: [R, O] x [S, O, I] -> [R, I]."""
 
     @abstractmethod
     def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
-        """Add the terms, each to the total of another slot, in the precision of the totals."""
+        """Add each term to its total, in the total's precision; no two terms share a total."""
 
 
 class TorchGemm(GroupedGemm):
-    """Products by torch."""
-
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         if isinstance(split, DeviceSplit):
             return F.grouped_mm(rows_RI, _in_one(weights).mT, offs=split.ends)
@@ -110,12 +107,12 @@ class TorchGemm(GroupedGemm):
             elif rows_RI.is_cuda:
                 torch.addmm(total_OI, gradient_RO.T, rows_RI, out_dtype=total_OI.dtype, out=total_OI)
             else:
-                # A CPU multiplies in the precision of the result only
+                # On a CPU, inputs must have the precision of the result
                 total_OI.addmm_(gradient_RO.to(total_OI.dtype).T, rows_RI.to(total_OI.dtype))
 
 
 def weight_gradients(gradient_RO: torch.Tensor, rows_RI: torch.Tensor, split: DeviceSplit) -> torch.Tensor:
-    """Return the weight gradient of every slot [S, O, I], zero for one without rows, in the precision of the rows."""
+    """Return the weight gradients [S, O, I] in the rows' precision; zero for slots without rows."""
     return F.grouped_mm(gradient_RO.T, rows_RI, offs=split.ends)
 
 
@@ -130,12 +127,12 @@ def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:
-    """Multiply the rows of each slot by its matrix [I, O]: -> [R, O]."""
+    """Multiply each slot's rows by its matrix [I, O]: [R, I] -> [R, O]."""
     first_SIO = matrices[0]
     width = matrices[0].shape[-1]
     grouped = len(first_SIO)
     if sum(split.sizes[:grouped]) and grouped_mm_is_fast(first_SIO):
-        # The rows after the last end are left to the products of guest slots
+        # Products of guest slots fill the rows after the last end
         output_RO = F.grouped_mm(rows_RI, first_SIO, offs=split.ends[:grouped])
     else:
         output_RO = rows_RI.new_empty(len(rows_RI), width)
@@ -148,11 +145,9 @@ def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: Ro
 
 
 def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
-    """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel.
-
-    Otherwise it refuses them, or the host waits for the ends of the slots. Source: aten/src/ATen/native of torch 2.13,
-    `_grouped_mm_cuda` in cuda/GroupedBlas.cpp, and `check_valid_strides_and_return_transposed` in GroupedMMUtils.h.
-    """
+    """Return whether `torch.nn.functional.grouped_mm` multiplies rows by these matrices in one kernel, without host
+    waits. Source: aten/src/ATen/native of torch 2.13, `_grouped_mm_cuda` in cuda/GroupedBlas.cpp, and
+    `check_valid_strides_and_return_transposed` in GroupedMMUtils.h."""
     if matrix_SIO.dtype != torch.bfloat16 or not matrix_SIO.is_cuda or torch.version.hip is not None:
         return False
     aligned = all(width * matrix_SIO.element_size() % GROUPED_MM_ALIGNMENT == 0 for width in matrix_SIO.shape[1:])
@@ -160,11 +155,11 @@ def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
 
 
 class EngineGemm(GroupedGemm):
-    """Products by the function that Transformer Engine's GroupedLinear computes with; needs CUDA.
+    """Products by the function behind Transformer Engine's GroupedLinear; needs CUDA.
 
-    It takes the matrices of all slots as lists, starts one product for each on several streams, and adds weight
-    gradients to float32 in the kernel. Its layouts name the first two arguments, A and B, in the column-major view of
-    row-major matrices: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
+    It takes the matrices of all slots as lists, starts one product per slot on several streams, and adds weight
+    gradients to float32 in the kernel. A layout names transposes of the first two arguments, A and B, in the
+    column-major view of row-major matrices: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
     """
 
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
@@ -208,12 +203,12 @@ class EngineGemm(GroupedGemm):
 
     @functools.cached_property
     def _gemm(self) -> tuple[Callable, frozenset[str]]:
-        """The function and its parameters; on demand: a dry run builds models on machines that lack the package."""
+        """The function and its parameters; imported on demand, because a dry run works without the package."""
         from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm  # pyright: ignore
 
         return general_grouped_gemm, frozenset(inspect.signature(general_grouped_gemm).parameters)
 
 
 def expert_gemm(name: Literal["default", "te"]) -> GroupedGemm:
-    """Return what computes the products of experts for a value of `--moe-expert-gemm`."""
+    """Return the products of experts for a value of `--moe-expert-gemm`."""
     return EngineGemm() if name == "te" else TorchGemm()

@@ -1,19 +1,19 @@
-"""BalancedMoELayer: where a token goes, one verb after another.
+"""BalancedMoELayer: the path of a token, step by step.
 
 enter -> route -> count -> prepare -> host -> plan -> dispatch -> experts -> combine -> leave
 
-enter      this rank's part of the layer's input, if tensor-parallel ranks share the tokens
+enter      take this rank's part of the layer's input, if tensor-parallel ranks share the tokens
 route      the router chooses logical experts for each token
 count      start gathering the load matrix: how many tokens each source routed to each expert
-prepare    queue what needs no load: the order of rows by expert, and shared experts
-host       the Placement in force: which ranks host which experts
-plan       how many tokens each source sends to each physical expert; the host waits for the load, and nothing else
-dispatch   one row for each token and chosen expert, grouped by destination; the first exchange starts
-experts    the rows that arrive, with this rank's experts
-combine    results return, and each token gets the weighted sum of its rows
-leave      the layer's output for all of its input
+prepare    queue work that needs no load: the order of rows by expert, and shared experts
+host       take the Placement in force: which ranks host which experts
+plan       compute how many tokens each source sends to each physical expert; the host waits for the load only
+dispatch   make a row for each token and chosen expert, grouped by destination; start the first exchange
+experts    this rank's experts compute the received rows
+combine    return results; each token gets the weighted sum of its rows
+leave      restore the layer's output for all tokens of its input
 
-With chunks, `combine` also executes the remaining tasks of dispatch and experts, in the order of the chunks: see
+With chunks, `combine` also executes the remaining tasks of dispatch and experts, in the order of the chunking: see
 flow/chunks/pipeline.py.
 """
 
@@ -51,25 +51,23 @@ Host = Callable[[Reading, bool], Placement]
 
 
 class PassLoad(NamedTuple):
-    """The load matrix of one forward pass, on its way; its rows are sources."""
+    """The load matrix of one forward pass, in flight; its rows are sources."""
 
     on_device: Callable[[], torch.Tensor]
-    """Returns it [D, E] on the device; the current stream waits for it."""
+    """Returns the matrix [D, E] on the device; the current stream waits for it."""
     by_source: Reading
     """[D, E] in host memory."""
     by_host: Reading
-    """[W, E] in host memory, with the sources of each host added up."""
+    """[W, E] in host memory: sums over each host's sources."""
 
 
 Decided = tuple[PassLoad, PendingRows]
-"""What a forward pass decided, for the pass that repeats it."""
+"""Decisions of a forward pass, for its recomputation."""
 
 
 class BalancedMoELayer(MoELayer):
-    """Drop-in for megatron-core's MoELayer, whose constructor and forward pass are not used.
-
-    megatron-core's transformer layer recognizes MoE layers by this class.
-    """
+    """Drop-in for megatron-core's MoELayer, without its constructor and forward pass. It is a subclass because
+    megatron-core's transformer layer recognizes MoE layers by this class."""
 
     def __init__(
         self,
@@ -85,7 +83,7 @@ class BalancedMoELayer(MoELayer):
         is_mtp_layer: bool = False,
         **_: object,
     ) -> None:
-        """The spec gives `parallel`, `balance`, `exchange`, `reader` and `chunks`; megatron-core passes the others."""
+        """The layer's spec passes the arguments from `parallel` to `chunks`; megatron-core passes the others."""
         groups = parallel.groups
         BaseMoELayer.__init__(self, config, layer_number, groups)
         self.is_mtp_layer = is_mtp_layer
@@ -97,13 +95,13 @@ class BalancedMoELayer(MoELayer):
         self.shared_experts_recompute = recomputes(config, "shared_experts")
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
         self.host: Host | None = None
-        """None: owners host their experts, and no others; nobody asks for the load."""
+        """None: each expert is hosted by its owner alone, and the load is not requested."""
         self.placement = owners
         """The placement of the latest forward pass."""
         self.decided: Callable[[], list[Decided]] = list
         """Returns the decisions of the current pass in this layer: see `PassMemory.of`."""
         self.begin: Begin = lambda work: None
-        """Called when the experts begin and end their computation."""
+        """See `Begin`."""
         self.split: Split = "local_first"
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
@@ -131,7 +129,7 @@ class BalancedMoELayer(MoELayer):
             return DeviceDispatcher(self.config, self.parallel.groups)
         if self.config.moe_token_dispatcher_type != "alltoall":
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
-        # megatron-core numbers a layer after it has built it
+        # megatron-core sets the layer's number after its construction
         chunking = None if chunks is None else lambda plan: chunks(number_of(self), plan)
         return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
 
@@ -142,14 +140,12 @@ class BalancedMoELayer(MoELayer):
         padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """Compute the mixture of experts over `hidden_states` [sequence, batch, H]; return the same shape and no bias.
-
-        `padding_mask` [batch, sequence] marks tokens that do not count for the auxiliary losses.
-        """
+        `padding_mask` [batch, sequence] marks tokens that do not count for the auxiliary losses."""
         assert intermediate_tensors is None, "partial CUDA graphs are refused by the command line"
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:
-            # Each call has decisions of its own
+            # Each call keeps its own decisions
             mixture = functools.partial(self._mixture, [])
             return tensor_parallel.checkpoint(mixture, False, hidden_states, padding_mask), None
         return self._mixture(self.decided(), hidden_states, padding_mask), None
@@ -157,11 +153,11 @@ class BalancedMoELayer(MoELayer):
     def _mixture(
         self, decided: list[Decided], hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute the layer's output; `decided` has what the pass decided if this repeats it, with gradients."""
+        """Compute the layer's output; a pass with gradients repeats the decisions in `decided`, if there are any."""
         entered, padding_mask = self.parallel.enter(hidden_states, padding_mask)
         tokens_TH, choices = self._route(entered, padding_mask)
         if decided and torch.is_grad_enabled():
-            # The router has chosen the same experts again, so this pass neither counts nor waits
+            # The router repeats its choices, so this pass neither counts nor waits
             load, pending = decided.pop()
         else:
             load = self._count(choices)
@@ -177,14 +173,13 @@ class BalancedMoELayer(MoELayer):
         return output if shared is None else output + shared
 
     def _route(self, entered: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, Choices]:
-        """Return the tokens [T, H] that this rank dispatches, and their choices."""
         with record_function("route"):
             own_TH = entered.reshape(-1, entered.shape[-1])
             choices = Choices(*cast(Router, self.router)(entered, padding_mask))
             return self.parallel.share(own_TH, choices)
 
     def _count(self, choices: Choices) -> PassLoad:
-        """Start gathering the load matrix, unless nobody needs it."""
+        """Start gathering the load matrix, if the plan or the placement needs it."""
         on_host = self.dispatcher.plans_on_host
         if self.host is None and not on_host:
             return PassLoad(_unwanted, Reading(_unwanted), Reading(_unwanted))
@@ -192,13 +187,13 @@ class BalancedMoELayer(MoELayer):
             counts_E = self.parallel.counts(choices.map_TE)
             group = self.parallel.sources
             counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
-            # As in FlatAllToAll.start: a device waits for what the host does from here to the exchange of rows
+            # Call the group's method directly, as in FlatAllToAll.start: the device waits for the host here
             work = getattr(group, ALL_GATHER)(counts_DE, counts_E, self._gather_options)
 
         def on_device() -> torch.Tensor:
             work.wait()
             if not on_host:
-                # The pass may be over before the host has the load
+                # The pass may end before the host has the load
                 keep_until_read(counts_E, counts_DE)
             return counts_DE.view(-1, counts_E.numel())
 
@@ -209,7 +204,7 @@ class BalancedMoELayer(MoELayer):
 
     def _host(self, load: PassLoad) -> Placement:
         if self.dispatcher.plans_on_host:
-            # Wait here, so that waiting for other ranks counts as what comes before the exchange
+            # Wait here, so that this wait is not measured as part of the exchange
             load.by_source()
         return self.placement if self.host is None else self.host(load.by_host, self.training)
 
@@ -226,7 +221,7 @@ def _unwanted() -> torch.Tensor:
 
 
 def remember(model: Sequence[torch.nn.Module]) -> None:
-    """Let recomputation repeat what the MoE layers of `model`, a list of model chunks, decide in each forward pass."""
+    """Let recomputation repeat the decisions of the MoE layers of `model`, a list of model chunks."""
     for chunk in model:
         memory = PassMemory(chunk)
         for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):

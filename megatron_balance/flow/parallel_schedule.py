@@ -1,13 +1,13 @@
 """Step orders of an MoE layer under tensor-parallel attention (MP), expert parallelism (EP) and sharded experts (ESP).
 
-`ParallelDispatch` executes an order's steps on a layer's tokens. flow/chunks/pipeline.py executes those from `dump` or
-the first all-to-all to the last all-to-all, with the `Sharding` that the order needs.
+`ParallelDispatch` executes an order's steps on a layer's tokens, except for the steps from `Dump` or the first
+all-to-all to the last all-to-all: flow/chunks/pipeline.py executes those, with the order's `Sharding`.
 
     megatron   the order of megatron-core's dispatcher
     baseline   the order of DeepSpeed-MoE (Parm, Fig. 3a)
     s1, s2     PauseMP: no two ranks compute the same row (Parm, Fig. 3b and 3c)
 
-A backward pass takes the same steps in reverse: the gradient of a split is an all-gather, and so on.
+A backward pass takes the same steps in reverse: for example, the gradient of a split is an all-gather.
 """
 
 import functools
@@ -30,7 +30,7 @@ from megatron_balance.flow.plan import Choices
 
 
 class TokenStep(StrEnum):
-    """A step of a layer's tokens, or of their rows; a token has one row for each expert that it chose."""
+    """A step on a layer's tokens or their rows; a token has one row for each chosen expert."""
 
     MP_SPLIT = "MP-Split"
     GATE = "Gate"
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
     hidden: int
     """M: hidden size."""
     rows: int
-    """E * T: rows that experts compute, from `tokens` tokens."""
+    """E * T: rows that experts compute for `tokens` tokens."""
     mp: int
     """N_MP: tensor-parallel ranks with the same tokens; 1 with sequence parallelism."""
     esp: int
@@ -83,10 +83,8 @@ class Shape(NamedTuple):
 
 def volumes(schedule: str, shape: Shape) -> list[tuple[TokenStep, int]]:
     """Return the elements per rank of each collective of a forward pass: of its input or output, whichever is larger.
-
-    The part that stays on the rank counts too; a collective of one rank is left out. These are the sizes in Parm's
-    Eq. 1 (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2.
-    """
+    Elements that stay on the rank count too; collectives of one rank are omitted. The sizes are those of Parm's Eq. 1
+    (baseline), Eq. 11 (s1), Eq. 7 (s2) and, without tensor parallelism, Eq. 2."""
     tokens = shape.tokens * shape.hidden
     rows = shape.rows * shape.hidden
     each = {
@@ -114,32 +112,31 @@ class ParallelDispatch:
         sequence_parallel: bool,
         gather_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """
-        Args:
-            sequence_parallel: whether the tokens of tensor-parallel ranks differ; otherwise they are the same.
-            gather_group: a second group of the tensor-parallel ranks, over which s2 forwards rows while it receives
-                others (SAA); None: s2 receives all rows, then gathers.
+        """Args:
+        sequence_parallel: whether tensor-parallel ranks have different tokens, rather than the same ones.
+        gather_group: a second group of the tensor-parallel ranks, over which s2 forwards rows while it receives
+            more (SAA); None: s2 receives all rows, then gathers.
         """
         self.steps = tuple(steps)
         self.groups = groups
         self.copies = 1 if sequence_parallel else groups.tp.size()
-        """Ranks that hold the same tokens."""
+        """Number of ranks that hold the same tokens."""
         self.splits_tokens = self.copies > 1 and self._before(TokenStep.MP_SPLIT, TokenStep.GATE)
-        """Whether each tensor-parallel rank routes a part of the tokens, so that its router's gradients are partial."""
+        """Whether each tensor-parallel rank routes a part of the tokens; its router's gradients are then partial."""
         self.splits_rows = self.copies > 1 and self._before(TokenStep.GATE, TokenStep.MP_SPLIT)
         """Whether each tensor-parallel rank sends a part of the rows of all tokens."""
         self.repeats = 1 if self.splits_tokens or self.splits_rows else self.copies
         """Number of times that experts compute the same row."""
         gathers = self._before(TokenStep.ESP_ALL_GATHER, TokenStep.EP_ALL_TO_ALL)
         self.gathers_tokens = groups.expt_tp.size() > 1 and gathers
-        """Whether all shards of a host send the rows of all their tokens."""
+        """Whether each shard of a host has the tokens of all its shards, and sends all their rows."""
         self.simultaneous: Simultaneous | None = None
         if gather_group is not None and self.splits_rows:
             self.simultaneous = Simultaneous(groups.expt_tp.size(), gather_group, self.members)
 
     @functools.cached_property
     def sources(self) -> dist.ProcessGroup:
-        """The ranks that have tokens to dispatch, in the order of the load matrix."""
+        """Ranks that have tokens to dispatch, in the row order of the load matrix."""
         return self.groups.ep if self.gathers_tokens else self.groups.tp_ep
 
     @functools.cached_property
@@ -149,7 +146,7 @@ class ParallelDispatch:
 
     @functools.cached_property
     def members(self) -> list[int]:
-        """The sources that share the rows of this rank's tokens: itself, or all with the same tokens, in order."""
+        """Sources that share the rows of this rank's tokens: itself, or all ranks with the same tokens, in order."""
         if not self.splits_rows:
             return [self.source]
         sources = dist.get_process_group_ranks(self.sources)
@@ -161,7 +158,7 @@ class ParallelDispatch:
         return self.groups.tp_ep if TokenStep.EP_ESP_ALL_TO_ALL in self.steps else self.groups.ep
 
     def sharding(self) -> Sharding:
-        """Return how rows reach all shards of their experts and come back."""
+        """Return the exchange between sources and all shards of experts."""
         shards = self.groups.expt_tp
         if shards.size() == 1:
             return Unsharded()
@@ -179,40 +176,36 @@ class ParallelDispatch:
         return scatter_to_sequence_parallel_region(hidden_states, group=self.groups.tp), mask
 
     def agree(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the router logits of the first rank that shares these rows; all these ranks use its logits.
-
-        Copies of hidden states differ by rounding on a GPU. Ranks that chose different experts for a token would count,
-        send and combine different rows. A rank's own logits get the gradient.
-        """
+        """Return the router logits of the first of the ranks that share rows; the gradient goes to each rank's own
+        logits. On a GPU, the ranks' hidden states differ by rounding, and their own logits could choose different
+        experts."""
         return _FirstMembers.apply(logits, self.groups.tp) if self.splits_rows else logits
 
     def share(self, own_TH: torch.Tensor, choices: Choices) -> tuple[torch.Tensor, Choices]:
-        """Return the tokens [T, H] that this rank dispatches, and their choices, given those that it has routed."""
+        """Return the tokens [T, H] that this rank dispatches, and their choices, given the routed tokens."""
         tokens_TH, probs_TE = (_scale_gradient(tensor, self.repeats) for tensor in (own_TH, choices.probs_TE))
         return self._gather(tokens_TH), Choices(self._gather(probs_TE), self._gather(choices.map_TE))
 
     def counts(self, map_TE: torch.Tensor) -> torch.Tensor:
-        """Return [E]: how many rows for each expert this rank sends, given the choices of `share`."""
+        """Return [E]: the number of rows that this rank sends for each expert, given the choices of `share`."""
         counts_E = map_TE.sum(dim=0)
         if not self.splits_rows:
             return counts_E
         return split_evenly(counts_E.unsqueeze(0), len(self.members))[self.groups.tp.rank(), 0]
 
     def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the layer's output for all of its input, from the output for the tokens of `share`.
-
-        `shape` is that of the tensor that this rank routed.
-        """
+        """Return the layer's output for all of its input, from the output for the tokens of `share`. `shape` is the
+        shape of the tensor that this rank routed."""
         if self.gathers_tokens:
             output_TH = scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
-        # All repetitions count as one
+        # Divide the gradients, so that repeated rows count once in the weights' gradients
         output = _scale_gradient(output_TH, 1 / self.repeats).view(shape)
         if self.splits_tokens:
             return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=self.groups.tp)
         return output
 
     def router_groups(self) -> ProcessGroupCollection:
-        """Return groups over which routers reduce auxiliary losses: only over ranks with different tokens."""
+        """Return the groups for reducing auxiliary losses: only ranks with different tokens."""
         if self.copies == 1 or self.splits_tokens:
             return self.groups
         chosen = ProcessGroupCollection(**vars(self.groups))
@@ -221,7 +214,7 @@ class ParallelDispatch:
         return chosen
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all shards of the host, if tokens are gathered: [T, ...] -> [N * T, ...]."""
+        """If tokens are gathered, concatenate the tensors of the host's shards: [T, ...] -> [N * T, ...]."""
         if not self.gathers_tokens:
             return tensor
         shards = self.groups.expt_tp

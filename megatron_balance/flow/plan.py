@@ -1,8 +1,8 @@
-"""The dispatch plan of a layer: how many tokens each source sends to each physical expert, decided before any moves.
+"""The dispatch plan of a layer: how many tokens each source sends to each physical expert.
 
 A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, W
-hosts (the ranks of an expert-parallel group), N the pairs of an expert and a host of it, K the hosts of one expert, and
-G groups of consecutive ranks.
+hosts (ranks of an expert-parallel group), N pairs of an expert and one of its hosts, K hosts of one expert, and G
+groups of consecutive ranks.
 """
 
 import functools
@@ -20,7 +20,7 @@ Split = Literal["local_first", "proportional"]
 
 
 class Choices(NamedTuple):
-    """The experts that tokens chose: logical ones from the router, physical ones (P in place of E) from `reroute`."""
+    """Experts chosen by tokens: logical experts from the router, physical experts (P instead of E) from `reroute`."""
 
     probs_TE: torch.Tensor
     """Combine weights."""
@@ -30,7 +30,7 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Tokens from every source to every physical expert, by the arguments of `make_dispatch_plan`."""
+    """A dispatch plan, given by the arguments of `make_dispatch_plan`."""
 
     placement: Placement
     counts_DE: torch.Tensor
@@ -39,7 +39,7 @@ class DispatchPlan:
 
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
-        """int64 in host memory: rows that source d sends to physical expert p."""
+        """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
         tables = self.placement.tables
         if tables.in_place:
             return self.counts_DE
@@ -51,30 +51,31 @@ class DispatchPlan:
 
     @property
     def rules(self) -> tuple[int, bool]:
-        """Hosts of a node, and whether the split is `local_first`: arguments of compiled loops."""
+        """Arguments of compiled loops: hosts per node, and whether the split is `local_first`."""
         return self.node_size or self.placement.num_ranks, self.split == "local_first"
 
     @property
     def splits_DW(self) -> torch.Tensor:
-        """Tokens that each source sends to each host."""
+        """[D, W]: tokens that each source sends to each host."""
         return torch.from_numpy(sums_by_host(self.tokens_DP.numpy(), self.placement.num_ranks))
 
 
 def make_dispatch_plan(
     counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first", node_size: int | None = None
 ) -> DispatchPlan:
-    """Share each source's tokens among the hosts of the experts that they chose.
+    """Distribute each source's tokens over the hosts of the experts that the tokens chose.
 
-    The rules below treat all sources on a host as one; the host's plan is then divided among them in their order.
+    The rules below treat all sources of a host as one. The host's plan is then divided among its sources in order.
 
     Args:
-        counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. The sources of
-            host 0 come first, then those of host 1, and so on; each host has the same number of sources.
-        placement: hosts of every expert; the same on all ranks, so that all ranks make the same plan.
-        split: how many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): its own, and
-            the primary host also those of ranks that are not hosts. `proportional`: in proportion to the placement's
-            quotas, or to vExperts (FlexMoE, Algorithm 3). Sources send by locality: see `placement/splits.py`.
-        node_size: number of consecutive hosts that share a node; None: all.
+        counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. Sources are
+            ordered by host; each host has the same number of sources.
+        placement: hosts of every expert; the same on all ranks.
+        split: how many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): a host
+            computes its own tokens; the primary host also computes the tokens of ranks that are not hosts.
+            `proportional`: tokens are shared in proportion to the placement's quotas, or to vExperts (FlexMoE,
+            Algorithm 3). See also `placement/splits.py`.
+        node_size: number of consecutive hosts that share a node; None: all hosts share one.
     """
     assert counts_DE.ndim == 2, counts_DE.shape
     sources, experts = counts_DE.shape
@@ -83,13 +84,13 @@ def make_dispatch_plan(
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
-    """Return [W, E], the load matrix with the sources of each host added up."""
+    """Return [W, E]: the load matrix summed over each host's sources."""
     return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
 
 
 def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
-    """Return the tokens for all physical experts of each host: [..., P] -> [..., W]."""
-    # Several times as fast as a sum over a short last dimension
+    """Sum tokens over each host's physical experts: [..., P] -> [..., W]."""
+    # Several times faster than a sum over a short last dimension
     slots = tokens.shape[-1] // hosts
     first, *others = (tokens[..., slot::slots] for slot in range(slots))
     return functools.reduce(np.add, others, first)
@@ -111,7 +112,7 @@ def plan_loop(
     physical_N: np.ndarray,
     slots: int,
 ) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`, given the load of sources and of hosts, and the fields of `HostRules`."""
+    """Return `DispatchPlan.tokens_DP`, given the loads of sources and hosts, and the fields of `HostRules`."""
     rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
     sources, experts = counts_DE.shape
     hosts = len(counts_WE)
@@ -138,7 +139,7 @@ def plan_loop(
 def _among_sources(
     counts_DE: np.ndarray, expert: int, sent_KW: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
 ) -> None:
-    """Divide the tokens that each host sends to an expert's physical experts among the host's sources, in order."""
+    """Divide the tokens of each host for an expert's physical experts among the host's sources, in order."""
     hosts = sent_KW.shape[1]
     each = len(counts_DE) // hosts
     for host in range(hosts):

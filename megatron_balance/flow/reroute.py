@@ -1,6 +1,7 @@
-"""The router's choice of logical experts -> the choice of physical experts, for megatron-core's dispatchers.
+"""Maps chosen logical experts to physical experts, for megatron-core's dispatchers.
 
-After it, the layer is an ordinary mixture of P experts. In shapes, K is the largest number of hosts of an expert.
+The rest of the layer is then an ordinary mixture of P experts. In shapes, K is the maximum number of hosts of an
+expert.
 """
 
 import numpy as np
@@ -12,11 +13,8 @@ from megatron_balance.placement.placement import Placement
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
-    """Replace each chosen expert [T, E] by one of its hosts [T, P], with its weight, through which gradients flow.
-
-    Of the tokens of `source` that chose an expert, the first go to the host of lowest rank, the next to the second, and
-    so on, as many as `plan` says. If physical and logical experts coincide, the arguments are returned.
-    """
+    """Replace each chosen expert [T, E] by one of its hosts [T, P]; weights keep their gradients. Of the tokens of
+    `source` for an expert, the first go to the host with the lowest rank, and so on, in the numbers of `plan`."""
     if plan.placement.tables.in_place:
         return Choices(probs_TE, map_TE)
     physicals_EK = torch.from_numpy(plan.placement.tables.physicals_EK)
@@ -32,21 +30,17 @@ def reroute_in_order(
     until_EK: torch.Tensor,
     num_physical: int,
 ) -> Choices:
-    """Do the same as `reroute`, given how many of these tokens go to the first k + 1 hosts of each expert.
-
-    Args:
-        physicals_EK: as in `Tables`.
-        until_EK: int64; the last column is at least the number of tokens.
-    """
+    """Do the same as `reroute`, given int64 numbers `until_EK` of tokens that go to the first k + 1 hosts of each
+    expert; the last column is at least the number of tokens."""
     with torch.no_grad():
-        # Rank of each token among its expert's tokens; below the last end, so that the search stays inside the table
+        # Index of each token among its expert's tokens. It is below the last end, so the search stays inside the table
         ordinal_ET = map_TE.T.cumsum(1) - 1
         target_TE = physicals_EK.gather(1, torch.searchsorted(until_EK, ordinal_ET, right=True)).T
     return _scattered(probs_TE, map_TE, target_TE, num_physical)
 
 
 def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor | None:
-    """Return [E] int64, the physical expert of each expert for all tokens of a host; None if it depends on the load."""
+    """Return [E] int64: each expert's only physical target for a host's tokens; None if targets depend on the load."""
     if split != "local_first" and (np.diff(placement.tables.first_E) > 1).any():
         return None
     one_HE = torch.ones(placement.num_ranks, placement.num_experts, dtype=torch.int64)
@@ -57,14 +51,14 @@ def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor
 
 
 def reroute_to(target_E: torch.Tensor, probs_TE: torch.Tensor, map_TE: torch.Tensor, placement: Placement) -> Choices:
-    """Do the same as `reroute` where all tokens have the same `fixed_targets`, here on their device."""
+    """Do the same as `reroute`, given `fixed_targets` on the tokens' device."""
     if placement.tables.in_place:
         return Choices(probs_TE, map_TE)
     return _scattered(probs_TE, map_TE, target_E.expand_as(map_TE), placement.num_physical)
 
 
 def _scattered(probs_TE: torch.Tensor, map_TE: torch.Tensor, target_TE: torch.Tensor, num_physical: int) -> Choices:
-    # No two experts share a target, so that scattering whole rows loses nothing, chosen or not
+    # No two experts share a target, so whole rows can be scattered, including entries that were not chosen
     shape = len(map_TE), num_physical
     return Choices(
         probs_TE.new_zeros(shape).scatter(1, target_TE, probs_TE),

@@ -1,14 +1,14 @@
-"""megatron-core's routers: auxiliary losses as they are defined, the precision of counts, and scores of groups.
+"""Changes to megatron-core's routers: auxiliary losses by their definitions, precision of counts, and group scores.
 
-A loss of a microbatch is the sum of the parts of the ranks that share its tokens (the router's `tp_cp_group`); the
-run's is the mean over microbatches and data-parallel ranks. megatron-core computes them, but its versions weight some
-by the number of ranks, and log some for one rank only:
+A microbatch's loss is the sum of the parts of the ranks that share its tokens (the router's `tp_cp_group`). A run's
+loss is the mean over microbatches and data-parallel ranks. Versions of megatron-core scale some of these losses by the
+number of ranks, and log some losses for one rank only. The losses:
 
     aux_loss          of a microbatch (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2)
-    seq_aux_loss      of each sequence, whose mean is taken (DeepSeek-V3, https://arxiv.org/abs/2412.19437, Eq. 17)
+    seq_aux_loss      of each sequence, then averaged (DeepSeek-V3, https://arxiv.org/abs/2412.19437, Eq. 17)
     global_aux_loss   of a microbatch, with the experts' shares of all tokens that the iteration has routed so far
                       (https://arxiv.org/abs/2501.11873)
-    z-loss            of each token, whose mean is taken (ST-MoE, https://arxiv.org/abs/2202.08906, Eq. 5)
+    z-loss            of each token, then averaged (ST-MoE, https://arxiv.org/abs/2202.08906, Eq. 5)
 """
 
 import functools
@@ -25,23 +25,21 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron_balance.device.versions import number_of
 
 Weight = Callable[[torch.Tensor | int], torch.Tensor | int]
-"""Returns the factor of a microbatch's losses, given the number of its tokens on all ranks that share it."""
+"""Returns the factor of a microbatch's losses, given its number of tokens on all ranks that share it."""
 
 LOAD_BALANCING = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
-"""Methods of a router that receive probabilities and scores."""
+"""Methods of a router that compute load-balancing losses from probabilities and scores."""
 
 
 def routers_of(model: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:
-    """Yield the routers of model chunks, first layer first."""
+    """Yield the routers of model chunks in the order of layers."""
     for chunk in model:
         yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
 
 
 def keep_precision(model: Iterable[torch.nn.Module]) -> None:
-    """Give routers' counts and expert biases float32 again, after the model was converted to half precision.
-
-    Counts in bfloat16 stop growing at 256, and float16 ends at 65504. A bias would lose most of a step.
-    """
+    """Convert routers' counts and expert biases back to float32, after the model was converted to half precision.
+    Counts in bfloat16 stop growing at 256, and float16 ends at 65504. A bias would lose most of each update."""
     for router in routers_of(model):
         for buffer in router.buffers(recurse=False):
             if buffer.is_floating_point():
@@ -49,10 +47,8 @@ def keep_precision(model: Iterable[torch.nn.Module]) -> None:
 
 
 def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> None:
-    """Make routers add and log their auxiliary losses as the docstring of this module defines them.
-
-    `weight` is for `--calculate-per-token-loss`, by which gradients are summed and divided by the unmasked tokens.
-    """
+    """Make routers add and log their auxiliary losses as defined in this module's docstring. `weight` is for
+    `--calculate-per-token-loss`, where gradients are summed and then divided by the unmasked tokens."""
     for router in routers_of(model):
         for name in LOAD_BALANCING:
             setattr(router, name, functools.partial(_apply_in_float32, getattr(router, name)))
@@ -62,7 +58,7 @@ def define_losses(model: Iterable[torch.nn.Module], weight: Weight | None) -> No
 
 
 def take_losses(names: Sequence[str], layers: int) -> torch.Tensor:
-    """Return this rank's parts of the losses [names, layers of the model], summed since the last call."""
+    """Return this rank's parts of the losses [names, layers of the model], summed since the previous call."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
         entries: Any = moe_utils.get_moe_metrics_tracker().metrics  # pyright: ignore[reportAttributeAccessIssue]
         values = {name: entry.values for name, entry in entries.items()}
@@ -77,7 +73,7 @@ def take_losses(names: Sequence[str], layers: int) -> torch.Tensor:
 def _apply_in_float32(
     apply: Callable[..., torch.Tensor], probs: torch.Tensor, scores: torch.Tensor, *args: Any, **options: Any
 ) -> torch.Tensor:
-    """Call one of `LOAD_BALANCING`: sums over tokens, and weights of gradients, may be above float16's maximum."""
+    """Call one of `LOAD_BALANCING` in float32, because sums over tokens may exceed float16's maximum."""
     return apply(probs, _at_least_float32(scores), *args, **options)
 
 
@@ -93,11 +89,10 @@ def _add_load_balancing_loss(
     valid_token_count: torch.Tensor | int | None = None,
     **__: Any,
 ) -> torch.Tensor:
-    """Replacement of a router's `attach_and_log_load_balancing_loss`."""
-    # A loss of the global batch is the sum of all replicas' parts, but gradients are averaged over replicas
+    # The loss of a global batch sums the parts of all replicas, but gradients are averaged over replicas
     replicas = group.size() // router.tp_cp_group.size()
     loss = loss if replicas == 1 else loss * replicas
-    # Only a padding mask makes the count a tensor; otherwise megatron-core 0.16 gives the tokens of one sequence
+    # Without a padding mask the count is no tensor, and megatron-core 0.16 passes the tokens of one sequence
     padded = isinstance(valid_token_count, torch.Tensor)
     tokens = valid_token_count if padded else activation.shape[0]
     return _add(router, weight, activation, name, loss / coefficient, loss, tokens)
@@ -106,7 +101,6 @@ def _add_load_balancing_loss(
 def _add_z_loss(
     router: TopKRouter, weight: Weight | None, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Replacement of a router's `apply_z_loss`."""
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits
@@ -125,8 +119,7 @@ def _add(
     loss: torch.Tensor,
     tokens: torch.Tensor | int | None,
 ) -> torch.Tensor:
-    """Return `activation`, whose backward pass also starts that of `loss`; log `value`, the loss without its
-    coefficient. Both are this rank's parts, for `tokens` tokens."""
+    """Return `activation` with `loss` attached to its backward pass; log `value`, the loss without its coefficient."""
     config = router.config
     size = router.tp_cp_group.size()
     if getattr(router, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False):
@@ -150,15 +143,12 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GroupScores(RouterReplay):
-    """Chooses the experts of the groups whose `experts` highest scores have the largest sums.
-
-    DeepSeek-V2 scores a group by its best expert (section 2.2.2) and DeepSeek-V3 by the sum of its two best (section
-    2.1.2). megatron-core always adds up the best `topk // group_topk`. Its hook for given choices, the router replay,
-    leaves probabilities and losses to megatron-core.
-    """
+    """Chooses experts from the groups in which the sum of the `experts` highest scores is largest: one in DeepSeek-V2
+    (section 2.2.2), two in DeepSeek-V3 (section 2.1.2), always `topk // group_topk` in megatron-core. The base class is
+    megatron-core's hook for given choices, which leaves probabilities and losses to megatron-core."""
 
     def __init__(self, experts: int) -> None:
-        # Do not call the base's constructor: it adds every instance to a global list that is never cleared
+        # The base's constructor would add every instance to a global list that is never cleared
         self.experts = experts
 
     def get_replay_topk(
@@ -170,10 +160,8 @@ class GroupScores(RouterReplay):
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [T, K] of the chosen experts, and the experts [T, K].
-
-        `scores` [T, E] include the expert bias. A token chooses among `num_groups` groups of consecutive experts.
-        """
+        """Return the scores [T, K] of the chosen experts, and the experts [T, K]. `scores` [T, E] include the expert
+        bias. A token chooses among `num_groups` groups of consecutive experts."""
         assert num_groups is not None and group_topk is not None
         groups_TGE = scores.unflatten(1, (num_groups, -1))
         groups_TG = groups_TGE.topk(self.experts, dim=2).values.sum(2)
@@ -184,7 +172,7 @@ class GroupScores(RouterReplay):
 
 
 def score_groups(model: Iterable[torch.nn.Module], experts: int) -> None:
-    """Make the routers of `model` score a group by its `experts` best experts, unless their choices are given."""
+    """Make routers score a group by its `experts` best experts, unless they replay given choices."""
     for router in routers_of(model):
         if router.router_replay is None:
             router.router_replay = GroupScores(experts)

@@ -1,12 +1,13 @@
-"""A row for every expert that a token chose, and the sums of each token's rows.
+"""Rows of a layer, one for each pair of a token and a chosen expert, and sums of each token's rows.
 
-The order of rows is found once, by expert, before the host knows how many there are for each expert. Then the rows of
-every expert are cut into blocks, one for each member, host and chunk, and the blocks move to where they are sent from.
-Nothing here waits for the device, and the same rows give the same bits in every run: no two threads add to the same
-memory, and a sum adds a token's rows in the order of their experts, in float32 or better, and is rounded once.
+The order by expert is found once, before the host knows the number of rows of each expert. The rows of each expert are
+then cut into blocks, one for each member, host and chunk, and the blocks move into the order of sending.
 
-In shapes, D counts the members: sources that send rows of the same tokens. N counts the pairs of an expert and a host
-of it.
+Nothing here waits for the device. Results are deterministic to the bit: no two threads add to the same memory, and a
+sum adds a token's rows in the order of their experts, in float32 or better, and is rounded once.
+
+In shapes, D counts the members: sources that send rows of the same tokens. N counts pairs of an expert and one of its
+hosts.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,26 +24,25 @@ from megatron_balance.placement.placement import Placement
 
 
 class RowPlaces(NamedTuple):
-    """The rest of a RowOrder, which copies of tokens do not need; all int32."""
+    """Parts of a RowOrder that copies of tokens do not need; all int32."""
 
     place_R: torch.Tensor
-    """Where a row's weight is among all weights [T, E]."""
+    """Index of each row's weight among the flattened weights [T, E]."""
     by_token_R: torch.Tensor
-    """The rows of token 0, then those of token 1, and so on; the experts of each token's rows ascend."""
+    """Rows sorted by token; the rows of a token are in the order of their experts."""
     first_T: torch.Tensor
     """Index of each token's first row in `by_token_R`."""
 
 
 class RowOrder:
-    """The token of each row, and the rows of each token, on the routing's device."""
+    """Maps rows to tokens and tokens to rows, on the routing's device."""
 
     def __init__(self, token_R: torch.Tensor, find: Callable[[], RowPlaces]):
-        """`token_R` is int32 or int64; `find` queues the rest, once it is needed: rows leave before that."""
+        """`token_R` is int32 or int64. `find` computes the rest on demand, because rows can be sent before that."""
         self.token_R = token_R
         self._find: Callable[[], RowPlaces] | None = find
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.token_R.shape[0]
 
     @cached_property
@@ -50,12 +50,12 @@ class RowOrder:
         assert self._find is not None
         with torch.no_grad():
             rest = self._find()
-        # Frees the tensors that it was found from
+        # Free the inputs of `find`
         self._find = None
         return rest
 
     def moved(self, move: Gather, back: Gather | None = None) -> "RowOrder":
-        """Return the order of moved rows; `back`, if it is there already, undoes the move."""
+        """Return the order of moved rows; `back` is the inverse of `move`, if computed already."""
         if move.stays:
             return self
 
@@ -68,10 +68,8 @@ class RowOrder:
 
 
 def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
-    """Return the order of a routing [T, E] bool with `rows` true entries: by expert, then by token.
-
-    With another number of entries, the order has no meaning; it is found as fast, and its values are valid indices.
-    """
+    """Return the order of a routing [T, E] bool with `rows` true entries: by expert, then by token. With another number
+    of true entries, the order has no meaning, but its values are valid indices; the cost is the same."""
     kernels = of_rows(routing_TE.device)
     if kernels is not None:
         token_R, *rest = kernels.row_order(routing_TE, rows)
@@ -79,7 +77,7 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
     expert_and_token = routing_TE.T.nonzero_static(size=rows, fill_value=0)
 
     def find() -> RowPlaces:
-        # A radix sort of 32 bits has half the passes of a sort of 64
+        # Radix sort needs half as many passes for 32 bits as for 64
         expert_R, token_R = expert_and_token.to(torch.int32).unbind(1)
         tokens_R, by_token_R = token_R.sort(stable=True)
         tokens_T = torch.arange(len(routing_TE), dtype=torch.int32, device=routing_TE.device)
@@ -90,14 +88,9 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> RowOrder:
 
 
 def sending(placement: Placement, tokens_CDP: np.ndarray) -> BlockMove:
-    """Return the move of rows from the order by expert to the one in which they are sent.
-
-    Of an expert's tokens, the first go to the first member; of these, the first go to the host of lowest rank; and of
-    these, the first go with the first chunk. Rows are sent by member, then by chunk, then by physical expert.
-
-    Args:
-        tokens_CDP: rows of each chunk that each member sends to each physical expert.
-    """
+    """Return the move of rows from the order by expert to the order of sending: by member, chunk and physical expert.
+    An expert's tokens are divided in order among members, then among hosts by ascending rank, then among chunks.
+    `tokens_CDP` has the rows of each chunk that each member sends to each physical expert."""
     tables = placement.tables
     physical_N = tables.physical_N
     by_physical_N = tables.by_physical_N
@@ -129,10 +122,8 @@ def gather_weights(probs_TE: torch.Tensor, order: RowOrder) -> torch.Tensor:
 
 
 def scatter_weights(weights_R: torch.Tensor, order: RowOrder, shape: Sequence[int]) -> torch.Tensor:
-    """Return weights of rows in their places among all weights, of this shape, and zeros: [R] -> [T, E].
-
-    This is the gradient of `gather_weights`. Autograd would sort the places and add: it cannot know that they differ.
-    """
+    """Scatter weights of rows into a zero tensor of this shape: [R] -> [T, E]; the gradient of `gather_weights`.
+    Autograd would sort the places and add, because it cannot know that they are distinct."""
     weights_TE = weights_R.new_zeros(shape)
     weights_TE.view(-1).index_put_((order.rest.place_R,), weights_R)
     return weights_TE
@@ -142,6 +133,6 @@ def combine(rows_RH: torch.Tensor, order: RowOrder) -> torch.Tensor:
     """Add up each token's rows: [R, H] -> [T, H], zero for a token without rows; also the gradient of `gather_rows`."""
     kernels = of_rows(rows_RH.device)
     if kernels is None:
-        # Detached, so that torch keeps nothing for a backward pass
+        # Detached: torch need not save tensors for a backward pass
         return F.embedding_bag(order.rest.by_token_R, rows_RH.detach(), order.rest.first_T, mode="sum")
     return kernels.combine(rows_RH, order.rest.by_token_R, order.rest.first_T)

@@ -1,10 +1,10 @@
-"""Predicts which parallel schedule takes the least time, from a cluster profile, the same on all ranks.
+"""Predicts the fastest parallel schedule from a cluster profile, equally on all ranks.
 
-For s1 and s2, this is Parm's Algorithm 1. Two slips of the paper are corrected. The rows of all experts are
-E * T = k * f * B * L (line 2 of Algorithm 1 multiplies them by M). The overlapped part is `y / N_MP`, as in Eq. 14, and
-its all-gather is part of the overlapped time, as in line 5. If the profile has it, a time that the paper omits is
-added: every tensor-parallel rank sorts all tokens' rows in s2 and megatron, a part in s1. `baseline` is never chosen:
-its hosts send the same rows as megatron's, from all of their shards.
+For s1 and s2, this is Parm's Algorithm 1, with two errors of the paper corrected. The rows of all experts are E * T = k
+* f * B * L, which line 2 of Algorithm 1 multiplies by M. The overlapped part is `y / N_MP`, as in Eq. 14, and its
+all-gather is part of the overlapped time, as in line 5. A time that the paper omits is added if the profile has it:
+every tensor-parallel rank sorts all tokens' rows in s2 and megatron, but only a part of them in s1. `baseline` is never
+chosen, because it sends the same rows as megatron from every shard of a host.
 """
 
 import functools
@@ -19,7 +19,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
 
 def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
-    """Return the schedules that differ for this shape and are possible for this number of shards of all hosts."""
+    """Return the schedules that differ for this shape and are possible with `ranks` shards of all hosts together."""
     found = ["s1"]
     if shape.mp > 1 and ranks % shape.mp == 0:
         found.append("s2")
@@ -29,7 +29,7 @@ def choices(shape: Shape, ranks: int) -> tuple[str, ...]:
 
 
 def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
-    """Return, for each line of ParallelLines, the fewest and the most bytes for which ScheduleModel needs its time."""
+    """Return the range of bytes for which ScheduleModel evaluates each line of ParallelLines."""
     s1, s2 = (dict(volumes(schedule, shape)) for schedule in ("s1", "s2"))
     exchanged = s1[TokenStep.EP_ESP_ALL_TO_ALL] * element_bytes
     rows = shape.rows * shape.hidden * element_bytes
@@ -42,7 +42,7 @@ def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
 
 @dataclass(frozen=True)
 class ScheduleModel:
-    """Predicts the seconds of one layout's schedules, from measured lines or else from the lines of its links."""
+    """Predicts the seconds of one layout's schedules from measured lines or, failing these, from the links' lines."""
 
     profile: ClusterProfile
     """Profile of the ranks of all shards of all hosts."""
@@ -51,12 +51,8 @@ class ScheduleModel:
     esp: int
 
     def seconds(self, schedule: str, shape: Shape, element_bytes: int, simultaneous: bool) -> float:
-        """Return the seconds of a forward pass beyond the experts of s1; a backward pass does the same in reverse.
-
-        Args:
-            schedule: s1 (Eq. 13), s2 (Eq. 14) or megatron.
-            simultaneous: whether s2 gathers rows while it receives others (SAA).
-        """
+        """Return the seconds of a forward pass beyond the experts of s1 (Eq. 13 and 14 for s1 and s2); a backward pass
+        takes the same steps in reverse. `simultaneous`: whether s2 gathers rows while it receives more (SAA)."""
         sizes = dict(volumes(schedule, shape))
         rows_bytes = shape.rows * shape.hidden * element_bytes
         if schedule == "megatron":
@@ -88,7 +84,7 @@ class ScheduleModel:
         return ExchangeModel.of(self.profile).seconds(np.full((ranks, ranks), num_bytes / ranks))
 
     def _there_and_back(self, num_bytes: float) -> float:
-        """Return the seconds in which rows go to one shard each and on to the others, and their results return."""
+        """Return the seconds to send rows to one shard each, all-gather them among shards, and return results."""
         if (line := self._measured("gathered")) is not None:
             return line.seconds(num_bytes)
         ranks = np.arange(self.profile.num_ranks)
@@ -108,7 +104,7 @@ class ScheduleModel:
         return self._all_to_all(num_bytes) + together - max(near, far)
 
     def _sorting(self, num_bytes: float) -> float:
-        """Return half of the measured time, which covers both directions."""
+        """Return the seconds of one direction; the measured time covers both."""
         line = self._measured("sorting")
         return 0.0 if line is None else line.seconds(num_bytes) / 2
 
@@ -116,11 +112,11 @@ class ScheduleModel:
         return self.profile.link("all_gather", "intra" if self._in_node(members) else "inter")
 
     def _in_node(self, members: int) -> bool:
-        """Return whether so many ranks with consecutive numbers share a node."""
+        """Return whether `members` consecutive ranks always share a node."""
         return self.profile.node_size % members == 0
 
     def _levels(self, num_bytes: float) -> tuple[float, float]:
-        """Return the seconds of an even all-to-all's messages inside nodes, and between nodes."""
+        """Return the seconds of an even all-to-all's messages within nodes, and of those between nodes."""
         network = self._network
         crossing = network.crossing(np.full((network.num_ranks, network.num_ranks), num_bytes / network.num_ranks))
         nothing_2D = 0 * crossing.near_2XD

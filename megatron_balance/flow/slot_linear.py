@@ -1,7 +1,7 @@
-"""One linear layer in all slots, as autograd sees it: a function of its rows alone.
+"""One linear layer in all slots, as a function of autograd that depends on rows alone.
 
-On a CPU, SwiGLU and the projection after it are one function, which keeps nothing but its input for the backward pass.
-Autograd would keep three tensors of half the input's size; they are computed again, in few passes over memory.
+On a CPU, SwiGLU and the next projection are one function, which saves only its input for the backward pass and
+recomputes the rest. Autograd would save three tensors of half the input's size.
 """
 
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ class SlotLinear:
     first: int = 0
     """Number of the first slot."""
     at_once: bool = False
-    """Whether the gradients of weights are computed along with those of rows; otherwise when `gradients` finishes."""
+    """Whether weight gradients are computed together with row gradients; otherwise when `gradients` finishes."""
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """Weights of all slots: [S_i, O, I] for some consecutive slots each."""
+        """Weights of all slots, as tensors [S_i, O, I] of consecutive slots."""
         return [projection.weight for projection in self.projections]
 
     @property
     def biases(self) -> list[torch.Tensor]:
-        """Biases of all slots, [S_i, O] each; empty if there are none."""
+        """Biases of all slots, as tensors [S_i, O]; empty if there are none."""
         return [projection.bias for projection in self.projections if projection.bias is not None]
 
     def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply rows by their slot's weight and add its bias, times `scale_R` [R] if given: [R, I] -> [R, O]."""
+        """Multiply rows by their slot's weight and add its bias, scaled by `scale_R` [R] if given: [R, I] -> [R, O]."""
         return _SlotLinear.apply(rows_RI, scale_R if self.biases else None, self, split)
 
     def outputs(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class SlotLinear:
         return self.gradients.gemm.input_gradients(gradient_RO, self.weights, split)
 
     def to_scale(self, gradient_RO: torch.Tensor, split: Split) -> torch.Tensor:
-        """Return the gradient of the scale of the biases: [R]."""
+        """Return the gradient of `scale_R`: [R]."""
         assert isinstance(split, RowSplit), "biases are added slot by slot"
         parts = zip(gradient_RO.split(split.sizes), slots_of(self.biases), strict=True)
         return torch.cat([(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts])
@@ -84,7 +84,7 @@ class _SlotLinear(torch.autograd.Function):
         linear = ctx.linear
         split = ctx.split
         rows_RI, scale_R, *_ = ctx.saved_tensors
-        # Grouped products refuse the expanded gradient that a plain sum() sends
+        # Grouped products require contiguous tensors; the gradient of sum() is an expanded one
         gradient_RO = gradients[0].contiguous()
         to_rows = linear.to_rows(gradient_RO, split) if ctx.needs_input_grad[0] else None
         to_scale = linear.to_scale(gradient_RO, split).to(scale_R.dtype) if ctx.needs_input_grad[1] else None
@@ -95,24 +95,22 @@ class _SlotLinear(torch.autograd.Function):
 def _add_biases(
     output_RO: torch.Tensor, biases: Sequence[torch.Tensor], split: RowSplit, scale_R: torch.Tensor | None
 ) -> None:
-    """Add each slot's bias to its rows; slot by slot, because a bias for each row would be as large as the rows."""
+    """Add each slot's bias to its rows, slot by slot: a bias for each row would be as large as the rows."""
     scales = None if scale_R is None else scale_R.unsqueeze(-1).split(split.sizes)
     for slot, (rows, bias_O) in enumerate(zip(output_RO.split(split.sizes), slots_of(biases), strict=True)):
         rows.add_(bias_O if scales is None else (bias_O * scales[slot]).to(rows.dtype))
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
-    """Return whether experts have SwiGLU units, without a clamp, an offset or a fused kernel."""
+    """Return whether experts use plain SwiGLU, without a clamp, an offset or a fused kernel."""
     plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
     swiglu = config.gated_linear_unit and config.activation_func is F.silu
     return swiglu and plain and not config.bias_activation_fusion
 
 
 def swiglu_linear(inner: torch.Tensor, probs_R: torch.Tensor, linear: SlotLinear, split: Split) -> torch.Tensor:
-    """Compute SwiGLU units, weight them, and multiply them by their slot's weight: [R, 2 I] -> [R, O]; differentiable.
-
-    `inner` has gates, then linear parts; `probs_R` also scales biases.
-    """
+    """Apply SwiGLU, weight the result by `probs_R`, and multiply by the slots' weights: [R, 2 I] -> [R, O];
+    differentiable. `inner` holds gates, then linear parts; `probs_R` also scales biases."""
     return _SwigluLinear.apply(inner, probs_R, linear, split)
 
 

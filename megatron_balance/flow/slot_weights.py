@@ -1,8 +1,8 @@
-"""The weights of one linear layer in a rank's slots, and their gradients, apart from those of its inputs.
+"""Weights of one linear layer in a rank's slots, and their gradients.
 
-A backward pass computes the input gradients of all chunks first, because other ranks wait for them. The rows and output
-gradients are kept until then. Each weight gradient is one product over all chunks, so that it does not depend on their
-number, and it overlaps with the exchange of the last input gradients.
+A backward pass computes the input gradients of all chunks first, because other ranks wait for them, and keeps the rows
+and output gradients. Each weight gradient is then one product over all chunks. So it does not depend on the number of
+chunks, and it overlaps with the exchange of the last input gradients.
 """
 
 import functools
@@ -22,7 +22,6 @@ class Projection(NamedTuple):
     bias: torch.Tensor | None
 
     def by_slot(self) -> list["Projection"]:
-        """Return one projection per slot."""
         weights = self.weight.split(1)
         biases = [None] * len(weights) if self.bias is None else self.bias.split(1)
         return [Projection(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -33,7 +32,7 @@ class Projection(NamedTuple):
 
 
 class GroupedWeights(torch.nn.Module):
-    """One linear layer in all slots of a rank; `weight` [S, O, I] and `bias` [S, O] or None are the home slots."""
+    """One linear layer in all slots of a rank; the home slots are `weight` [S, O, I] and `bias` [S, O] or None."""
 
     bias: torch.nn.Parameter | None
 
@@ -44,22 +43,20 @@ class GroupedWeights(torch.nn.Module):
         self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
         same_shards = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         for parameter in self.parameters():
-            # DDP and the optimizer group parameters by this mark: whether it is replicated like non-expert parameters
+            # DDP and the optimizer group parameters by this mark: whether they are replicated like other parameters
             parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
         self.guests: Projection | None = None
-        """Guest slots [G, ...]: plain tensors, which the optimizer, checkpoints and casts of the module ignore."""
+        """Guest slots [G, ...]: plain tensors, unknown to the optimizer, checkpoints and module conversions."""
 
     def allocate_guests(self, slots: int) -> int:
-        """Allocate guest slots, after DDP has given the parameters their `main_grad`; return their bytes."""
+        """Allocate guest slots after DDP has set the parameters' `main_grad`; return their bytes."""
         bias = None if self.bias is None else _guest_like(self.bias, slots)
         self.guests = Projection(_guest_like(self.weight, slots), bias)
         return sum(guest.nbytes + main_grad(guest).nbytes for guest in self.guests.tensors())
 
     def forward(self, guests: int = 0) -> list[Projection]:
-        """Return the weights to compute with: home slots, and the first `guests` guest slots if there are any.
-
-        This is a forward pass because DDP's `--overlap-param-gather` waits for a module's parameters before it.
-        """
+        """Return the weights to compute with: home slots, and the first `guests` guest slots. This is a forward pass
+        because DDP's `--overlap-param-gather` waits for parameters in a module's forward pre-hook."""
         home = Projection(self.weight, self.bias)
         if not guests:
             return [home]
@@ -68,7 +65,7 @@ class GroupedWeights(torch.nn.Module):
         return [home, Projection(weight[:guests], None if bias is None else bias[:guests])]
 
     def tensors_of(self, slot: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the weight and the bias that contain a slot, home or guest, and its index in them."""
+        """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them."""
         home = len(self.weight)
         projection = Projection(self.weight, self.bias) if slot < home else self.guests
         assert projection is not None, "guests need room: allocate_guests"
@@ -77,12 +74,12 @@ class GroupedWeights(torch.nn.Module):
 
 
 def main_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a weight's gradients over microbatches: DDP's for a parameter, or a guest slot's own."""
+    """Return the buffer that sums a weight's gradients over microbatches: DDP's for a parameter, a guest slot's own."""
     return tensor.main_grad  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
-    """Return guest slots [G, ...] whose gradients are summed in `main_grad` over microbatches, as DDP does."""
+    """Return zeroed guest slots [G, ...] with a `main_grad` like a parameter under DDP."""
     shape = (slots, *parameter.shape[1:])
     guest = parameter.detach().new_zeros(shape)
     guest.main_grad = main_grad(parameter).new_zeros(shape)  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,7 +87,7 @@ def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
 
 
 class SlotRows(NamedTuple):
-    """Some rows of one slot, the gradient of their products, and what scales the bias of each row."""
+    """Some rows of one slot, the gradient of their products, and the scale of each row's bias."""
 
     rows_RI: torch.Tensor
     gradient_RO: torch.Tensor
@@ -98,19 +95,17 @@ class SlotRows(NamedTuple):
 
 
 class LinearGradients:
-    """The gradients of one linear layer's weights in all slots, over one backward pass.
-
-    They are added to the `main_grad` of guest slots, and of parameters that megatron-core's DDP has marked with
-    `grad_added_to_main_grad`. Gradients of other parameters are summed in float32 or better and rounded once.
-    """
+    """Gradients of one linear layer's weights in all slots, over one backward pass: added to `main_grad` of guest slots
+    and of parameters that DDP has marked (`grad_added_to_main_grad`), otherwise summed in float32 or better and rounded
+    once."""
 
     def __init__(self, linear: GroupedWeights, slots: int, gemm: GroupedGemm) -> None:
-        """`slots` is the number of slots in use: home slots, then guest slots."""
+        """`slots`: number of home slots plus guest slots in use."""
         self.linear = linear
         self.gemm = gemm
         self.parts: list[list[SlotRows]] = [[] for _ in range(slots)]
         self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
-        """Rows of all slots and the gradient of their products, where only the device knows the numbers of rows."""
+        """Gradients of products, rows of all slots, and their split, if only the device knows the numbers of rows."""
 
     def add(
         self,
@@ -120,7 +115,7 @@ class LinearGradients:
         scale_R: torch.Tensor | None,
         split: Split,
     ) -> None:
-        """Keep rows of the slots from `first` on, and the gradient of their products, until `sum`."""
+        """Keep rows of the slots from `first` on, and the gradients of their products, until `sum`."""
         if isinstance(split, DeviceSplit):
             self._uncounted.append((gradient_RO, rows_RI, split))
             return
@@ -133,7 +128,7 @@ class LinearGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Add everything that was kept to the gradients."""
+        """Add the weight gradients of all kept rows to their sums."""
         weights, *biases = self._totals
         self.gemm.add_weight_gradients(self._terms(weights))
         for rows in self._uncounted:
@@ -149,16 +144,13 @@ class LinearGradients:
 
     @torch.no_grad()
     def finish(self) -> list[torch.Tensor | None]:
-        """Compute the gradients; return those of the parameters, for autograd.
-
-        The gradient of a parameter that DDP has marked is a placeholder, which DDP's hook drops: it exists so that the
-        hook runs. See `_make_backward_post_hook` in megatron/core/distributed/distributed_data_parallel.py.
-        """
+        """Compute and return the parameters' gradients; a placeholder for parameters that DDP has marked, which only
+        makes DDP's hook run: see `_make_backward_post_hook` in
+        megatron/core/distributed/distributed_data_parallel.py."""
         self.sum()
         return list(map(_for_autograd, self.linear.parameters(), self._sums))
 
     def _add(self, gradient_SOI: torch.Tensor) -> None:
-        """Add a weight gradient of every slot in use."""
         home = len(self.linear.weight)
         if self.linear.weight.requires_grad:
             self._sums[0].add_(gradient_SOI[:home])
@@ -168,7 +160,7 @@ class LinearGradients:
 
     @functools.cached_property
     def _sums(self) -> list[torch.Tensor]:
-        """Where the gradients of each parameter are added; an empty tensor if it needs none."""
+        """Sum of each parameter's gradients; an empty tensor if it needs none."""
         return [
             parameter.new_empty(0)
             if not parameter.requires_grad
@@ -180,7 +172,7 @@ class LinearGradients:
 
     @functools.cached_property
     def _totals(self) -> list[list[torch.Tensor]]:
-        """Where each slot's gradient is added: of the weight and, if there is one, of the bias."""
+        """Each slot's sum of gradients: of the weight and, if there is one, of the bias."""
         guests = self.linear.guests
         copies = [] if guests is None else [main_grad(tensor) for tensor in guests.tensors()]
         return [
@@ -189,7 +181,7 @@ class LinearGradients:
         ]
 
     def _terms(self, totals: Sequence[torch.Tensor]) -> Iterator[WeightTerm]:
-        """Yield the rows of each slot in all chunks; slot by slot, so that few copies exist at the same time."""
+        """Yield each slot's term over all chunks, slot by slot, so that few copies exist at the same time."""
         for total_OI, parts in zip(totals, self.parts, strict=False):
             if parts:
                 rows, gradients, _ = zip(*parts, strict=True)
@@ -202,7 +194,7 @@ def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor |
     if not _is_marked(parameter):
         return sums.to(parameter.dtype)
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    # A new tensor of the right shape that costs no memory; nothing reads its values
+    # A placeholder that shares the parameter's memory; nothing reads its values
     return parameter.detach()
 
 

@@ -1,12 +1,12 @@
 """`planning.fit.fit` on the device, to the bit.
 
-The host never reads a value, so that it does not wait for the device. One program makes one layer's moves, in whole
-numbers, in a fixed order and without atomics, so all ranks that know the same loads find the same moves.
+The host never reads a value, so it does not wait for the device. One program makes the moves of one layer. It uses
+whole numbers, a fixed order and no atomics, so ranks with the same loads find the same moves.
 
-A value and its index form one int64 key, value * 2**INDEX_BITS + index, so that one maximum finds both, with ties as in
+A value and its index form one int64 key, value * 2**INDEX_BITS + index: one maximum finds both, and breaks ties as in
 `planning.fit`. All state stays in the program's registers.
 
-Letters that differ: M moves; N states, one before each move and one at the end; F the fields of a Move.
+In shapes, M counts moves, N states (one before each move and one at the end), and F the fields of a move.
 """
 
 # triton is not a requirement, and pyright does not know how its kernels are launched
@@ -21,7 +21,7 @@ import triton.language as tl
 from megatron_balance.planning.fit import BUSIEST, FILLING, LEAST_FIRST, PARTS, WHOLE
 
 INDEX_BITS = 20
-"""Experts, and ranks when the last node is counted as a full one, are fewer than 2**INDEX_BITS."""
+"""Experts, and ranks with the last node counted as full, are fewer than 2**INDEX_BITS."""
 
 _BITS = tl.constexpr(INDEX_BITS)
 _INDEX = tl.constexpr((1 << INDEX_BITS) - 1)
@@ -35,13 +35,13 @@ _LEAST_FIRST = tl.constexpr(LEAST_FIRST)
 _WHOLE = tl.constexpr(WHOLE)
 
 EXPERTS_PER_WARP = 512
-"""A thread then keeps 16 keys of experts."""
+"""16 keys per thread."""
 
 MAX_WARPS = 8
 
 
 class Fits(NamedTuple):
-    """The moves of each layer, int64, on the device of the loads. What follows a layer's last move is 0."""
+    """The moves of each layer, int64, on the device of the loads. Entries after a layer's last move are 0."""
 
     moves_LMF: torch.Tensor
     """[L, D * (S + 1), 4] fields of `planning.fit.TokenMoves`: expert, source, target, tokens."""
@@ -50,7 +50,7 @@ class Fits(NamedTuple):
     excess_LN: torch.Tensor
     """[L, D * (S + 1) + 1] `planning.fit.Fitted.excess`."""
     quotas_LED: torch.Tensor
-    """Tokens of each expert that each rank computes, of those that its owner may give away."""
+    """Movable tokens of each expert that each rank computes."""
 
 
 def fit(
@@ -68,22 +68,22 @@ def fit(
 ) -> Fits:
     """Move each layer's tokens as `planning.fit.fit` does, without waiting for the device.
 
-    Tensors are int64, on one CUDA device. With TRITON_INTERPRET=1 in the environment, they may be in host memory.
+    Tensors are int64, on one CUDA device; in host memory if the environment has TRITON_INTERPRET=1.
 
     Args:
-        tokens_LDS: tokens of the experts that a rank may give away, in any order, below 2**42; 0: no such expert.
+        tokens_LDS: movable tokens of a rank's experts, in any order, below 2**42; 0: no such expert.
         experts_LDS: numbers of these experts, below num_experts; each occurs once in a layer.
-        loads_LD: tokens of each rank, also those that stay, below 2**42.
-        capacities_LD: tokens that a rank may have, below 2**42.
+        loads_LD: tokens of each rank, including tokens that must stay, below 2**42.
+        capacities_LD: maximum tokens of each rank, below 2**42.
         slots_LD: number of guests that a rank can take.
         num_experts: number of logical experts.
         node_size: number of consecutive ranks that share a node.
-        far: cost of a guest on another node, in PARTS of one on the owner's node; below 2**INDEX_BITS.
+        far: cost of a guest on another node, relative to PARTS for one on the owner's node; below 2**INDEX_BITS.
         reaches_far: whether guests may be on other nodes than the owner.
         order: one of `planning.fit.ORDERS`.
     """
     layers, ranks, homes = tokens_LDS.shape
-    # Each move ends an expert, a rank's room or, unless guests are filled, a rank's excess. No rank has both
+    # No rank has room and excess; each move exhausts an expert, a room or, unless guests are filled, an excess
     most = ranks * (homes + 1)
     fits = Fits(
         moves_LMF=tokens_LDS.new_zeros(layers, most, 4),
@@ -114,7 +114,7 @@ def constants(
 
 
 def warps(experts: int) -> int:
-    """Return the number of warps for a layer with so many experts, a power of two."""
+    """Return the number of warps for a layer with this many experts, a power of two."""
     return min(MAX_WARPS, max(1, triton.next_power_of_2(experts) // EXPERTS_PER_WARP))
 
 
@@ -139,7 +139,7 @@ def fit_kernel(
     RANKS_BLOCK: tl.constexpr,
     HOMES_BLOCK: tl.constexpr,
 ):
-    """Make the moves of the layer that is the program's number. `fit` and `constants` explain the arguments."""
+    """Make the moves of one layer, given by the program's number. See `fit` and `constants` for the arguments."""
     layer = tl.program_id(0).to(tl.int64)
     moves = moves_LMF + layer * (RANKS * (HOMES + 1) * 4)
     states = excess_LN + layer * (RANKS * (HOMES + 1) + 1)
@@ -170,7 +170,7 @@ def fit_kernel(
             movable -= tl.where(movable == largest, moved << _BITS, 0)
             above -= tl.where(rank == source, moved << _BITS, 0)
             slots -= tl.where(rank == target, 1, 0)
-            # Without a slot, a rank has no room
+            # A rank without slots has no room
             rooms -= tl.where(rank == target, tl.where(slots != 0, moved, chosen >> _BITS) << _BITS, 0)
             rooms += tl.where((rank == source) & (slots != 0), tl.maximum(moved - excess, 0) << _BITS, 0)
             busiest = tl.max(above)
@@ -190,7 +190,7 @@ def fit_kernel(
 
 @triton.jit
 def _read_experts(tokens_LDS, experts_LDS, layer, RANKS: tl.constexpr, HOMES: tl.constexpr, HOMES_BLOCK: tl.constexpr):
-    """Return keys (tokens, expert) of all ranks' experts, and the experts' owners."""
+    """Return keys (tokens, expert) of all experts, and the experts' owners."""
     home = tl.arange(0, HOMES_BLOCK)
     at = layer * (RANKS * HOMES) + home
     present = home < RANKS * HOMES
@@ -212,16 +212,14 @@ def _read_ranks(loads_LD, capacities_LD, slots_LD, layer, rank, RANKS: tl.conste
 
 @triton.jit
 def _mirrored(rank, RANKS: tl.constexpr, NODE_SIZE: tl.constexpr):
-    """Return the rank with the order of nodes reversed, or a rank from this number.
-
-    Of equal rooms, the largest key is then that of the first node, and on a node that of the last rank.
-    """
+    """Return the rank with the order of nodes reversed; its own inverse. The largest of keys with equal rooms then
+    belongs to the first node, and to the last rank within a node."""
     return ((RANKS - 1) // NODE_SIZE - rank // NODE_SIZE) * NODE_SIZE + rank % NODE_SIZE
 
 
 @triton.jit
 def _worth(wanted, near, other, far):
-    """Return the key of the room to use: the roomiest one on the source's node, or of all."""
+    """Return the key of the room to use: `near`, or `other` if that is worth the cost of another node."""
     takes = tl.minimum(wanted, near >> _BITS)
     reached = tl.minimum(wanted, other >> _BITS)
     return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
@@ -229,7 +227,7 @@ def _worth(wanted, near, other, far):
 
 @triton.jit
 def _giver(above, busiest, last, ORDER: tl.constexpr):
-    """Return the key of the excess of the rank that gives next; `last` is what the last one has left."""
+    """Return the key (excess, rank) of the next rank that gives tokens; `last` is the previous rank's remaining key."""
     if ORDER == _LEAST_FIRST:
         return tl.min(tl.where((above >> _BITS) > 0, above, _ALL))
     if ORDER == _WHOLE:
@@ -239,10 +237,8 @@ def _giver(above, busiest, last, ORDER: tl.constexpr):
 
 @triton.jit
 def _tightest(wanted, roomiest, rooms, is_home):
-    """Return the key of the least room that takes all wanted tokens, if `roomiest` does; otherwise `roomiest`.
-
-    If it is on another node, no rank of the source's node takes all.
-    """
+    """Return the key of the smallest room that takes all wanted tokens, if `roomiest` does; otherwise `roomiest`. Rooms
+    on the source's node take precedence."""
     takes = (rooms >> _BITS) >= wanted
     at_home = tl.min(tl.where(takes & is_home, rooms, _ALL))
     tightest = tl.where(at_home < _ALL, at_home, tl.min(tl.where(takes, rooms, _ALL)))

@@ -1,7 +1,7 @@
 """A layer's rows on the device: their order, copies of tokens, and sums of rows.
 
-Functions and arguments are those of flow/rows.py and comm/blocks.py. No program writes where another one does, so there
-are no atomics, and the same rows give the same bits in every run.
+See flow/rows.py and comm/blocks.py for functions and arguments. No two programs write to the same memory, so there are
+no atomics, and results are deterministic to the bit.
 
 In shapes, B counts blocks of tokens.
 """
@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 TOKENS_BLOCK = 32
-"""Tokens of a program that finds the order of rows."""
+"""Tokens per program of the kernels that find the order of rows."""
 
 COLUMNS_BLOCK = 64
-"""Most columns of a routing that a program reads at once; with more, registers overflow."""
+"""Maximum columns of a routing that a program reads at once; with more, registers overflow."""
 
 INDEX_BLOCK = 1024
 
 HIDDEN_BLOCK = 1024
-"""Most elements of a row that a program copies or adds up."""
+"""Maximum elements of a row that a program copies or adds up."""
 
 
 class Order(NamedTuple):
@@ -37,10 +37,8 @@ class Order(NamedTuple):
 
 
 def row_order(routing_TE: torch.Tensor, rows: int) -> Order:
-    """Return the order of a routing [T, E] bool by expert, with `rows` true entries.
-
-    With another number of entries, the order has no meaning, but its values are valid indices.
-    """
+    """Return the order of a routing [T, E] bool by expert, with `rows` true entries. With another number of true
+    entries, the order has no meaning, but its values are valid indices."""
     tokens, experts = routing_TE.shape
     chosen_TE = routing_TE.contiguous().view(torch.uint8)
     order = Order(*chosen_TE.new_zeros(3 * rows + tokens, dtype=torch.int32).split([rows, rows, rows, tokens]))
@@ -51,7 +49,6 @@ def row_order(routing_TE: torch.Tensor, rows: int) -> Order:
     counts_T = torch.empty_like(order.first_T)
     constants = order_constants(experts)
     count_kernel[(blocks,)](chosen_TE, counts_EB, counts_T, tokens, blocks, **constants)
-    # Expert after expert, and for each one block after block
     ends_EB, ends_T = (counts.view(-1).cumsum(0, dtype=torch.int32) for counts in (counts_EB, counts_T))
     order_kernel[(blocks,)](chosen_TE, ends_EB, ends_T, *order, tokens, blocks, rows, **constants)
     return order
@@ -64,7 +61,7 @@ def order_constants(experts: int) -> dict[str, int]:
 
 
 def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return [rows] int32: the number of each row plus the shift of its block; see comm/blocks.py."""
+    """Return [rows] int32: each row's index plus the shift of its block; see comm/blocks.py."""
     index_R = torch.empty(rows, dtype=torch.int32, device=ends_N.device)
     if rows:
         steps = len(ends_N).bit_length()
@@ -74,7 +71,7 @@ def block_index(ends_N: torch.Tensor, shift_N: torch.Tensor, rows: int) -> torch
 
 
 def gather_rows(tokens_TH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tensor, rows: int) -> torch.Tensor:
-    """Copy each row from its token: [T, H] -> [rows, H]. A token is read once for all its rows."""
+    """Copy each row from its token, reading each token once: [T, H] -> [rows, H]."""
     tokens_TH = tokens_TH.contiguous()
     rows_RH = tokens_TH.new_empty(rows, *tokens_TH.shape[1:])
     _launch(copy_kernel, tokens_TH, rows_RH, by_token_R, first_T, {})
@@ -82,7 +79,7 @@ def gather_rows(tokens_TH: torch.Tensor, by_token_R: torch.Tensor, first_T: torc
 
 
 def combine(rows_RH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tensor) -> torch.Tensor:
-    """Add up each token's rows in the order of `by_token_R`: [R, H] -> [T, H]."""
+    """Sum each token's rows in the order of `by_token_R`: [R, H] -> [T, H]."""
     rows_RH = rows_RH.contiguous()
     tokens_TH = rows_RH.new_empty(len(first_T), *rows_RH.shape[1:])
     wide = tl.float64 if rows_RH.dtype == torch.float64 else tl.float32
@@ -91,7 +88,7 @@ def combine(rows_RH: torch.Tensor, by_token_R: torch.Tensor, first_T: torch.Tens
 
 
 def hidden_block(hidden: int) -> int:
-    """Return the number of elements of a row that a program handles."""
+    """Return the number of a row's elements that a program handles."""
     return min(HIDDEN_BLOCK, triton.next_power_of_2(hidden))
 
 
@@ -116,7 +113,7 @@ def count_kernel(
     TOKENS_BLOCK: tl.constexpr,
     COLUMNS_BLOCK: tl.constexpr,
 ):
-    """Count the choices of each expert in this block of tokens, and those of each of its tokens."""
+    """Count the choices of each expert within this block of tokens, and the choices of each token."""
     block = tl.program_id(0)
     token = block * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
     of_token = tl.zeros([TOKENS_BLOCK], tl.int32)
@@ -144,7 +141,7 @@ def order_kernel(
     TOKENS_BLOCK: tl.constexpr,
     COLUMNS_BLOCK: tl.constexpr,
 ):
-    """Write the rows of this block of tokens. What exceeds the number of rows is not written."""
+    """Write the rows of this block of tokens; skip rows beyond the number of rows."""
     block = tl.program_id(0)
     token = block * TOKENS_BLOCK + tl.arange(0, TOKENS_BLOCK)
     before = token - 1
@@ -166,7 +163,6 @@ def order_kernel(
 
 @triton.jit
 def _chosen(chosen_TE, token, expert, tokens, EXPERTS: tl.constexpr):
-    """Return a tile of the routing as int32."""
     present = (token[:, None] < tokens) & (expert[None, :] < EXPERTS)
     at = token[:, None].to(tl.int64) * EXPERTS + expert[None, :]
     return tl.load(chosen_TE + at, mask=present, other=0).to(tl.int32)
@@ -174,7 +170,7 @@ def _chosen(chosen_TE, token, expert, tokens, EXPERTS: tl.constexpr):
 
 @triton.jit
 def block_index_kernel(ends_N, shift_N, index_R, rows, blocks, steps, BLOCK: tl.constexpr):
-    """Find each row's block, the first one that ends behind it, by bisection."""
+    """Find each row's block (the first block that ends after the row) by bisection."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + blocks - 1
@@ -211,7 +207,7 @@ def sum_kernel(
     HIDDEN_BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Add up a part of this token's rows, one after another, and round once."""
+    """Sum a part of this token's rows in order, and round once."""
     token = tl.program_id(0)
     column = tl.program_id(1) * HIDDEN_BLOCK + tl.arange(0, HIDDEN_BLOCK)
     present = column < hidden
@@ -225,6 +221,6 @@ def sum_kernel(
 
 @triton.jit
 def _range(first_T, token, tokens, number):
-    """Return where a token's rows begin and end in `by_token_R`."""
+    """Return the range of a token's rows in `by_token_R`."""
     end = tl.load(first_T + token + 1, mask=token + 1 < tokens, other=number)
     return tl.load(first_T + token), end

@@ -1,7 +1,7 @@
-"""Placements of experts as values, and what follows from them. Arrays in, values out.
+"""Placements of experts as values, and tables, splits and plans derived from them.
 
 placement    Placement, a frozen value: which ranks own and which ranks host the experts of one layer; its tables
 text         placements as text
-splits       how the hosts of an expert share its tokens, and which tokens each source sends to which host
-trans_plan   which rank sends which piece of which expert to which rank, and in which order
+splits       splits an expert's tokens among its hosts, and assigns each source's tokens to hosts
+trans_plan   messages that bring pieces of experts to guests, in order
 """

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_balance.placement.text import EMPTY, IntRows, parsed, printed
 
 MOST_TOKENS = 2**31 - 1
-"""Maximum sum of an expert's quotas, and of its tokens, so that a product of two fits an int64."""
+"""Maximum sum of an expert's quotas, and of its tokens, so a product of two such sums fits in int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +24,21 @@ class Placement:
     compute; a *guest* is a replica on a rank that does not own the expert. An expert is *lent* if its owner does not
     host it.
 
-    The examples below have eight experts on four ranks. Rank 0 is a second host of expert 5, and prints as the first of
-    `0 1 + 5 | 2 3 + . | 4 5 + . | 6 7 + .`: home slots, a plus, guest slots.
+    In the examples below, eight experts are on four ranks, and rank 0 is a second host of expert 5. They print as `0 1
+    + 5 | 2 3 + . | 4 5 + . | 6 7 + .`: home slots, a plus, guest slots of each rank.
 
     Raises:
         ValueError: `home` does not divide the experts evenly; an expert has no host, or a host without a slot for it; a
-            guest slot holds an expert that its rank owns, holds twice or does not host; a primary is not a host; quotas
-            do not fit the hosts.
+            guest slot holds an expert that its rank owns, has in another guest slot or does not host; a primary is not
+            a host; quotas do not match the hosts.
     """
 
     num_experts: int
     """E: number of logical experts, among which the router chooses. Example: 8."""
 
     home: IntRows
-    """[D][E/D]: the logical expert whose parameters are in each home slot. Example: ((0, 1), (2, 3), (4, 5), (6, 7));
-    rank 2 owns experts 4 and 5, and its optimizer updates them."""
+    """[D][E/D]: logical expert in each home slot. Example: ((0, 1), (2, 3), (4, 5), (6, 7)); rank 2 owns experts 4 and
+    5, and its optimizer updates them."""
 
     guests: IntRows
     """[D][G]: the logical expert in each guest slot; -1 if empty. Example: ((5,), (-1,), (-1,), (-1,))."""
@@ -48,16 +48,16 @@ class Placement:
     Example: ((0,), (0,), (1,), (1,), (2,), (0, 2), (3,), (3,))."""
 
     primary: tuple[int, ...]
-    """[E]: the host of tokens whose source rank is not a host. Example: (0, 0, 1, 1, 2, 2, 3, 3); under `local_first`,
-    rank 2 also computes the tokens of ranks 1 and 3 for expert 5."""
+    """[E]: host of tokens from ranks that are not hosts. Example: (0, 0, 1, 1, 2, 2, 3, 3); under `local_first`, rank 2
+    also computes the tokens of ranks 1 and 3 for expert 5."""
 
     quotas: IntRows = ()
-    """[E]: how many of an expert's tokens each of its hosts computes, relative to the others; empty for an expert whose
-    vExperts share its tokens evenly. () stands for no quotas at all. A host with a quota has no second vExpert.
-    Example: ((), (), (), (), (), (1, 3), (), ()): rank 0 computes a quarter of expert 5's tokens."""
+    """[E]: relative numbers of an expert's tokens that its hosts compute; empty for an expert whose vExperts share
+    tokens evenly. (): no expert has quotas. A host with a quota has one vExpert. Example: ((), (), (), (), (), (1, 3),
+    (), ()): rank 0 computes a quarter of expert 5's tokens."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the fields alone, so that a pickle stays small: all that is cached follows from them."""
+        """Return the fields without cached values, which follow from them; so pickles stay small."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Placement:
 
     @classmethod
     def identity(cls, num_experts: int, num_ranks: int, guest_slots: int = 0) -> "Placement":
-        """Return the placement in which rank e // (E/D) owns expert e, and only owners compute."""
+        """Return the placement in which rank e // (E/D) owns expert e, and owners alone compute."""
         if num_experts % num_ranks:
             raise ValueError(
                 f"--num-experts {num_experts}: must be a multiple of --expert-model-parallel-size {num_ranks}"
@@ -98,18 +98,18 @@ class Placement:
     ) -> "Placement":
         """Return a placement with other hosts, and with other owners if `home` is given.
 
-        A guest that stays on its rank keeps its slot. New guests take the free slots of their rank in ascending order.
+        A guest that stays on its rank keeps its slot. New guests fill their rank's free slots in ascending order.
 
         Args:
             hosts: [E] ranks in any order.
             primary: [E]; by default the current primary if it is still a host, else the owner, else the first host.
-            quotas: as in Placement, in the order of `hosts`; those of the same rank are added up.
+            quotas: as in Placement, in the order of `hosts`; quotas of the same rank are added up.
 
         Raises:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
         owners, alone = (self.owners, self._alone) if home is None else _owners(home, self.num_experts)
-        # Most experts are computed by their owner alone, and Python's loop over the others is much shorter
+        # Most experts are computed by their owner alone, so loop over the others only
         moved = [expert for expert, (ranks, own) in enumerate(zip(hosts, alone, strict=True)) if ranks != own]
         ascending: list[tuple[int, ...]] = [*alone]
         ordered: list[tuple[int, ...]] = [()] * len(quotas)
@@ -142,7 +142,7 @@ class Placement:
 
     @cached_property
     def trimmed(self) -> "Placement":
-        """This placement without the last guest slots that are empty on every rank."""
+        """This placement without trailing guest slots that are empty on every rank."""
         used = max(index + 1 for row in self.guests for index, expert in enumerate((0, *row)) if expert != EMPTY) - 1
         if used == self.guest_slots:
             return self
@@ -150,7 +150,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """D: number of expert-parallel ranks."""
+        """D: expert-parallel ranks."""
         return len(self.home)
 
     @property
@@ -174,12 +174,12 @@ class Placement:
 
     @property
     def added_hosts(self) -> int:
-        """Number of (expert, rank) pairs where a rank computes an expert that it does not own."""
+        """Number of (expert, rank) pairs in which the rank computes an expert that it does not own."""
         return sum(expert != EMPTY for row in self.guests for expert in row)
 
     @property
     def is_identity(self) -> bool:
-        """Whether every expert is computed by its owner alone. Home slots may be in any order."""
+        """Whether each expert is computed by its owner alone; home slots may be in any order."""
         return self.hosts == self._alone
 
     def owner(self, expert: int) -> int:
@@ -191,11 +191,11 @@ class Placement:
         return self.home[rank]
 
     def physical(self, rank: int, expert: int) -> int:
-        """Return the index of the physical expert of a rank that has a slot for the expert."""
+        """Return the index of a rank's physical expert, given an expert that has a slot on the rank."""
         return rank * self.slots_per_rank + self.slot(rank, expert)
 
     def slot(self, rank: int, expert: int) -> int:
-        """Return the index of an expert among the slots of a rank that has one for it, home slots first."""
+        """Return an expert's index among the slots of a rank, home slots first; the expert must have one."""
         return (self.home[rank] + self.guests[rank]).index(expert)
 
     @cached_property
@@ -210,14 +210,12 @@ class Placement:
 
     @cached_property
     def tables(self) -> "Tables":
-        """Arrays that this placement alone determines."""
+        """Arrays derived from this placement."""
         return Tables(self)
 
     def __str__(self) -> str:
-        """Return the home slots, a plus and the guest slots of each rank: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
-
-        `x2`: two vExperts; `x0`: a lent expert; `:5`: a quota; `.`: empty; `!`: the primary if it is not the owner.
-        """
+        """Return the home slots, a plus and the guest slots of each rank, such as `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
+        `x2`: two vExperts; `x0`: a lent expert; `:5`: a quota; `.`: empty; `!`: the primary if it is not the owner."""
         return printed(self.home, self.guests, self.hosts, self.primary, self.quotas)
 
     @classmethod
@@ -230,7 +228,7 @@ class Placement:
         return placement
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits, equal on all ranks and in all runs for equal placements only."""
+        """Return 32 hexadecimal digits, which on all ranks and in all runs are equal exactly for equal placements."""
         return hashlib.blake2b(str(self).encode(), digest_size=16).hexdigest()
 
     def _check_sizes(self) -> None:
@@ -289,14 +287,14 @@ class Placement:
 
 @lru_cache(maxsize=64)
 def _owners(home: IntRows, num_experts: int) -> tuple[tuple[int, ...], tuple[tuple[int], ...]]:
-    """Return `Placement.owners`, and each one of them alone."""
+    """Return `Placement.owners`, and a tuple of each owner alone."""
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
     owners = tuple(rank_of[expert] for expert in range(num_experts))
     return owners, tuple(zip(owners, strict=True))
 
 
 def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return a rank's guest slots with the wanted experts: current guests keep their slots, others fill free ones."""
+    """Return a rank's guest slots for the wanted experts; current guests keep their slots."""
     if max(slots, default=EMPTY) == EMPTY and len(wanted) <= len(slots):
         return (*wanted, *slots[len(wanted) :])
     new = [expert for expert in wanted if expert not in slots]
@@ -310,7 +308,7 @@ def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[i
 
 
 class Guests(NamedTuple):
-    """The experts in guest slots, by ascending rank and slot, int64."""
+    """Experts in guest slots, ordered by rank and slot, int64."""
 
     owner_M: np.ndarray
     expert_M: np.ndarray
@@ -318,27 +316,25 @@ class Guests(NamedTuple):
 
 
 class HostTable(NamedTuple):
-    """The hosts of all experts, int64: those of expert 0 by ascending rank, then those of expert 1, and so on."""
+    """Hosts of all experts, int64, ordered by expert, then by rank."""
 
     first_E: Annotated[np.ndarray, "int64[::1]"]
-    """[E + 1]: where each expert's hosts begin, and where the last ones end."""
+    """[E + 1]: index of each expert's first host, and the end of the last expert's hosts."""
     host_N: Annotated[np.ndarray, "int64[::1]"]
     share_N: Annotated[np.ndarray, "int64[::1]"]
-    """How the hosts share their expert's tokens: see `Tables.shares_ED`."""
+    """Shares of the expert's tokens: see `Tables.shares_ED`."""
     primary_E: Annotated[np.ndarray, "int64[::1]"]
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Arrays that a placement alone determines. They must not be changed.
-
-    In shapes, N counts the physical experts in use, K is the largest number of hosts of an expert, and M counts guests.
-    """
+    """Arrays derived from a placement. They must not be changed. In shapes, N counts physical experts in use, K is the
+    maximum number of hosts of an expert, and M counts guests."""
 
     placement: Placement
 
     def complete(self) -> None:
-        """Compute what a forward pass needs: all but `shares_ED`, which policies and dispatch on the device need."""
+        """Compute the arrays for a forward pass: all but `shares_ED`, which policies and dispatch on the device use."""
         for name, member in vars(Tables).items():
             if isinstance(member, cached_property) and name != "shares_ED":
                 getattr(self, name)
@@ -365,7 +361,7 @@ class Tables:
         share_M = np.ones_like(rank_M)
         if quotas:
             share_M = _flat([own or (1,) * len(row) for own, row in zip(quotas, hosts, strict=True)])
-        # A host with several vExperts occurs several times
+        # A host with several vExperts is listed several times
         (first_N,) = ((np.diff(expert_M, prepend=-1) != 0) | (np.diff(rank_M, prepend=-1) != 0)).nonzero()
         return HostTable(
             first_E=np.searchsorted(expert_M[first_N], np.arange(len(hosts) + 1)),
@@ -376,17 +372,17 @@ class Tables:
 
     @property
     def first_E(self) -> np.ndarray:
-        """[E + 1]: where each expert's physical experts begin in `physical_N`, and where the last ones end."""
+        """[E + 1]: index of each expert's first physical expert in `physical_N`, and the end of the last expert's."""
         return self.hosting.first_E
 
     @cached_property
     def expert_N(self) -> np.ndarray:
-        """The logical expert of each of `physical_N`."""
+        """Logical expert of each entry of `physical_N`."""
         return np.repeat(np.arange(self.placement.num_experts), np.diff(self.first_E))
 
     @cached_property
     def physical_N(self) -> np.ndarray:
-        """The physical experts of expert 0 by ascending rank, then those of expert 1, and so on."""
+        """Physical experts in use, ordered by logical expert, then by rank."""
         experts = self.placement.num_experts
         slot_DS = np.concatenate([_table(self.placement.home), _table(self.placement.guests)], axis=1)
         (filled_P,) = (slot_DS.ravel() >= 0).nonzero()
@@ -397,38 +393,38 @@ class Tables:
 
     @cached_property
     def expert_P(self) -> np.ndarray:
-        """[P]: the logical expert that each physical one computes; -1 for none."""
+        """[P]: logical expert of each physical expert; -1 for none."""
         expert_P = np.full(self.placement.num_physical, EMPTY)
         expert_P[self.physical_N] = self.expert_N
         return expert_P
 
     @cached_property
     def by_physical_N(self) -> np.ndarray:
-        """Where the physical experts in use, in ascending order, are in `physical_N`."""
+        """Indices into `physical_N` that sort it in ascending order."""
         return np.argsort(self.physical_N)
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether logical and physical experts are the same."""
+        """Whether logical and physical experts have the same numbers."""
         return len(self.physical_N) == len(self.expert_P) and bool((np.diff(self.expert_P) == 1).all())
 
     @cached_property
     def shares_ED(self) -> np.ndarray:
-        """[E, D] int64: how ranks share an expert's tokens: its quotas, or 1 for each vExpert; 0 for other ranks."""
+        """[E, D] int64: relative shares of an expert's tokens (quotas or vExperts); 0 for ranks that are not hosts."""
         shares_ED = np.zeros((self.placement.num_experts, self.placement.num_ranks), dtype=np.int64)
         shares_ED[self.expert_N, self.hosting.host_N] = self.hosting.share_N
         return shares_ED
 
     @cached_property
     def physicals_EK(self) -> np.ndarray:
-        """[E, K]: the physical experts of each logical one; each row ends in copies of its last one."""
+        """[E, K]: physical experts of each logical expert; rows are padded with their last entry."""
         first_E1 = self.first_E[:-1, None]
         after_E1 = self.first_E[1:, None]
         return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
 
 
 def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return [rows, columns] int64 of rows that have the same length, maybe 0."""
+    """Return [rows, columns] int64 of rows of equal length, maybe 0."""
     return _flat(rows).reshape(len(rows), len(rows[0]))
 
 

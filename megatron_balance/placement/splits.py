@@ -1,12 +1,12 @@
-"""How the hosts of an expert share its tokens, and which tokens leave their rank and their node for it.
+"""Splits of an expert's tokens among its hosts, and the hosts of each source's tokens.
 
-Every host has a quota, the number of an expert's tokens that it computes. A split makes quotas from the load:
+Every host has a quota: the number of an expert's tokens that it computes. A split derives quotas from the load:
 
     local_first    Pro-Prophet's rule: a host computes its own tokens; tokens of other ranks go to the primary host
-    proportional   each host has its share of the tokens; with vExperts, FlexMoE's rule (Algorithm 3, lines 2 and 3)
+    proportional   tokens in proportion to hosts' shares; with vExperts, FlexMoE's rule (Algorithm 3, lines 2 and 3)
 
-Sources then send their tokens by locality: a rank's own tokens first, then those of its node, then the others. Nodes
-are `node_size` consecutive ranks. All numbers of tokens are whole.
+Tokens then fill the quotas by locality: a host's own tokens first, then tokens of its node, then the others. A node has
+`node_size` consecutive ranks. All numbers of tokens are whole.
 
 In shapes, D counts ranks, N physical experts in use, K the hosts of one expert, and G groups of consecutive ranks.
 """
@@ -25,7 +25,7 @@ _Numbers = Annotated[np.ndarray, "int64[::1]"]
 
 
 class HostRules(NamedTuple):
-    """The hosts of all experts, and how they share tokens; see `Tables.hosting`."""
+    """Hosts of all experts and the rules for sharing tokens; see `Tables.hosting`."""
 
     first_E: _Numbers
     host_N: _Numbers
@@ -36,18 +36,18 @@ class HostRules(NamedTuple):
 
 
 class SendRoom(NamedTuple):
-    """Memory for `send`, enough for any expert."""
+    """Work arrays of `send`, large enough for any expert."""
 
     sent_KG: np.ndarray
     out_G: np.ndarray
-    """Tokens that the groups still have to send."""
+    """Tokens that each group still has to send."""
     in_K: np.ndarray
-    """Tokens that the hosts still have to receive."""
+    """Tokens that each host still has to receive."""
     remainder_K: np.ndarray
 
 
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
-    """Return [D, D] int64: tokens from each source rank that each rank computes, local tokens on the diagonal."""
+    """Return [D, D] int64: tokens from each source rank to each computing rank; local tokens are on the diagonal."""
     rules = HostRules(*placement.tables.hosting, node_size, split == "local_first")
     return _traffic(np.ascontiguousarray(counts_DE, np.int64), rules)
 
@@ -57,7 +57,7 @@ def _traffic(counts_DE: np.ndarray, rules: HostRules) -> np.ndarray:
     ranks, experts = counts_DE.shape
     rank_D = np.arange(ranks)
     room = room_of(rules.first_E, ranks)
-    # By target, because the tokens to one host are then consecutive
+    # Indexed by target first, so that the tokens to one host are consecutive in memory
     traffic_DD = np.zeros((ranks, ranks), np.int64)
     for expert in range(experts):
         sent_KD = send(expert, counts_DE, counts_DE, rank_D, rules, room)
@@ -68,7 +68,7 @@ def _traffic(counts_DE: np.ndarray, rules: HostRules) -> np.ndarray:
 
 @compiled(None)
 def room_of(first_E: np.ndarray, groups: int) -> SendRoom:
-    """Return memory for `send` by so many groups."""
+    """Return work arrays of `send` for `groups` groups."""
     most = np.diff(first_E).max()
     return SendRoom(
         np.empty((most, groups), np.int64),
@@ -87,16 +87,17 @@ def send(
     rules: HostRules,
     room: SendRoom,
 ) -> np.ndarray:
-    """Return [K, G]: the tokens of an expert that each group of ranks sends to each of its hosts.
+    """Return [K, G]: tokens of an expert that each group of ranks sends to each of its hosts.
 
-    Of the tokens that stay on a node, its ranks have parts in proportion to what they send or receive. What a rank
-    sends depends on other ranks only through sums, so a rank that is alone in its group has the tokens of the group.
+    Tokens that stay on a node are divided among its ranks in proportion to the tokens that they send or receive. A
+    rank's tokens depend on other ranks only through sums, so results for a group of one rank equal the ungrouped
+    results.
 
     Args:
         counts_DE: the load, with one source per host.
         sums_GE: the load of groups of consecutive ranks, each on one node.
         group_D: the group of each rank.
-        room: `room_of` these groups; the result is a part of it.
+        room: `room_of` these groups; the result is a view of it.
     """
     begin = rules.first_E[expert]
     end = rules.first_E[expert + 1]
@@ -141,7 +142,7 @@ def _send_within(
     in_K: np.ndarray,
     sent_KG: np.ndarray,
 ) -> None:
-    """Let some groups send what they can to some hosts. Both lie along one line of tokens, in their order."""
+    """Send as many tokens as possible from some groups to some hosts, matched in order along one line of tokens."""
     received = in_K[first:after].sum()
     if received == 0:
         return
@@ -155,7 +156,7 @@ def _send_within(
     sent_until = 0
     group_end = 0
     for k in range(first, after):
-        # A division takes longer than all else here; one of the two divides by the factor
+        # Divisions dominate the time; skip them where `part` is the whole sum
         received_until += in_K[k]
         until = received_until if part == received else received_until * part // received
         while at < until:
@@ -179,10 +180,8 @@ def _share(
     computed_K: np.ndarray,
     remainder_K: np.ndarray,
 ) -> None:
-    """Set how many of the `total` tokens of an expert each of its hosts computes.
-
-    `proportional` rounds up where the remainders are largest, the first ones among equals.
-    """
+    """Set how many of an expert's `total` tokens each of its hosts computes. `proportional` rounds up the largest
+    remainders; ties go to the first host."""
     assert total <= MOST_TOKENS, "a product of two counts fits an int64"
     begin = rules.first_E[expert]
     end = rules.first_E[expert + 1]

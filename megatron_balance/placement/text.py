@@ -1,4 +1,4 @@
-"""Placements as text: `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`; `Placement.__str__` explains it."""
+"""Placements as text, such as `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`; see `Placement.__str__`."""
 
 import re
 
@@ -6,13 +6,12 @@ EMPTY = -1
 """Content of an empty slot."""
 
 IntRows = tuple[tuple[int, ...], ...]
-"""A row of numbers for each rank, or for each expert."""
+"""A row of numbers for each rank or expert."""
 
 _SLOT = re.compile(r"(?P<expert>\d+)(x(?P<times>\d+)|:(?P<tokens>\d+))?(?P<primary>!)?")
 
 
 def printed(home: IntRows, guests: IntRows, hosts: IntRows, primary: tuple[int, ...], quotas: IntRows) -> str:
-    """Return the text of the placement with these fields."""
 
     def slot(rank: int, expert: int, is_owner: bool) -> str:
         if expert == EMPTY:
@@ -33,11 +32,7 @@ def printed(home: IntRows, guests: IntRows, hosts: IntRows, primary: tuple[int, 
 
 
 def parsed(text: str) -> tuple[IntRows, IntRows, IntRows, tuple[int, ...], IntRows]:
-    """Return the fields of a placement: home, guests, hosts, primary and quotas.
-
-    Raises:
-        ValueError: a slot has another form.
-    """
+    """Return a placement's home, guests, hosts, primary and quotas; ValueError if a slot is malformed."""
     halves = [[half.split() for half in row.split("+")] for row in text.split("|")]
     rows = [[[_parsed_slot(slot) for slot in half] for half in (*row, [])[:2]] for row in halves]
     home, guests = (tuple(tuple(expert for expert, *_ in row[half]) for row in rows) for half in (0, 1))
@@ -62,7 +57,7 @@ def parsed(text: str) -> tuple[IntRows, IntRows, IntRows, tuple[int, ...], IntRo
 
 
 def _parsed_slot(text: str) -> tuple[int, int, int | None, bool]:
-    """Return an expert, its number of vExperts, its quota if there is one, and whether it is marked as primary."""
+    """Return (expert, number of vExperts, quota or None, whether it is marked as primary)."""
     if text == ".":
         return EMPTY, 0, None, False
     match = _SLOT.fullmatch(text)

@@ -1,7 +1,7 @@
-"""When experts' weights and gradients move: one iteration to the next. Begin with runtime.py.
+"""Movement of experts' weights and gradients, from one iteration to the next. Begin with runtime.py.
 
-runtime, hooks       the Balancer executes a schedule; hooks tell it that a computation begins
-actions, lower       a schedule as data; the order of a stage's computations -> the schedule with Plan, Trans and Agg
+runtime, hooks       the Balancer executes a schedule; hooks announce the beginning of computations
+actions, lower       schedules as data; adding Plan, Trans and Agg to a stage's computations
 layer_state          one MoE layer: its manager, its slots, and the rounds of its Trans and Agg
-planner, agreement   a thread that asks the policy for plans; ranks that share a placement use the same plans
+planner, agreement   a thread that asks the policy for plans; agreement among ranks that share a placement
 """

@@ -1,11 +1,11 @@
-"""Schedules as data: what happens in one iteration on one rank, as a table.
+"""Schedules as data: the actions of one rank in one iteration, as a table.
 
     step | computation     | communication  | planning    | waits for
        4 | j:L2 FEC m0     | j:L3 TRANS.1/2 |             | j:L2 TRANS.1/2, j:L2 TRANS.2/2
 
-A *block* is an MoE layer and the non-MoE part after it, up to the next MoE layer or including the head and the loss. It
-has the number of its MoE layer (Pro-Prophet section V). The part of a model chunk before its first MoE layer has a name
-of its own, `C0` in the first chunk of a pipeline stage. It is the whole chunk where that has no MoE layer.
+A *block* is an MoE layer and the non-MoE part after it: up to the next MoE layer, or with the head and the loss. It is
+numbered like its MoE layer (Pro-Prophet section V). The part of a model chunk before its first MoE layer is named
+separately: `C0` in the first chunk of a pipeline stage. In a chunk without MoE layers, this part is the whole chunk.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Operation(StrEnum):
-    """What an action does, in the words of Pro-Prophet (section V, Fig. 7).
+    """Kind of an action, in the terms of Pro-Prophet (section V, Fig. 7).
 
     A2A             a block's four exchanges for each microbatch: dispatch, combine, and the gradients of combine and
                     dispatch
@@ -27,7 +27,7 @@ class Operation(StrEnum):
     TRANSFER        experts and their optimizer state move to new owners after the step; no schedule contains this
     """
 
-    # An enumeration's own hash is a Python function, and every hook looks up an action
+    # Every hook looks up an action, and the hash of an enumeration is a slow Python function
     __hash__ = str.__hash__
 
     A2A = "A2A"
@@ -53,7 +53,7 @@ def chunk_start(chunk: int) -> int:
 
 
 def block_name(block: int) -> str:
-    """Return, for example, `L3`, or `C0` for a `chunk_start`."""
+    """Return `L3`, for example, or `C0` for a `chunk_start`."""
     return f"L{block}" if block >= 0 else f"C{chunk_start(block)}"
 
 
@@ -70,33 +70,29 @@ class Action(NamedTuple):
     """Microbatch of a computation; None for actions that happen once per iteration."""
 
     iteration: int = 0
-    """0: the schedule's iteration j; 1: the next one."""
+    """0: the schedule's iteration j; 1: iteration j + 1."""
 
     def __str__(self) -> str:
-        """Return, for example, `j+1:L3 PLAN`, `j:L3 TRANS.1/2`, `j:L3 FEC m0` or `j:C0 FNEC m0`."""
+        """Return `j+1:L3 PLAN`, for example, or `j:L3 TRANS.1/2`, `j:L3 FEC m0` or `j:C0 FNEC m0`."""
         iteration = f"j+{self.iteration}" if self.iteration else "j"
         return f"{iteration}:{self.name}"
 
     @property
     def name(self) -> str:
-        """The text without the iteration, for example `L3 TRANS.1/2`."""
+        """Text without the iteration, for example `L3 TRANS.1/2`."""
         part = f".{self.part}/{self.parts}" if self.parts > 1 else ""
         microbatch = "" if self.microbatch is None else f" m{self.microbatch}"
         return f"{block_name(self.block)} {self.operation}{part}{microbatch}"
 
     @property
     def is_forward(self) -> bool:
-        """Whether it belongs to a forward pass."""
         exchange = self.operation is Operation.A2A and self.part <= self.parts // 2
         return exchange or self.operation in (Operation.FEC, Operation.FNEC)
 
 
 class Step(NamedTuple):
-    """A computation, and what the rank does just before it.
-
-    In this order: wait for actions of earlier steps, start planning and communication, wait for those among them that
-    `waits` names.
-    """
+    """A computation, and the rank's actions just before it. Order: wait for actions of earlier steps, start planning
+    and communication, wait for those started here that are in `waits`."""
 
     computation: Action
     communication: tuple[Action, ...] = ()
@@ -105,14 +101,14 @@ class Step(NamedTuple):
 
 
 Schedule = tuple[Step, ...]
-"""One iteration of one rank, in the order in which the rank computes; each column of its grid is one stream."""
+"""One iteration of one rank, in the order of its computations; each column of `grid` is one stream."""
 
 Places = dict[tuple[int, Operation, int], int]
-"""The step at which a part of a block's operation is computed, for one of its microbatches."""
+"""(block, operation, part) -> the step of this computation in one of its microbatches."""
 
 
 def places(schedule: Sequence[Step]) -> tuple[Places, Places]:
-    """Return the first and the last step of every block, operation and part that a schedule computes."""
+    """Return the first and the last step of every computation of a schedule."""
     first: Places = {}
     last: Places = {}
     for number, step in enumerate(schedule):
@@ -123,7 +119,7 @@ def places(schedule: Sequence[Step]) -> tuple[Places, Places]:
 
 
 def grid(schedule: Schedule) -> str:
-    """Return the schedule as a table with a line for every step."""
+    """Return the schedule as a table, one line per step."""
     cells: list[tuple[str, ...]] = [("step", "computation", "communication", "planning", "waits for")]
     for number, (computation, *actions) in enumerate(schedule):
         cells.append((str(number), str(computation), *(", ".join(map(str, column)) for column in actions)))

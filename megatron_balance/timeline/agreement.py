@@ -1,8 +1,8 @@
 """Ranks that share a placement agree on their plans: one collective covers all layers planned at the same step.
 
-A policy of this package is pure. So the ranks divide the layers among themselves, and each rank sends its plans
-(`Shared`). A user's policy may have state, or plan differently on different ranks. So every rank plans all layers, and
-a plan is used if all ranks have made it (`Compared`).
+Policies of this package are pure, so ranks divide the layers among themselves and exchange plans (`Shared`). A user's
+policy may have state, or differ between ranks, so every rank plans all layers, and a plan is used only if all ranks
+have made the same one (`Compared`).
 """
 
 import pickle
@@ -19,30 +19,29 @@ from megatron_balance.planning.manager import GIVEN_UP, INVALID, Question
 from megatron_balance.timeline.planner import Plan
 
 LEAST_BYTES = 2**12
-"""Initial room for the plans that one rank sends."""
+"""Initial size of the buffer for one rank's plans."""
 
 _HEADER = 8
-"""Bytes of a content's size."""
+"""Bytes of the field that holds a message's size."""
 
 
 class Outcome(NamedTuple):
-    """What the ranks agree on for one layer."""
+    """Result of an agreement for one layer."""
 
     plan: Plan
-    """The plan that was made, here or elsewhere."""
 
     agreed: bool
-    """Whether its placement will be in force; otherwise, the last one stays."""
+    """Whether the plan's placement will be in force; otherwise, the current one stays."""
 
     final: bool = False
     """Whether planning stops on all ranks."""
 
     problem: str | None = None
-    """What the policy did, if this rank has to say it."""
+    """The policy's problem, on the rank that reports it; None on other ranks."""
 
 
 class Compared:
-    """Every rank plans all layers; the ranks compare digests."""
+    """Every rank plans all layers; ranks compare digests of their plans."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -52,7 +51,7 @@ class Compared:
         return True
 
     def reach(self, plans: Mapping[int, Plan], questions: Mapping[int, Question]) -> dict[int, Outcome]:
-        """Return what the ranks agree on, given this rank's plans, and the questions of all layers planned now."""
+        """Return the outcomes, given this rank's plans, and the questions of all layers planned now."""
         own = host_memory.to_current_device([list(plan.decision.digest) for plan in plans.values()], torch.uint8)
         gathered = own.new_empty(self.group.size() * own.numel())
         dist.all_gather_into_tensor(gathered, own.view(-1), group=self.group)
@@ -74,10 +73,10 @@ class Compared:
 
 
 class Shared:
-    """Every rank plans its share of the layers, always the same ones, and the ranks exchange plans."""
+    """Every rank plans a fixed share of the layers; ranks exchange plans."""
 
     def __init__(self, group: dist.ProcessGroup, numbers: Iterable[int]) -> None:
-        """`numbers` are all layers that the group plans for, in the same order on all ranks."""
+        """`numbers`: all layers that the group plans, in the same order on all ranks."""
         self.group = group
         self._room = LEAST_BYTES
         self._planner_of = {number: position % group.size() for position, number in enumerate(numbers)}
@@ -90,7 +89,7 @@ class Shared:
         planners = sorted({self._planner_of[number] for number in questions})
         for content in self._gathered(packed(plans), planners):
             received |= pickle.loads(content)
-        # This rank's own plans are prepared already
+        # Keep this rank's own plan objects, which are prepared already
         received |= plans
         return {number: self._outcome(number, received[number], question) for number, question in questions.items()}
 
@@ -101,13 +100,13 @@ class Shared:
         return Outcome(plan, False, plan.decision.final, plan.decision.problem if self.plans(number) else None)
 
     def _gathered(self, content: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """Return the contents of some ranks; if there is too little room for one of them, all repeat with more."""
+        """Return the messages of some ranks; if a buffer is too small, all ranks repeat with a larger one."""
         while True:
             rows = np.zeros((len(ranks), _HEADER + self._room), dtype=np.uint8)
             if self.group.rank() in ranks:
                 sent = len(content).to_bytes(_HEADER) + content[: self._room]
                 rows[ranks.index(self.group.rank()), : len(sent)] = np.frombuffer(sent, dtype=np.uint8)
-            # Each row is zero on all ranks but one
+            # Each row is non-zero on one rank only, so the sum gathers the rows
             total = host_memory.to_current_device(torch.from_numpy(rows), torch.uint8)
             dist.all_reduce(total, group=self.group)
             rows = total.cpu().numpy()
@@ -118,7 +117,7 @@ class Shared:
 
 
 def packed(plans: Mapping[int, Plan]) -> bytes:
-    """Return a rank's plans as bytes, without the loads, which all ranks know."""
+    """Return a rank's plans as bytes, without the loads, which all ranks have."""
     nothing_BDE = np.zeros((0, 0, 0), dtype=np.int64)
     return pickle.dumps(
         {n: plan._replace(decision=replace(plan.decision, expected_BDE=nothing_BDE)) for n, plan in plans.items()}
@@ -126,5 +125,5 @@ def packed(plans: Mapping[int, Plan]) -> bytes:
 
 
 def room(num_bytes: int) -> int:
-    """Return the room, at least LEAST_BYTES, that a rank gets for plans of a size."""
+    """Return the buffer size for plans of `num_bytes`: a power of two, at least LEAST_BYTES."""
     return max(LEAST_BYTES, 2 ** (num_bytes - 1).bit_length())

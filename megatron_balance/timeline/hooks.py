@@ -1,4 +1,4 @@
-"""The hooks that call the balancer when each computation of its schedule begins.
+"""Hooks that call the balancer when each computation of its schedule begins.
 
 Only this file attaches balancing to megatron-core's modules, to its schedules and to DDP.
 
@@ -35,11 +35,11 @@ COMPUTATIONS = {
     "experts_backward": (Operation.BEC,),
     "dispatch_backward": (Operation.A2A, 4, 4),
 }
-"""What a layer announces with `begin` -> the computation that begins."""
+"""Argument of a layer's `begin` -> the computation that begins."""
 
 
 def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> list[Pass]:
-    """Return the order in which megatron-core's schedules compute microbatches on a pipeline stage."""
+    """Return the order of microbatches in megatron-core's schedules on a pipeline stage."""
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
     if chunks is None:
@@ -53,13 +53,8 @@ def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> li
 def install(
     balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel], config: TransformerConfig
 ) -> None:
-    """Call the balancer in every iteration of megatron-core's schedules.
-
-    Args:
-        layers: the MoE layers themselves, by layer number, ascending in each chunk.
-        model: chunks in DDP.
-        config: has the `finalize_model_grads_func` that the schedules call.
-    """
+    """Attach the balancer to `layers` (by layer number, ascending in each chunk), to the chunks of `model` in DDP, and
+    to the `finalize_model_grads_func` of `config`, which the schedules call."""
     for index, chunk in enumerate(model):
         modules = set(chunk.modules())
         numbers = [number for number, layer in layers.items() if layer in modules]
@@ -103,7 +98,7 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
 
 
 def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) -> None:
-    """Begin a computation when the gradient of a tensor is complete; never in a pass without a backward pass."""
+    """Begin a computation when a tensor's gradient is complete, except in passes without a backward pass."""
     if tensor.requires_grad and not balancer.aside:
         tensor.register_hook(lambda gradient: balancer.enter(*computation))
 
@@ -120,7 +115,7 @@ def _aggregating(balancer: Balancer, finalize: Callable) -> Callable:
 
 
 def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel]) -> None:
-    """Let DDP's groups of expert gradients, whose reduction overlaps with the backward pass, wait for their Agg."""
+    """Delay DDP's overlapped reduction of each group of expert gradients until the Aggs of its layers are complete."""
     layers_of: dict[Any, set[int]] = {}
     for chunk in model:
         if not chunk.ddp_config.overlap_grad_reduce:
@@ -130,7 +125,7 @@ def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list
             numbers = {
                 number for number, layer in layers.items() if not parameters.isdisjoint(layer.experts.parameters())
             }
-            # Inside another program, there may be experts of megatron-core's own layers
+            # In other programs, there may also be experts of megatron-core's own layers
             if numbers:
                 layers_of[group] = numbers
                 group.start_grad_sync = lambda *_, **__: None
@@ -147,11 +142,9 @@ def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list
 
 
 def _gather_once(model: list[DistributedDataParallel]) -> None:
-    """Let DDP all-gather each bucket of expert parameters once in an iteration.
-
-    A Trans may need the parameters before megatron-core's interleaved schedule starts their all-gather, and starts it
-    itself. A second all-gather would write parameters that the Trans still sends.
-    """
+    """Let DDP all-gather each bucket of expert parameters once per iteration. A Trans may need the parameters before
+    megatron-core's interleaved schedule starts their all-gather. The Trans then starts it. A second all-gather would
+    overwrite parameters that the Trans is still sending."""
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:
             for group in chunk.expert_parallel_bucket_groups:

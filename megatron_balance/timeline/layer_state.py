@@ -1,4 +1,4 @@
-"""The state of one MoE layer during an iteration, and the rounds of Trans and Agg of its placement."""
+"""State of one MoE layer during an iteration, and the rounds of its placement's Trans and Agg."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +22,19 @@ from megatron_balance.timeline.actions import Action, Operation
 
 
 def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> TransPlan:
-    """Return the rounds of a Trans, an Agg or a part of one; Agg runs rounds backward, the last ones first.
-
-    Of two parts, one overlaps with the non-MoE computation and has the rounds that fit there, because that time is
-    known before training: `beside` of Trans and of Agg. The other one overlaps with the experts (Pro-Prophet V-B).
-    """
+    """Return the rounds of a Trans, an Agg or a part of one. Agg runs rounds backward, the last round first. Of two
+    parts, one overlaps with the non-MoE computation, the other with the experts (Pro-Prophet V-B). The non-MoE part has
+    as many rounds as fit, which is known before training: `beside` of Trans and of Agg."""
     if action.parts == 1:
         return plan
     is_trans = action.operation is Operation.TRANS
     under_experts, under_others = plan.split(len(plan) - beside[0 if is_trans else 1])
-    # A forward pass computes the experts first, a backward pass last
+    # Experts come first in a forward pass and last in a backward pass
     return under_experts if (action.part == 1) == is_trans else under_others
 
 
 def sent_bytes(operation: Operation, rounds: TransPlan, cost: CostModel, rank: int) -> int:
-    """Return the bytes that a rank sends in some rounds of Trans or Agg."""
+    """Return the bytes that a rank sends in these rounds of Trans or Agg."""
     is_trans = operation is Operation.TRANS
     sent_M = (rounds.source_M if is_trans else rounds.target_M) == rank
     size = cost.param_bytes if is_trans else cost.grad_bytes
@@ -45,19 +43,18 @@ def sent_bytes(operation: Operation, rounds: TransPlan, cost: CostModel, rank: i
 
 @dataclass(frozen=True, eq=False)
 class PlacementRounds:
-    """The rounds of Trans and Agg of one placement: the same objects as long as the placement lasts."""
+    """Rounds of a placement's Trans and Agg, cached as long as the placement lasts."""
 
     placement: Placement
     transport: SendingModel
     others: tuple[float, float]
-    """Forward and backward seconds of the non-MoE computation that overlaps with a part of Trans, and of Agg."""
+    """Forward and backward seconds of the non-MoE computation that overlaps with a part of Trans and of Agg."""
     counted: tuple[int, int] | None = None
-    """Rounds of Trans and of Agg that fit the non-MoE computation, if the rank that planned the placement has counted
-    them."""
+    """Rounds of Trans and of Agg that fit the non-MoE computation, if counted by the planning rank."""
 
     @cached_property
     def plan(self) -> TransPlan:
-        """All rounds of Trans, and of Agg in reverse."""
+        """All rounds of Trans; Agg runs them in reverse."""
         return self.transport.plan(self.placement)
 
     @cached_property
@@ -68,31 +65,31 @@ class PlacementRounds:
 
     @cached_property
     def rank_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """[D] seconds after which each rank has completed its part of Trans, and of Agg; not calibrated."""
+        """[D] seconds until each rank completes its part of Trans, and of Agg; not calibrated."""
         return self.transport.rank_seconds(self.plan)
 
     def of(self, action: Action) -> TransPlan:
-        """Return the rounds of an action, as `rounds_of` does."""
+        """Return `rounds_of` an action."""
         return self.plan if action.parts == 1 else self._parts[action.operation, action.part]
 
 
 @dataclass(eq=False)
 class LayerState:
-    """One MoE layer: its manager, its slots, and its part of the current iteration."""
+    """Manager and slots of one MoE layer, and its state in the current iteration."""
 
     manager: Manager
     slots: Slots
     overlap: Overlap
-    """Seconds of the non-MoE part before this layer, with which a part of its Trans and of its Agg overlaps."""
+    """Seconds of the non-MoE part before this layer, which hides a part of its Trans and Agg."""
     fields: Callable[[], Sequence[Field]] = tuple
     """Returns the state that moves with an expert to a new owner."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights."""
     loads: list[np.ndarray] = field(default_factory=list)
-    """[D, E] int32 of each of the first microbatches, in memory that is not pinned."""
+    """Loads [D, E] int32 of the first microbatches, in memory that is not pinned."""
     coming: list[Reading] = field(default_factory=list)
-    """Loads [D, E] of the microbatches after them."""
+    """Loads [D, E] of the later microbatches, which may still be in flight."""
     observed: bool = False
     """Whether the manager has received this iteration's load."""
     prediction_error: float = 0.0
@@ -101,14 +98,14 @@ class LayerState:
     plan_seconds: float = 0.0
     last: FinishedIteration | None = None
     reported: bool = False
-    """Whether `last` has a report."""
+    """Whether `last` has been reported."""
     _rounds: PlacementRounds | None = None
     _counts_BDE: np.ndarray | None = None
-    """The result of `counts_BDE` for the loads that there were."""
+    """Cached result of `counts_BDE`."""
 
     @cached_property
     def initial(self) -> Placement:
-        """Experts that only their first owners host: reports compare with this placement."""
+        """Placement before any balancing, with which reports compare."""
         return Placement.identity(self.placement.num_experts, self.placement.num_ranks)
 
     @property
@@ -117,32 +114,30 @@ class LayerState:
 
     @property
     def owners_alone(self) -> Placement:
-        """The placement for a pass that no schedule has: in an iteration, weights of guests may still be under way."""
+        """Placement for passes outside the schedule: guests' weights may be in flight during an iteration."""
         return owners_host(self.placement).trimmed
 
     @property
     def rounds(self) -> PlacementRounds:
-        """The rounds of the current placement."""
         if self._rounds is None or self._rounds.placement is not self.placement:
             self._rounds = PlacementRounds(self.placement, self.manager.cost.transport, self.overlap[:2])
         return self._rounds
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
-        """Send the experts of the current placement, which is new, as the rank that planned it has decided."""
+        """Use the decisions of the rank that planned the current, new placement: how its experts are sent."""
         transport = self.manager.cost.transport
         transport.follow(self.placement, sending)
         self._rounds = PlacementRounds(self.placement, transport, self.overlap[:2], beside)
         self.fresh = False
 
     def keep_loads(self) -> None:
-        """Copy the loads that have arrived, so that their memory on the device and their pinned memory become free."""
+        """Copy the loads that have arrived, to free their device memory and pinned memory."""
         while self.coming and self.coming[0].arrived():
             self.loads.append(self.coming.pop(0)().numpy().astype(np.int32))
 
     def counts_BDE(self) -> np.ndarray:
-        """Return the load [B, D, E] of each microbatch so far; it must not be changed."""
+        """Return the loads [B, D, E] of the microbatches so far; the array must not be changed."""
         if self.coming:
-            # They arrive in order
             self.coming[-1]()
             self.keep_loads()
         if self._counts_BDE is None or len(self._counts_BDE) != len(self.loads):
@@ -150,15 +145,13 @@ class LayerState:
         return self._counts_BDE
 
     def observe(self, counts_BDE: np.ndarray) -> None:
-        """Report the loads [B, D, E] of the iteration to the manager."""
+        """Pass the iteration's loads [B, D, E] to the manager."""
         self.prediction_error = self.manager.observe(counts_BDE) or 0.0
         self.observed = True
 
     def close(self, executed: PlacementRounds) -> None:
-        """Record the finished iteration, in which `executed` were the rounds of Trans and Agg.
-
-        The device has finished the one before, because the host has waited for this one's loads.
-        """
+        """Record the finished iteration, with the rounds that Trans and Agg executed. The device has finished the
+        previous iteration, because the host has waited for this iteration's loads."""
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
             placement=executed.placement,
@@ -180,7 +173,8 @@ class LayerState:
         self.plan_seconds = 0.0
 
     def finished(self, rank: int, factors: Factors) -> Callable[[], LayerReport]:
-        """Return a function that returns the report of the finished iteration, once the device has finished it."""
+        """Return a function that makes the finished iteration's report; the device must have finished it by the
+        call."""
         assert self.last is not None
         self.reported = True
         cost = self.manager.cost

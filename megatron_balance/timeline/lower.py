@@ -1,7 +1,7 @@
-"""From the order in which a pipeline stage computes to the schedule of an iteration.
+"""Makes the schedule of an iteration from the order of a pipeline stage's computations.
 
-`compute_order` makes a schedule that only computes. Plan, Trans and Agg are then added to its steps: blockwise by
-Pro-Prophet's Algorithm 2, or blocking, where each action starts where its result is needed.
+`compute_order` makes a schedule of computations alone. Plan, Trans and Agg are then added to its steps: blockwise, by
+Pro-Prophet's Algorithm 2, or blocking, where each action starts when its result is needed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ BACKWARD = {Operation.FNEC: Operation.BNEC, Operation.FEC: Operation.BEC}
 
 
 class Pass(NamedTuple):
-    """One microbatch through one model chunk."""
+    """Forward or backward pass of one microbatch through one model chunk."""
 
     chunk: int
     microbatch: int
@@ -23,10 +23,8 @@ class Pass(NamedTuple):
 
 
 def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
-    """Return `ahead` forward passes, or all if there are fewer, then a forward and a backward pass in turn: 1F1B.
-
-    `table` has (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
-    """
+    """Return the order 1F1B: up to `ahead` forward passes, then a forward and a backward pass in turn. `table` has
+    (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed."""
     ahead = min(ahead, len(table))
     forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
     backward = [Pass(chunks - 1 - chunk, microbatch, False) for chunk, microbatch in table]
@@ -35,10 +33,8 @@ def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahea
 
 
 def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
-    """Return what a stage computes, given the numbers of the MoE layers in each of its model chunks, ascending.
-
-    A forward pass that recomputation repeats is part of the backward computation that needs it.
-    """
+    """Return a stage's computations, given the ascending numbers of the MoE layers in each of its model chunks. The
+    forward pass that recomputation repeats is part of the backward computation that needs it."""
     forward = [_forward(chunk_start(chunk), layers) for chunk, layers in enumerate(blocks)]
     backward = [[_backward(computation) for computation in reversed(chunk)] for chunk in forward]
     order = [
@@ -50,7 +46,7 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Sc
 
 
 def _forward(start: int, layers: Sequence[int]) -> list[Action]:
-    """Return the forward pass through a chunk with these MoE layers; `start` is the chunk's part before them."""
+    """Return the forward computations of a chunk with these MoE layers; `start` is the part before the first one."""
     order = [Action(start, Operation.FNEC)] if layers else []
     for number in layers:
         order.append(Action(number, Operation.A2A, 1, 4))
@@ -78,10 +74,11 @@ def lower(
 
     Args:
         passes, blocks: see `compute_order`.
-        exact: whether plans are for the current iteration, on the load of its first microbatch.
-        late: whether the forward pass does not wait for its load, so that plans for the next iteration do not either.
-        reduce_early: whether the reduction of some experts' gradients overlaps with the backward pass of others. Each
-            Agg is then waited for when the next one starts, instead of at the end.
+        exact: whether plans are for the current iteration, from the load of its first microbatch.
+        late: whether the forward pass does not wait for its load; then planning the next iteration must not wait for it
+            either.
+        reduce_early: whether the reduction of experts' gradients overlaps with the backward pass. The schedule then
+            waits for each Agg when the next one starts, instead of at the end.
     """
     schedule = compute_order(passes, blocks)
     layers = sorted(number for chunk in blocks for number in chunk)
@@ -99,7 +96,7 @@ def lower(
 
 
 class Placed(NamedTuple):
-    """An action, the step at which it starts, and the step that waits for it."""
+    """An action, the step that starts it, and the step that waits for it."""
 
     action: Action
     start: int
@@ -107,7 +104,6 @@ class Placed(NamedTuple):
 
 
 def _with(schedule: Schedule, added: Iterable[Placed]) -> Schedule:
-    """Return the schedule with more actions in the same steps."""
     steps = list(schedule)
     for action, start, wait in added:
         step = steps[start]
@@ -120,10 +116,8 @@ def _with(schedule: Schedule, added: Iterable[Placed]) -> Schedule:
 
 
 def blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Iterator[Placed]:
-    """Run TRANS(i) right before the first FEC(i), AGG(i) after the backward pass, and PLAN(i) between iterations.
-
-    If `exact`, plan on the load just routed, before its tokens are sent.
-    """
+    """Run TRANS(i) right before the first FEC(i), AGG(i) after the backward pass, and PLAN(i) between iterations. If
+    `exact`, run PLAN(i) before the first microbatch's dispatch, with its load."""
     for number in layers:
         plan = first[number, Operation.A2A, 1] if exact else len(schedule) - 1
         trans = first[number, Operation.FEC, 1]
@@ -136,11 +130,11 @@ def blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bo
 def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Iterator[Placed]:
     """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
 
-    The load is known before A2A(i, j), where Algorithm 2 starts it. But the host launches that exchange then, and a
-    device must not wait for the observation of loads; it exchanges rows while the host is at FEC. The policy is asked
-    there, and answers from the next backward computation on.
+    Algorithm 2 starts PLAN before A2A(i, j), when the load is known. But the host launches A2A(i, j) then, and the
+    device must not wait while the host observes loads. At FEC, the device is exchanging rows. The policy is asked at
+    FEC, and answers from the next backward computation on.
 
-    If the load is `late`, start it at the backward pass of A2A(i, j), whose forward pass is then done, or nearly so.
+    If the load is `late`, PLAN starts at the backward A2A(i, j), when the forward pass is complete, or nearly so.
     """
     for number in layers:
         start = last[number, Operation.A2A, 3] if late else last[number, Operation.FEC, 1]
@@ -148,11 +142,9 @@ def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bo
 
 
 def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) -> Iterator[Placed]:
-    """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1).
-
-    Block i is the block that computes just before block i+1 does for the first time. Before the first block there is
-    only FNEC, with which its whole TRANS overlaps.
-    """
+    """Overlap the two parts of TRANS(i+1) with FEC(i) and FNEC(i); wait for them before the first FEC(i+1). Block i
+    computes just before block i+1 computes for the first time. Before the first block there is only FNEC, which
+    overlaps with the whole TRANS."""
     for number in sorted(layers, key=lambda number: first[number, Operation.A2A, 1]):
         before = range(first[number, Operation.A2A, 1] - 1, -1, -1)
         starts = _nearest(schedule, before, (Operation.FEC, Operation.FNEC))
@@ -160,10 +152,8 @@ def trans_blockwise(schedule: Schedule, layers: Iterable[int], first: Places) ->
 
 
 def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduce_early: bool) -> Iterator[Placed]:
-    """Overlap the two parts of AGG(i+1) with BNEC(i) and BEC(i), after the last microbatch's BEC(i+1).
-
-    Block i is the block that computes next. After the first block only BNEC is left.
-    """
+    """Overlap the two parts of AGG(i+1) with BNEC(i) and BEC(i), after the last microbatch's BEC(i+1). Block i computes
+    next after block i+1. After the first block, only BNEC is left."""
     starts_of = {}
     for number in sorted(layers, key=lambda number: last[number, Operation.BEC, 1]):
         after = range(last[number, Operation.BEC, 1] + 1, len(schedule))
@@ -177,7 +167,7 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduc
 
 
 def wait_at_once(schedule: Schedule) -> Schedule:
-    """Wait for every action where it starts, so that nothing overlaps; the baseline of tests and benchmarks."""
+    """Wait for every action where it starts, so nothing overlaps; the baseline of tests and benchmarks."""
     return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
 
 
@@ -187,7 +177,7 @@ def _parts(block: int, operation: Operation, starts: Sequence[int], wait: int) -
 
 
 def _nearest(schedule: Schedule, numbers: Iterable[int], operations: Sequence[Operation]) -> list[int]:
-    """Return the first of these steps with each operation that they have, in the schedule's order."""
+    """Return the first of the steps `numbers` with each operation, ascending."""
     found: dict[Operation, int] = {}
     for number in numbers:
         operation = schedule[number].computation.operation

@@ -1,4 +1,4 @@
-"""A thread that makes plans while training continues, and a limit to how long a rank waits for its policy."""
+"""A thread that makes plans while training continues, and a limit on the time that a rank waits for its policy."""
 
 import functools
 import math
@@ -16,24 +16,23 @@ from megatron_balance.planning.manager import Decision, Question
 
 
 class Plan(NamedTuple):
-    """The result of planning, small enough that ranks send it to each other, and when it was made."""
+    """Result of planning, small enough to be exchanged between ranks, and when it was made."""
 
     decision: Decision
     sending: Sending | None
-    """How the experts of a new placement reach their guests; None if the placement stays."""
+    """Routes and pieces for a new placement; None if the placement stays."""
 
     start: float
     end: float
 
     beside: tuple[int, int] | None = None
-    """`rounds_beside` of the question's seconds."""
+    """Result of `rounds_beside` for the question's seconds."""
 
 
 def plan_for(question: Question) -> Plan:
-    """Return the policy's answer and how its experts are sent. Any thread may call this: it reads only the question.
-
-    An error becomes the decision's problem, which the agreement tells all ranks: the others would wait for this plan.
-    """
+    """Return the policy's answer and how to send its experts. Any thread may call this, because it reads only the
+    question. An error becomes the decision's problem, and the agreement tells all ranks, which would otherwise wait for
+    this plan."""
     sending = beside = None
     with record_function("Plan"):
         start = time.perf_counter()
@@ -53,33 +52,31 @@ def plan_for(question: Question) -> Plan:
 
 
 def prepare(placement: Placement, transport: SendingModel) -> None:
-    """Compute what a layer needs of a placement between its load and its exchange, and the messages of its Trans.
-
-    Placement and transport keep the results. Any thread may call this.
-    """
+    """Compute a placement's tables for the time between load and exchange, and the messages of its Trans. Placement and
+    transport cache the results. Any thread may call this."""
     placement.trimmed.tables.complete()
     transport.plan(placement)
 
 
 class Asked(NamedTuple):
-    """A question to the policy, and the future of its plan; None if another rank plans."""
+    """A question to the policy, and the future of its plan; the future is None if another rank plans."""
 
     question: Question
     plan: "Future[Plan] | None"
 
 
 class Planner:
-    """A thread that makes plans, and prepares the plans of other ranks.
+    """A thread that makes plans, and prepares other ranks' plans.
 
-    Questions are kept until `begin`, because planning takes Python's lock: in a forward pass, the host waits for the
-    load of each layer and is never ahead of the device. In a backward pass, it waits for nothing.
-    After `give_up`, no policy is asked, and no rank waits for one.
+    Questions are kept until `begin`, because planning takes Python's lock. In a forward pass, this would delay the
+    device: the host waits for each layer's load and cannot run ahead. In a backward pass, the host runs ahead. After
+    `give_up`, ranks neither ask the policy nor wait for it.
     """
 
     def __init__(
         self, patience: float = math.inf, stop: Callable[[], object] = lambda: None, name: str = "own"
     ) -> None:
-        """A rank waits `patience` seconds for the plans that it needs at one time; `stop` ends the policy."""
+        """`patience`: seconds that a rank waits for all plans needed at one time; `stop` ends the policy."""
         self.patience = patience
         self.name = name
         self.given_up = False
@@ -88,19 +85,19 @@ class Planner:
         self._thread = DaemonThread("Plan")
 
     def ask(self, question: Question) -> Asked:
-        """Keep a question for `begin`; it is answered after all earlier ones."""
+        """Queue a question for `begin`; questions are answered in order."""
         asked = Asked(question, Future())
         self._kept.append(asked)
         return asked
 
     def begin(self) -> None:
-        """Begin to answer the questions that were asked."""
+        """Begin to answer the queued questions."""
         for asked in self._kept:
             self._thread.submit(functools.partial(plan_for, asked.question), asked.plan)
         self._kept.clear()
 
     def prepare(self, placement: Placement, transport: SendingModel) -> None:
-        """Begin to prepare a placement; whoever needs it earlier computes it without waiting for this."""
+        """Begin to prepare a placement; code that needs it earlier computes it without waiting for this."""
         self._thread.submit(functools.partial(prepare, placement, transport))
 
     def deadline(self) -> float:
@@ -109,7 +106,7 @@ class Planner:
         return time.monotonic() + self.patience
 
     def result(self, asked: Asked, deadline: float) -> Plan:
-        """Return the plan; a plan without a placement if none is made by the deadline, or after `give_up`."""
+        """Return the plan; after the deadline or `give_up`, a plan without a placement."""
         assert asked.plan is not None
         left = 0.0 if self.given_up else max(0.0, deadline - time.monotonic())
         try:
@@ -121,6 +118,6 @@ class Planner:
             return Plan(Decision(asked.question.expected_BDE, None, problem=problem, final=True), None, now, now)
 
     def give_up(self) -> None:
-        """Stop planning; all ranks of the group call it after the same plans."""
+        """Stop planning; all ranks of the group call this after the same plans."""
         self.given_up = True
         self._stop()

@@ -1,17 +1,17 @@
-"""Moves the experts' weights and gradients when the schedule says so.
+"""Moves the experts' weights and gradients according to a schedule.
 
-A placement determines which experts move; Plan decides each next placement from observed load. The schedule
+A placement determines which experts move; Plan decides each layer's next placement from observed load. The schedule
 (timeline/lower.py) determines when Plan, Trans and Agg start, and which computations wait for them. The Balancer
 executes the schedule:
 
     begin_iteration     take the schedule for this number of microbatches
-    enter, host         before each computation: wait for what it needs, start what overlaps with it
-    aggregate           complete every Agg; gradients are reduced next
-    finish_iteration    complete every Plan and put the next placements in force; the optimizer steps next
+    enter, host         before each computation: wait for the actions it needs, start actions that overlap with it
+    aggregate           complete every Agg, before gradients are reduced
+    finish_iteration    complete every Plan and put the next placements in force, before the optimizer's step
     transfer_owners     Transfer
 
-A placement is in force from the beginning of an iteration to its end, or, if it is planned on the exact load, from the
-layer's first forward pass on. Recomputation finds it unchanged.
+A placement is in force for a whole iteration or, if it is planned on the exact load, from the layer's first forward
+pass on. Recomputation finds the placement unchanged.
 """
 
 import functools
@@ -48,18 +48,16 @@ from megatron_balance.timeline.planner import Asked, Plan, Planner
 logger = logging.getLogger(__name__)
 
 MOST_KINDS = 10
-"""Number of kinds of problems of the policy that are logged for each layer."""
+"""Maximum number of different policy problems that are logged for each layer."""
 
 MOST_CHARACTERS = 300
-"""Length of a problem in the log."""
+"""Maximum length of a logged problem."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Balancer:
-    """Keeps the experts of this rank's MoE layers where their placements put them, by executing a schedule.
-
-    All ranks of the expert-parallel group call every method in the same order.
-    """
+    """Executes the schedule that moves experts of this rank's MoE layers according to their placements. All ranks of
+    the expert-parallel group call every method in the same order."""
 
     group: dist.ProcessGroup
     """The expert-parallel group."""
@@ -72,57 +70,57 @@ class Balancer:
     microbatches: Callable[[], int]
     """Returns the number of microbatches of the current iteration."""
     guest_bytes: int
-    """Memory of this rank's guest slots, weights and gradients, in all layers."""
+    """Bytes of this rank's guest slots, weights and gradients, in all layers."""
     mover: ExpertMover | None = None
-    """Executes Transfer; data-parallel replicas then have one placement, for their mean load. None: owners stay."""
+    """Executes Transfer; data-parallel replicas then share a placement, by their mean load. None: owners stay."""
     explain: bool = False
     """Print the expected effect of each plan."""
     shards: dist.ProcessGroup | None = None
-    """The ranks of all shards of these experts, which have one placement; None: `group`."""
+    """Ranks of all shards of these experts, which share one placement; None: `group`."""
     planner: Planner = field(default_factory=Planner)
     shares: bool = False
     """Whether ranks with the same placement split the layers among themselves and exchange plans."""
     calibrates: bool = False
     """Whether plans are made with calibrated cost models."""
     record: CalibrationRecord | None = None
-    """The factors to calibrate with; None: those that this run measures."""
+    """Factors to calibrate with; None: the factors that this run measures."""
 
     calibration: Calibration = field(default_factory=Calibration, init=False)
-    """What the finished iterations measured."""
+    """Factors measured in the finished iterations."""
     factors: Factors = field(default=UNCALIBRATED, init=False)
     """The factors of the iteration in progress."""
     timeline: Timeline | None = field(default=None, init=False)
     """Records spans of computation, communication, planning and waits."""
     aside: bool = field(default=False, init=False)
-    """Whether the forward pass in progress has no backward pass, so that no schedule contains it."""
+    """Whether the current forward pass has no backward pass, and so is in no schedule."""
 
     def __post_init__(self) -> None:
         self.aggregated: Callable[[int], None] = lambda number: None
         """Called with a layer's number when its gradients are complete."""
         self.deciders = (self.shards or self.group) if self.mover is None else self.mover.group
-        """The ranks that have one placement."""
+        """Ranks that share one placement."""
         self.agreement = Shared(self.deciders, self.layers) if self.shares else Compared(self.deciders)
         self._side_stream = SideStream("Trans and Agg")
         self._iteration = 0
         self._steps = deque[Step]()
-        """The rest of this iteration's schedule; empty between iterations."""
+        """Remaining steps of this iteration's schedule; empty between iterations."""
         self._now: tuple[Action, clock.Mark] | None = None
-        """The current computation, and when it began."""
+        """Current computation, and its start."""
         self._started: dict[Action, tuple[TransPlan, AsyncWork | None]] = {}
-        """Trans and Agg that have started and are not waited for yet; no work where there is nothing to send."""
+        """Pending Trans and Agg; no work where there is nothing to send."""
         self._plans: dict[Action, Asked | None] = {}
-        """Plans that have started and are not waited for yet; None where no plan is due."""
+        """Pending plans; None where no plan is due."""
         self._new_owners: dict[int, Plan] = {}
-        """Plans that wait for the optimizer's step, by layer number."""
+        """Plans to adopt after the optimizer's step, by layer number."""
         self._entered = Counter[Action]()
         """Number of microbatches that have begun each computation."""
         self._to_repeat = Counter[Action]()
         """Number of forward passes without gradients that recomputation has yet to repeat."""
         self._logged: defaultdict[int, set[str]] = defaultdict(set)
-        """Kinds of the policy's problems that have been logged, by layer number."""
+        """Logged kinds of policy problems, by layer number."""
 
     def begin_iteration(self, number: int) -> None:
-        """Begin the first computation of an iteration; forget everything since the last one."""
+        """Begin the first computation of an iteration, after resetting the state of the last one."""
         schedule = self.schedule(self.microbatches())
         self._iteration = number
         self._steps = deque(schedule)
@@ -136,16 +134,14 @@ class Balancer:
         self._begin(schedule[0].computation)
 
     def enter(self, block: int, operation: Operation, part: int = 1, parts: int = 1) -> None:
-        """Execute the schedule's step before a computation, unless no schedule has it, or it is a repetition."""
+        """Execute the schedule's step before a computation, unless it is a repetition or in no schedule."""
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
 
     def host(self, number: int, load: Reading, training: bool) -> Placement:
-        """Return the placement of a layer for a forward pass with this load [D, E].
-
-        Every host has received an expert's weights before it computes. Nothing waits for the load before it is needed.
-        """
+        """Return the placement of a layer for a forward pass with this load [D, E]. Every host has received an expert's
+        weights before it computes. The load is not waited for before it is needed."""
         state = self.layers[number]
         if self.aside and self._steps:
             return state.owners_alone
@@ -154,17 +150,17 @@ class Balancer:
             state.coming.append(load)
             self._begin(computation)
         elif not self._steps and not state.fresh:
-            # An evaluation, or the search for a fault
+            # Evaluation, or a search for faults
             self._start_trans(state, state.rounds.plan).wait()
             state.fresh = True
         return state.placement.trimmed
 
     def aggregate(self) -> None:
-        """Complete every Agg: called after the last backward pass and before any gradients are reduced."""
+        """Complete every Agg; called after the last backward pass and before gradients are reduced."""
         self._begin(Action(0, Operation.REDUCE))
 
     def finish_iteration(self) -> None:
-        """Put the next placements in force and record what happened in this iteration."""
+        """Put the next placements in force and record the finished iteration."""
         executed = {number: state.rounds for number, state in self.layers.items()}
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
@@ -174,7 +170,7 @@ class Balancer:
             state.close(executed[number])
 
     def transfer_owners(self) -> None:
-        """Transfer experts to their owners in the next placement, after the optimizer's step, and put it in force."""
+        """After the optimizer's step, transfer experts to the owners in new placements, and put these in force."""
         for number, plan in self._new_owners.items():
             state = self.layers[number]
             placement = plan.decision.placement
@@ -194,14 +190,14 @@ class Balancer:
         self._new_owners.clear()
 
     def _in_schedule(self, place: Action) -> Action | None:
-        """Return the computation with its microbatch; None if no schedule has it, or if it is a repetition."""
+        """Return the computation with its microbatch; None if it is a repetition or in no schedule."""
         if not self._steps or self.aside or (place.is_forward and self._repeats(place)):
             return None
         self._entered[place] += 1
         return place._replace(microbatch=self._entered[place] - 1)
 
     def _repeats(self, place: Action) -> bool:
-        """Return whether recomputation repeats a forward pass here; the first one had no gradients."""
+        """Return whether this repeats a forward pass without gradients."""
         if not torch.is_grad_enabled():
             self._to_repeat[place] += 1
             return False
@@ -210,7 +206,7 @@ class Balancer:
         return repeats > 0
 
     def _begin(self, computation: Action) -> None:
-        """Execute the step before a computation: wait for earlier actions, start new ones, wait for some of these."""
+        """Execute the step before a computation: wait for actions, start new ones, wait for some of the new ones."""
         if self._now is not None and self._now[0] == computation:
             return
         step = self._steps.popleft()
@@ -244,7 +240,7 @@ class Balancer:
         self._started[action] = rounds, start(state, rounds)
 
     def _start_trans(self, state: LayerState, rounds: TransPlan) -> AsyncWork:
-        # Even without rounds: `ready` may start a gather, and replicas that plan differently share its communicator
+        # Start even an empty Trans: `ready` may start a gather that replicas with other plans take part in
         with record_function("Trans"):
             work = functools.partial(self.trans_agg.trans, rounds, state.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
@@ -256,7 +252,7 @@ class Balancer:
             return self._side_stream.start(functools.partial(self.trans_agg.agg, rounds, state.placement, state.slots))
 
     def _start_plan(self, number: int, ahead: int) -> Asked | None:
-        """Ask the policy for a plan for this iteration or the next one, if a plan is due."""
+        """If a plan is due, ask the policy for it: for this iteration, or `ahead` for the next one."""
         state = self.layers[number]
         manager = state.manager
         microbatches = self.microbatches()
@@ -276,7 +272,7 @@ class Balancer:
             return self.planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
 
     def _observe(self, state: LayerState) -> None:
-        """Report the iteration's loads to the manager: the mean over replicas that have one placement."""
+        """Pass the iteration's loads to the manager: the mean over replicas that share the placement."""
         counts_BDE = state.counts_BDE()
         if self.mover is not None:
             total_BDE = torch.from_numpy(counts_BDE).to(torch.cuda.current_device(), copy=True)
@@ -286,7 +282,7 @@ class Balancer:
         state.observe(counts_BDE)
 
     def _wait(self, actions: Iterable[Action], start: clock.Mark) -> clock.Mark:
-        """Wait from `start` on; return the mark of the end, because each mark costs the host time."""
+        """Wait for actions from `start` on; return the mark of the end, because each new mark costs host time."""
         plans = []
         for action in actions:
             if action.operation is Operation.PLAN:
@@ -312,14 +308,14 @@ class Balancer:
                     sent = sent_bytes(action.operation, rounds, state.manager.cost, self.group.rank())
                     self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
         if action.part == action.parts:
-            # The optimizer steps after every Agg, and makes the guests' weights stale
+            # After an Agg, the optimizer's step will make the guests' weights stale
             state.fresh = action.operation is Operation.TRANS
             if action.operation is Operation.AGG:
                 self.aggregated(action.block)
         return end
 
     def _wait_for_plans(self, actions: Iterable[Action], start: clock.Mark) -> clock.Mark:
-        """Wait for plans, and adopt those on which all deciding ranks agree, even if one of them plans for long."""
+        """Wait for plans with one deadline for all, and adopt the plans on which all deciding ranks agree."""
         due = {action: asked for action in actions if (asked := self._plans.pop(action)) is not None}
         if not due:
             return start
@@ -341,7 +337,7 @@ class Balancer:
         return end
 
     def _conclude(self, number: int, state: LayerState, outcome: Outcome) -> None:
-        """Adopt a plan on which the ranks agree; otherwise log why its layer's placement stays."""
+        """Adopt an agreed plan, or keep it for after the optimizer's step; otherwise log why the placement stays."""
         plan = outcome.plan
         placement = plan.decision.placement
         state.plan_seconds = plan.end - plan.start
@@ -360,7 +356,7 @@ class Balancer:
             self._log_once(number, outcome.problem)
 
     def _log_once(self, number: int, problem: str) -> None:
-        """Log a problem of the policy, once for each kind: a policy that fails is likely to fail every time."""
+        """Log a policy problem, once for each kind: a policy that fails is likely to fail every time."""
         kind = problem.partition(":")[0]
         logged = self._logged[number]
         if kind not in logged and len(logged) < MOST_KINDS:
@@ -369,7 +365,6 @@ class Balancer:
             logger.warning("layer %d: %s; its last placement stays (not said again)", number, problem)
 
     def _adopt(self, number: int, state: LayerState, plan: Plan) -> None:
-        """Put a plan's placement in force."""
         before = state.placement
         state.manager.adopt(plan.decision)
         if plan.sending is None:
@@ -389,32 +384,32 @@ class Balancer:
             self.timeline.add(TraceSpan(self._iteration, stream, action.name, start, end, **more))
 
     def finished(self) -> Callable[[], dict[int, LayerReport]]:
-        """Return a function of the finished iteration as this rank saw it, once the device has finished it."""
+        """Return a function that makes this rank's reports; call it when the device has finished the iteration."""
         rank = self.group.rank()
         factors = self.factors
         reports = {n: state.finished(rank, factors) for n, state in self.layers.items() if state.last is not None}
         return lambda: {number: report() for number, report in reports.items()}
 
     def report(self) -> dict[int, LayerReport]:
-        """Return the result of `finished`; the device must have finished the iteration."""
+        """Return this rank's reports; the device must have finished the iteration."""
         return self.finished()()
 
     def calibrate(self, reports: Mapping[int, LayerReport], used: Factors) -> None:
-        """Calibrate later iterations by one with factors `used`; all ranks give the same reports, of all layers."""
+        """Calibrate by all layers' reports of an iteration with the factors `used`; all ranks pass equal reports."""
         self.calibration = self.calibration.observe(*component_seconds(reports), used)
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
-        """Return the load matrix [D, E] and the placement of every layer in the finished iteration."""
+        """Return the load matrix [D, E] and the placement of each layer in the finished iteration."""
         ended = {number: state.last for number, state in self.layers.items() if state.last is not None}
         return {number: (last.counts_BDE.sum(0), last.placement) for number, last in ended.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return lists, numbers and strings for a checkpoint of this rank."""
+        """Return this rank's state for a checkpoint: lists, numbers and strings."""
         layers = {str(number): state.manager.state() for number, state in self.layers.items()}
         return {"layers": layers, "calibration": self.calibration.to_plain()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Continue with the placements, predictions and calibration of a `state`."""
+        """Restore placements, predictions and calibration from a `state`."""
         self.calibration = Calibration.from_plain(states["calibration"])
         for number, state in self.layers.items():
             state.manager.restore(states["layers"][str(number)])

@@ -1,6 +1,6 @@
-"""A layer's rows in chunks: one chunk travels while another one is computed. Begin with order.py.
+"""A layer's rows in chunks: experts compute one chunk while another chunk is in flight. Begin with order.py.
 
-order      the seven tasks of a chunk, orders of them as data (ScheMoE), and how a plan is split into chunks
-choice     predicts how long each task takes; chooses the number of chunks and their order, for each layer
+order      the seven tasks of a chunk, task orders as data (ScheMoE), and splitting a plan into chunks
+choice     predicts the seconds of each task; chooses each layer's number of chunks and task order
 pipeline   executes an order: exchanges and experts, forward and backward
 """

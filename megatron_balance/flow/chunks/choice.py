@@ -1,6 +1,6 @@
 """Chooses the number of chunks of each layer's tokens, and the order of the chunks' tasks.
 
-`TaskModel` predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, the same on all ranks.
+`TaskModel` predicts the seconds of a chunk's tasks from a cluster profile and the split matrix, equally on all ranks.
 In shapes, D counts sources, and W hosts (ranks of an all-to-all).
 """
 
@@ -33,21 +33,18 @@ from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.profile.cluster_profile import ClusterProfile, Throughput
 
 DEGREES = (1, 2, 4, 8, 16)
-"""Numbers of chunks among which `--moe-comm-chunks auto` chooses."""
+"""Candidates for the number of chunks with `--moe-comm-chunks auto`."""
 
 MOST_CHUNKS = 1024
-"""Maximum number of chunks, each of which is a round of exchanges."""
+"""Maximum number of chunks; each chunk costs a round of exchanges."""
 
 Decide = Callable[[DispatchPlan], tuple[Chunking, str]]
-"""A plan -> how to split its tokens, and why; pure, so that all ranks decide alike."""
+"""Plan -> (how to split its tokens, the reason); a pure function, so all ranks decide alike."""
 
 
 def find_degrees(chunks: str) -> tuple[int, ...]:
-    """Return the numbers of chunks to choose from, given the value of `--moe-comm-chunks`.
-
-    Raises:
-        ValueError: the value is neither `auto` nor a number from 1 to `MOST_CHUNKS`.
-    """
+    """Return the candidates for a value of `--moe-comm-chunks`; ValueError if it is neither `auto` nor 1 to
+    `MOST_CHUNKS`."""
     if chunks == "auto":
         return DEGREES
     if not (chunks.isdecimal() and len(chunks) < 10 and 1 <= int(chunks) <= MOST_CHUNKS):
@@ -56,19 +53,19 @@ def find_degrees(chunks: str) -> tuple[int, ...]:
 
 
 class ChunkChoice:
-    """Decides for each layer in the first pass of every `interval` iterations, from that pass's plan; all ranks of an
-    expert-parallel group decide alike."""
+    """Chooses a layer's chunking every `interval` iterations, from the plan of the first pass; equal on all ranks of a
+    group."""
 
     def __init__(
         self, decide: Decide, iteration: Callable[[], int], interval: int, log: Callable[[str], None] | None = None
     ) -> None:
-        """`iteration` returns the current number; `log` is called with each choice that differs from the last one."""
+        """`iteration` returns the current iteration; `log` receives a line when a layer's choice changes."""
         self.decide = decide
         self.iteration = iteration
         self.interval = interval
         self.log = log
         self._chosen: dict[int, tuple[int, Chunking]] = {}
-        """By layer number: the period of `interval` iterations, and its choice."""
+        """By layer number: index of the period of `interval` iterations, and its choice."""
 
     @property
     def chosen(self) -> dict[int, Chunking]:
@@ -76,7 +73,7 @@ class ChunkChoice:
         return {layer: chunking for layer, (_, chunking) in self._chosen.items()}
 
     def __call__(self, layer: int, plan: DispatchPlan) -> Chunking:
-        """Return how the tokens of `plan` pass through the layer."""
+        """Return the chunking of `plan`."""
         period = self.iteration() // self.interval
         before = self._chosen.get(layer)
         if before is None or before[0] != period:
@@ -96,7 +93,7 @@ class ChunkChoice:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue with the choices of a `state`."""
+        """Restore the choices of a `state`."""
         self._chosen = {
             int(layer): (period, Chunking(parse(forward), parse(backward), shares))
             for layer, (period, forward, backward, shares) in state.items()
@@ -105,13 +102,13 @@ class ChunkChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskModel:
-    """Predicts the seconds of the seven tasks, forward and backward. A task takes as long as on the slowest rank."""
+    """Predicts the seconds of the seven tasks, forward and backward. The slowest rank determines the time of a task."""
 
     profile: ClusterProfile
     """Profile of the ranks of the all-to-alls."""
     exchange: TokenExchange
     models: Sequence[ExchangeModel]
-    """Models of the exchange's all-to-all without compression; the fastest one counts."""
+    """Models of the exchange's all-to-all without compression; the fastest model is used."""
     sharding: Sharding
     hosts: int
     codec: str
@@ -120,7 +117,7 @@ class TaskModel:
     dtype: torch.dtype
 
     def times(self, tokens_DP: np.ndarray) -> tuple[ChunkTimes, ChunkTimes]:
-        """Return the times of a chunk of tokens_DP, maybe fractions, from each source for each physical expert."""
+        """Return a chunk's forward and backward times; tokens_DP, its tokens by physical expert, may be fractions."""
         splits_DW = tokens_DP.reshape(len(tokens_DP), self.hosts, -1).sum(2)
         exchange = self.exchange
         profile = self.profile
@@ -138,7 +135,7 @@ class TaskModel:
         spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
         c1, a1, d1 = self._exchange(first, messages)
         c2, a2, d2 = self._exchange(second, [splits_WW.T for splits_WW in messages])
-        # Shards wait for each other after rows arrive, and before results leave
+        # Collectives among shards follow the arrival of rows and precede the return of results
         return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
 
     def _among_shards(self, collective: str | None, rows: float) -> float:
@@ -148,7 +145,7 @@ class TaskModel:
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
 
     def _exchange(self, all_to_all: AllToAll, messages: Sequence[np.ndarray]) -> tuple[float, float, float]:
-        """Return the seconds of compression on the busiest sender, exchange, and decompression on a receiver."""
+        """Return the seconds of compression (busiest sender), exchange, and decompression (busiest receiver)."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
         row_bytes = self.hidden * self.dtype.itemsize
         if compressed:
@@ -174,16 +171,13 @@ class ByPrediction:
     model: TaskModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan (see `Decide`); among numbers of equal time, take the smallest.
-
-        Raises:
-            ValueError: the scheduler's order is impossible.
-        """
+        """Return the chunking and the reason; ties go to fewer chunks. ValueError if the scheduler's order is
+        impossible."""
         tokens_DP = plan.tokens_DP.numpy().astype(np.float64)
         chunkings = {}
         seconds = {}
         for degree in self.degrees:
-            # Fractions of tokens: rounding would hide that the chunks are equal
+            # Fractions of tokens, because chunks of whole tokens would differ slightly
             ways = [(one,) * degree for one in self.model.times(tokens_DP / degree)]
             orders = [self.scheduler(times) for times in ways]
             for order in orders:
@@ -198,17 +192,18 @@ class ByPrediction:
 
 @dataclass(frozen=True)
 class ByMiniTasks:
-    """Makes a chunk for each time slot in which DEMI's schedule of mini-tasks computes, with that slot's tokens."""
+    """Makes one chunk for each time slot in which DEMI's schedule computes, with the tokens computed in it."""
 
     policy: Policy
     """A policy that implements `Policy.schedule`."""
     cost: CostModel
 
     def __call__(self, plan: DispatchPlan) -> tuple[Chunking, str]:
-        """Decide for a plan. A slot has the same part of a source's tokens for all hosts of an expert."""
+        """Return the chunking and the reason; a chunk has one fraction of a source's tokens for all hosts of an
+        expert."""
         placement = plan.placement
         ranks = placement.num_ranks
-        # A host with several sources is one worker
+        # All sources of a host together are one worker of the schedule
         schedule = self.policy.schedule(by_host(plan.tokens_DP, ranks).numpy(), placement, self.cost)
         computed_CDE = np.zeros((schedule.makespan, ranks, placement.num_experts))
         for (expert, task, source, _), amounts in zip(schedule.mini_tasks, schedule.amounts, strict=True):

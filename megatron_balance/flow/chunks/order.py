@@ -1,12 +1,12 @@
-"""Tokens that travel in chunks (ScheMoE, section 4): the order of a layer's work on them, and how plans are split.
+"""Chunks of a layer's tokens (ScheMoE, section 4): the order of the tasks on them, and how plans are split into chunks.
 
 Each chunk passes through the seven tasks of one direction:
 
     C1 -> A1 -> D1 -> E -> C2 -> A2 -> D2        compress, dispatch, decompress, experts, compress, combine, decompress
 
-A1 and A2 occupy the network, the others the device. Network and device each do one task at a time, and overlap. An
-exchange starts as soon as its rows are compressed and earlier exchanges are over (Eq. 13 and 14). So the order of the
-computing tasks determines everything. A backward pass takes the same tasks, with gradients, in its own order.
+A1 and A2 occupy the network, the other tasks the device. Network and device overlap, and each does one task at a time.
+An exchange starts when its rows are compressed and earlier exchanges are complete (Eq. 13 and 14). So the order of the
+computing tasks determines the whole schedule. A backward pass applies the same tasks to gradients, in its own order.
 """
 
 import functools
@@ -76,11 +76,7 @@ def text(order: Order) -> str:
 
 
 def parse(line: str) -> Order:
-    """Return the order of a text: the inverse of `text`.
-
-    Raises:
-        ValueError: a word is not a computing task of a chunk.
-    """
+    """Return the inverse of `text`; ValueError if a word is not a computing task of a chunk."""
     steps = []
     for word in line.split():
         task, _, chunk = word.partition(".")
@@ -91,7 +87,7 @@ def parse(line: str) -> Order:
 
 
 def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
-    """Return why an order of `chunks` chunks cannot be executed (Eq. 4 to 9); empty if it can."""
+    """Return the problems of an order of `chunks` chunks (Eq. 4 to 9); empty if it can be executed."""
     done = [0] * chunks
     for step in order:
         if not 0 <= step.chunk < chunks:
@@ -103,7 +99,7 @@ def check(order: Sequence[ChunkStep], chunks: int) -> list[str]:
 
 
 def makespan(order: Order, times: TaskTimes) -> float:
-    """Return the seconds until the last task ends (t_r of Eq. 11); exchanges run after the tasks that start them."""
+    """Return the seconds until the last task ends (t_r of Eq. 11); exchanges run in the order of their tasks."""
     seconds = [dict(zip(ChunkTask, one, strict=True)) for one in times]
     computing = network = 0.0
     arrived = [0.0] * len(times)
@@ -115,12 +111,12 @@ def makespan(order: Order, times: TaskTimes) -> float:
 
 
 def sequential(times: TaskTimes) -> Order:
-    """Return the order of one chunk after the other, in which nothing overlaps with exchanges."""
+    """Return the order that finishes each chunk before the next one begins; nothing overlaps with exchanges."""
     return tuple(ChunkStep(task, chunk) for chunk in range(len(times)) for task in COMPUTING)
 
 
 def interleaved(times: TaskTimes) -> Order:
-    """Return FasterMoE's pipeline: a chunk computes after the next chunk has left and before the last one returns."""
+    """Return FasterMoE's pipeline: chunk i + 1 is sent before chunk i is computed; chunk i - 1 returns after that."""
     chunks = len(times)
     steps = []
     for beat in range(chunks + 2):
@@ -130,10 +126,9 @@ def interleaved(times: TaskTimes) -> Order:
 
 
 def theorem_1(times: TaskTimes) -> Order:
-    """Return Eq. 12: all compressions, each chunk's computation as one, all decompressions.
-
-    No order is faster if chunks are equal and both exchanges, compressions and decompressions take equally long.
-    """
+    """Return Eq. 12: all compressions; D1, E and C2 of each chunk in turn; all decompressions. No order is faster if
+    all chunks are equal and, within a chunk, both exchanges, both compressions and both decompressions take equally
+    long."""
     chunks = range(len(times))
     first = [ChunkStep(ChunkTask.C1, chunk) for chunk in chunks]
     middle = [ChunkStep(task, chunk) for chunk in chunks for task in COMPUTING[1:4]]
@@ -144,11 +139,8 @@ ORDERS: dict[str, Scheduler] = {"sequential": sequential, "interleaved": interle
 
 
 def find_order(name: str) -> Scheduler | None:
-    """Return a scheduler by its name in `ORDERS` or by `package.module:function`; None for a policy that orders chunks.
-
-    Raises:
-        ValueError: there is no such name, module or function.
-    """
+    """Return the scheduler in `ORDERS` or at `package.module:function`; None for the name of a policy that orders
+    chunks itself; ValueError if there is no such name, module or function."""
     policies = {policy: None for policy, known in registered().items() if known.orders_chunks}
     found: Scheduler | None = named("--moe-comm-order", name, ORDERS | policies)
     if not callable(found) and name not in policies:
@@ -157,27 +149,25 @@ def find_order(name: str) -> Scheduler | None:
 
 
 Shares = tuple[tuple[tuple[float, ...], ...], ...]
-"""[C, D, E]: the fraction of each source's tokens for each expert that each chunk carries."""
+"""[C, D, E]: the fraction of each source's tokens for each expert that a chunk carries."""
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """How a layer's tokens are split, and the orders of the chunks' tasks in the forward and in the backward pass.
-
-    Every source splits the tokens that it sends to each physical expert, and keeps their order.
-    """
+    """Split of a layer's tokens into chunks, and the order of the chunks' tasks in each direction. Each source splits
+    its tokens for each physical expert into consecutive runs, one per chunk."""
 
     forward: Order
     backward: Order
     shares: Shares | None = None
-    """None: chunks of even size."""
+    """None: chunks of equal size."""
 
     @functools.cached_property
     def chunks(self) -> int:
         return 1 + max(chunk for _, chunk in self.forward)
 
     def split(self, plan: DispatchPlan) -> torch.Tensor:
-        """Return [C, D, P], tokens from each source to each physical expert in each chunk; the sum is the plan's."""
+        """Return [C, D, P]: tokens of each chunk from each source to each physical expert; the sum is the plan."""
         if self.chunks == 1:
             return plan.tokens_DP.unsqueeze(0)
         return split_evenly(plan.tokens_DP, self.chunks) if self.shares is None else split_by(self.shares, plan)
@@ -190,10 +180,8 @@ UNSPLIT = Chunking(_AT_ONCE, _AT_ONCE)
 
 
 def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
-    """Split into [C, D, P]: for each pair of source and physical expert, chunks differ by at most one token.
-
-    Source and expert determine which chunks get more.
-    """
+    """Split into [C, D, P]: for each source and physical expert, chunk sizes differ by at most one token. The indices
+    of source and expert determine which chunks are larger."""
     sources, physicals = tokens_DP.shape
     numbers = functools.partial(torch.arange, device=tokens_DP.device)
     turn_DP = numbers(sources).unsqueeze(1) + numbers(physicals)
@@ -202,7 +190,7 @@ def split_evenly(tokens_DP: torch.Tensor, chunks: int) -> torch.Tensor:
 
 
 def split_by(shares: Shares, plan: DispatchPlan) -> torch.Tensor:
-    """Split into [C, D, P] by shares, rounded so that no token is lost; the last chunk takes what they do not cover."""
+    """Split into [C, D, P] by shares, with rounded cumulative sums; the last chunk gets all remaining tokens."""
     shares_CDE = torch.tensor(shares, dtype=torch.float64)
     experts_P = torch.from_numpy(plan.placement.tables.expert_P)
     ends_CDP = (shares_CDE[:, :, experts_P].cumsum(0) * plan.tokens_DP).round().to(torch.int64)

@@ -1,7 +1,7 @@
-"""Chunks of rows to their experts and back, forward and backward, in a given order.
+"""Sends chunks of rows to their experts and back, forward and backward, in a given order.
 
-`ChunkedRoute.dispatch` sends the first chunk, and `SentChunks.compute` returns the function that executes the tasks of
-all chunks. Each exchange starts when its rows are ready, and the order determines where it is waited for. A backward
+`ChunkedRoute.dispatch` sends the first chunk. `SentChunks.compute` returns the function that executes the tasks of all
+chunks. Each exchange starts when its rows are ready; the order determines when to wait for the exchange. A backward
 pass executes the same seven tasks with gradients.
 
 In the shapes, D counts the sources of rows, W the hosts, and S the slots of this rank.
@@ -28,14 +28,15 @@ from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_we
 from megatron_balance.observe.profiler import record_function
 
 Begin = Callable[[Literal["experts", "combine", "experts_backward", "dispatch_backward"]], None]
-"""Called when the named work begins: the computation of the first chunk, or the steps after the last chunk's."""
+"""Called when the named work begins: computation of the first chunk, or the steps after the last chunk's
+computation."""
 
 Combine = Callable[[], torch.Tensor]
-"""Brings the experts' results back; returns each token's sum weighted by its combine probabilities: [T, H]."""
+"""Brings the experts' results back; returns the weighted sum of each token's results: [T, H]."""
 
 
 class Sorting(NamedTuple):
-    """Reorders received rows: a gather for each chunk's rows, and gathers for the combine weights of all rows."""
+    """Reorders received rows: one gather per chunk for its rows, and one gather for the combine weights of all rows."""
 
     to_slots: list[Gather]
     """By source, then slot -> by slot, then source."""
@@ -49,10 +50,10 @@ class Sorting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkedRoute:
-    """Where the rows of one forward pass go, chunk by chunk. A pass that repeats it takes the same route."""
+    """Route of the rows of one forward pass, chunk by chunk. Recomputation takes the same route."""
 
     order: RowOrder
-    """Rows as they are sent: by member of the share, then by chunk, then by physical expert."""
+    """Rows in the order of sending: by member that shares the rows, then by chunk, then by physical expert."""
     cut: RankCut
     chunking: Chunking
     parallel: ParallelDispatch
@@ -60,10 +61,10 @@ class ChunkedRoute:
     sharding: Sharding
     device: torch.device
     copied: list[torch.Tensor]
-    """The rows, if they are copied from their tokens already; the first pass takes them out."""
+    """The rows, if they have been copied from their tokens; the first pass pops them."""
 
     def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks":
-        """Start the first exchange of rows, before autograd sees the pass."""
+        """Start the first exchange of rows, outside of autograd."""
         waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
         _, chunk = self.chunking.forward[0]
         exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.splits[chunk])
@@ -82,14 +83,13 @@ class ChunkedRoute:
         moves = [BlockMove.transposed(received_DS, (1, 0)) for received_DS in received_CDS]
         if chunks > 1:
             moves.append(BlockMove.transposed(received_CDS.transpose(1, 0, 2), (1, 2, 0)))
-        # One copy to the device for all of them
         both = gathers([*moves, *(move.back for move in moves)], self.device)
-        # The weights of a single chunk move as its rows
+        # With a single chunk, weights move like its rows
         return Sorting(both[:chunks], both[len(moves) :][:chunks], both[len(moves) - 1], both[-1])
 
     @functools.cached_property
     def tokens_CS(self) -> torch.Tensor:
-        """In host memory: rows of each chunk for each of this rank's slots."""
+        """[C, S] in host memory: rows of each chunk for each slot of this rank."""
         return torch.from_numpy(self.cut.received_CDS.sum(1))
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class ChunkedRoute:
         return all_gather_rows(self.parallel.groups.tp, rows, self.member_sizes)
 
     def parts(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the rows that this rank sends with each chunk, of those of all members."""
+        """Return this rank's part of all members' rows, by chunk."""
         rows = self.own(rows)
         if len(self.splits) == 1:
             return {0: rows}
@@ -122,7 +122,7 @@ class ChunkedRoute:
         return dict(enumerate(rows.split(sizes)))
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the rows of all chunks, as `send_back` returned them, in the order in which they were sent."""
+        """Restore the order of sending, given all chunks' rows as `send_back` returned them."""
         rows = chunks[0] if len(chunks) == 1 else torch.cat([*chunks])
         if self.parallel.simultaneous is None:
             return self.of_all_members(rows)
@@ -131,25 +131,25 @@ class ChunkedRoute:
 
 
 class SentChunks(NamedTuple):
-    """A pass whose first chunk is on its way to the experts; `tokens_TH` and `probs_TE` get gradients."""
+    """A pass whose first chunk has been sent to the experts; `tokens_TH` and `probs_TE` get gradients."""
 
     route: ChunkedRoute
     tokens_TH: torch.Tensor
     probs_TE: torch.Tensor
     waiting: dict[int, torch.Tensor]
-    """Rows of chunks that have not been sent; `execute` takes them out, so that they last no longer than needed."""
+    """Rows of chunks that have not been sent; `execute` pops them to free their memory early."""
     exchanges: dict[int, Exchange]
-    """Exchanges in progress, by chunk; `execute` takes them out, too."""
+    """Exchanges in progress, by chunk; `execute` pops them."""
 
     def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
-        """Let `experts` compute the rows, chunk by chunk, while the result executes the order; differentiable."""
+        """Return a differentiable function that executes the order, and returns each token's weighted sum."""
         with_graph = torch.is_grad_enabled()
         tokens = self.tokens_TH, self.probs_TE
         return functools.partial(_Mixture.apply, *tokens, self, experts, begin, with_graph, *experts.weights)
 
 
 class ChunkTasks(ABC):
-    """The tasks of each chunk in one direction; `execute` puts them in order."""
+    """Tasks of each chunk in one direction; `execute` calls them in order."""
 
     spans: tuple[str, str]
     """Profiler spans of the exchanges to the experts and back."""
@@ -168,12 +168,12 @@ class ChunkTasks(ABC):
         """Return the experts' results for the rows that arrived."""
 
     def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        """Start sending results to the sources of their rows, or (SAA) to all members that share the rows."""
+        """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
         sharding = self.route.parallel.simultaneous or self.route.sharding
         return sharding.collect(self.back, rows, self.route.splits[chunk])
 
     def finish(self) -> None:  # noqa: B027
-        """Do what no rank waits for; called when the results of all chunks are on their way."""
+        """Do the work that no rank waits for; called when the results of all chunks have been sent."""
 
 
 def execute(
@@ -182,13 +182,12 @@ def execute(
     tasks: ChunkTasks,
     exchanges: dict[int, Exchange] | None = None,
 ) -> list[torch.Tensor]:
-    """Send every chunk's rows to their experts, through the computation and back, in the given order.
+    """Send each chunk's rows to their experts, compute them, and send the results back, in the given order.
 
     Args:
         order: the computing tasks; the same on every rank.
-        rows: the rows that this rank sends, by chunk; taken out, so that they last no longer than their exchange.
+        rows: the rows that this rank sends, by chunk; popped, so that their memory is freed after their exchange.
         exchanges: exchanges of other chunks' rows that have started already, by chunk.
-
     Returns:
         [C] the results, in the order of the rows that this rank sent.
     """
@@ -227,14 +226,14 @@ class _Forward(ChunkTasks):
         self.with_graph = with_graph
         self.gradients = experts.gradients(route.tokens_CS.shape[1])
         self.graphs: dict[int, ExpertGraph | None] = {}
-        """By chunk that has been computed; None without gradients."""
+        """By computed chunk; None without gradients."""
         self._probs: Sequence[torch.Tensor] = ()
-        """Combine weights of each chunk's rows, once they have arrived."""
+        """Combine weights of each chunk's rows, after they have arrived."""
 
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         route = self.route
         sorting = route.sorting
-        # `begin` recognizes recomputation by whether gradients are enabled
+        # `begin` distinguishes a pass from its recomputation by `torch.is_grad_enabled()`
         with record_function("experts"), torch.set_grad_enabled(self.with_graph):
             if not self.graphs:
                 probs_R = sorting.weights_to_slots(self.weights.wait())
@@ -253,7 +252,7 @@ class _Backward(ChunkTasks):
     spans = ("combine backward", "dispatch backward")
 
     weights: Exchange
-    """The gradients of the combine weights on their way back, once all chunks are computed."""
+    """Exchange of the combine weights' gradients; set when all chunks are computed."""
 
     def __init__(
         self, route: ChunkedRoute, graphs: dict[int, ExpertGraph], gradients: ExpertGradients, begin: Begin
@@ -287,10 +286,8 @@ class _Backward(ChunkTasks):
 
 
 class _Mixture(torch.autograd.Function):
-    """Autograd sees one operation; inside it, the experts have one graph for each chunk.
-
-    So the chunking determines the order of a backward pass, and autograd gets one gradient for each weight.
-    """
+    """The whole mixture as one operation of autograd; each chunk has an inner graph for its experts. So the chunking
+    determines the order of a backward pass, and autograd gets one gradient for each weight."""
 
     @staticmethod
     def forward(
@@ -304,11 +301,11 @@ class _Mixture(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         route = sent.route
-        # Weights of all chunks go at once, so that each host gets one message, and not before the first rows
+        # Send the weights of all chunks together, one message per host, after the first rows
         with record_function("dispatch"):
             probs_R = route.cut.weights_to_hosts(route.own(gather_weights(probs_TE, route.order)))
             probs = route.sharding.spread(route.exchange.probs, probs_R, route.all_splits_DW)
-            # Queue the rest of the order while the rows travel
+            # Queue the rest of the order while the rows are in flight
             _ = route.order.rest
         tasks = _Forward(route, probs, experts, begin, with_graph)
         results = execute(route.chunking.forward, sent.waiting, tasks, sent.exchanges)
