@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.checkpoint import checkpoints as saving
 from megatron_balance.checkpoint import manifest, writer
 from megatron_balance.checkpoint.checkpoints import CheckpointError
 from megatron_balance.checkpoint.directory import CheckpointDirectory
