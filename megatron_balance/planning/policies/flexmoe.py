@@ -275,24 +275,15 @@ def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
 
 def _expansions(state: Hosting, expert: int, slowest: int, rank_R: np.ndarray) -> np.ndarray:
     """Return [A, D]: vExperts that an expert may gain, on one or many of the ranks with room (the lightest first)."""
-    network = state.layer.cost.network
     ranks = len(state.sent_D)
-    near_R = rank_R[network.node_D[rank_R] == network.node_D[state.layer.owner_E[expert]]]
-    (one_AD, many_AD), (near_one_AD, near_many_AD) = (_groups(each_R, ranks) for each_R in (rank_R, near_R))
-    groups = [one_AD, many_AD, near_many_AD, near_one_AD[: len(near_one_AD) if len(near_R) < len(rank_R) else 0]]
+    place_D = np.full(ranks, ranks)
+    place_D[rank_R] = np.arange(len(rank_R))
+    one_A = np.arange(min(CANDIDATES, len(rank_R)))
+    many_A = np.array([count for count in sorted({*GROUPS, len(rank_R)}) if 1 < count <= len(rank_R)], dtype=np.int64)
+    groups = [1 * (place_D == one_A[:, None]), 1 * (place_D < many_A[:, None])]
     if state.shares_ED[expert].sum() > 1:
         groups.append(gaining(np.array([slowest]), -1, ranks))
     return np.concatenate(groups)
-
-
-def _groups(rank_R: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return [A, D] int64: each of the first few ranks, and the first two or more of them."""
-    place_D = np.full(num_ranks, num_ranks)
-    many = sorted({*GROUPS, len(rank_R)})
-    place_D[rank_R] = np.arange(len(rank_R))
-    one = np.arange(min(CANDIDATES, len(rank_R)))[:, None]
-    many_counts = np.array([count for count in many if 1 < count <= len(rank_R)], dtype=np.int64)[:, None]
-    return 1 * (place_D == one), 1 * (place_D < many_counts)
 
 
 def _smallest(

@@ -20,9 +20,6 @@ RELIEVED = 0.9
 FINALISTS = 2
 """Number of plans on few ranks that are timed with all messages."""
 
-UNSURE = 0.15
-"""Share by which the search may underestimate the time of a plan."""
-
 FEW_RANKS = 32
 """Number of ranks up to which there is time to time all messages."""
 
@@ -66,15 +63,12 @@ class ProProphet(Policy):
         heaviest = float((plain.tokens_BD.sum(0) / cost.rate_D).max()) / plain.layer.mean
         searches = [*leveled(plain, plain.free_slots_D, (*TARGETS, RELIEVED * heaviest)), _everywhere(plain)]
         found = fastest(plain, searches, self.min_gain, FINALISTS)
-        limit = plain.seconds
         if current.num_ranks > FEW_RANKS:
             found = found[:1]
-            if found and found[0].at_most < limit:
+            if found and found[0].at_most < plain.seconds:
                 return _placement(found[0])
         # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
-        promising = min(limit, found[0].seconds * (1 + UNSURE)) if found else limit
-        placements = [_placement(each) for each in found if each.seconds < promising]
-        return min([alone, *placements], key=lambda placement: cost.layer_seconds(counts, placement))
+        return min([alone, *map(_placement, found)], key=lambda placement: cost.layer_seconds(counts, placement))
 
     def _is_balanced(self, plain: Hosting) -> bool:
         """Return whether Eq. 7 holds in every microbatch; equal loads are always balanced."""
