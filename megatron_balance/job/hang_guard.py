@@ -195,7 +195,7 @@ class HangGuard:
     def _count_idle(self, stepped: bool, seconds: float) -> None:
         """Add to this rank's idle time. The first iteration does not count, because it compiles kernels.
 
-        `seconds` is the time since the last call. It is capped, because it includes the time of a suspension of the job.
+        `seconds` is the time since the last call. It is capped, because it includes suspensions of the job.
         """
         position = self._position
         within = position.phase in STEPPING
