@@ -9,11 +9,11 @@ Words
     guest             a replica of an expert on a rank that is not its owner
     slot              room for one expert's weights on a rank: a home slot for an owned expert, a guest slot for a guest
     physical expert   a (rank, slot) pair
-     Placement         the owner and the hosts of each expert of one layer; a policy chooses the next Placement
+    Placement         the owner and the hosts of each expert of one layer; a policy chooses the next Placement
     Plan              the decision about the next Placement
     Trans, Agg        weights from owners to guests; gradients from guests to owners
     Transfer          an expert changes its owner: its parameters and optimizer state move
-     load matrix       tokens from each source rank to each expert; a Placement turns it into a DispatchPlan
+    load matrix       tokens from each source rank to each expert; a Placement turns it into a DispatchPlan
 
 Rooms
 

@@ -307,7 +307,7 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
     """Read the cluster that a flag names, and check that its nodes have room for the job.
 
     Raises:
-      ValueError: the file cannot be read, or the job needs more GPUs than the cluster has; the error names the flag.
+        ValueError: the file cannot be read, or the job needs more GPUs than the cluster has; the error names the flag.
     """
     try:
         cluster = read(Path(path))
@@ -332,7 +332,7 @@ def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) ->
     """Return a sentence about the GPU memory that the largest stage leaves; `flag` is the flag that named the cluster.
 
     Raises:
-      ValueError: a stage needs more than a GPU has; the error names the stage's largest use and how to reduce it.
+        ValueError: a stage needs more than a GPU has; the error names the stage's largest use and how to reduce it.
     """
     memory = cluster.memory
     if memory is None:

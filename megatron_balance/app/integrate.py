@@ -76,13 +76,13 @@ class Balancing:
     """The checked flags of one run, and the wiring built from them.
 
     Args:
-      args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
-        `micro_batch_size`, and may have Megatron-LM's other flags.
-      transformer: the model's configuration.
-      groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state` at first use.
+        args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
+            `micro_batch_size`, and may have Megatron-LM's other flags.
+        transformer: the model's configuration.
+        groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state` at first use.
 
     Raises:
-      ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
+        ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
     """
 
     def __init__(

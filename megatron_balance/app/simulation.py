@@ -60,7 +60,7 @@ def simulated_job(
     `plan_seconds`: see `SimulatedJob`.
 
     Raises:
-      ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
+        ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
     """
     _check(config)
     topology = target.topology

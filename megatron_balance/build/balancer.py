@@ -54,12 +54,12 @@ def build_balancer(
     balancer aggregates the gradients of guests before it.
 
     Args:
-      optimizer: its state moves with experts that change their owners; None: no expert changes its owner.
-      microbatches: returns the number of microbatches of the iteration in progress.
-      policy: the result of an earlier `start_policy` for the flags; None: start it now.
+        optimizer: its state moves with experts that change their owners; None: no expert changes its owner.
+        microbatches: returns the number of microbatches of the iteration in progress.
+        policy: the result of an earlier `start_policy` for the flags; None: start it now.
 
     Raises:
-      ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
+        ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
     """
     config = wiring.config
     groups = wiring.groups

@@ -72,12 +72,12 @@ def build_run(
     """Build one training run in an initialized job; every rank calls it.
 
     Args:
-      with_data: whether to build the data; a run without data cannot train.
-      tokenizer: the flags' tokenizer if it exists already.
-      policy: the flags' policy if it has been started already.
+        with_data: whether to build the data; a run without data cannot train.
+        tokenizer: the flags' tokenizer if it exists already.
+        policy: the flags' policy if it has been started already.
 
     Raises:
-      ValueError: some settings cannot be built; raised on every rank.
+        ValueError: some settings cannot be built; raised on every rank.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)

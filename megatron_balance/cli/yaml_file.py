@@ -25,7 +25,7 @@ def read_flags(path: str, parser: Parser) -> list[str]:
     whose name has no meaning, and its value is a mapping of flags.
 
     Raises:
-      ValueError: the file contains anything else; the error names the file, the key and the remedy.
+        ValueError: the file contains anything else; the error names the file, the key and the remedy.
     """
     root = read_yaml(path, "--yaml-cfg")
     try:

@@ -65,11 +65,11 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
     """Return once all ranks have joined with the same facts. Every rank calls it.
 
     Args:
-      timeout_minutes: time after which a rank that has not joined counts as missing.
-      where: the store's address, for messages.
+        timeout_minutes: time after which a rank that has not joined counts as missing.
+        where: the store's address, for messages.
 
     Raises:
-      ValueError: ranks differ, are missing or exist twice, or the store is gone. All present ranks raise the same.
+        ValueError: ranks differ, are missing or exist twice, or the store is gone. All present ranks raise the same.
     """
     deadline = time.monotonic() + timeout_minutes * 60
     try:
@@ -186,8 +186,8 @@ def difference(reference: Facts, others: Differing, world_size: int) -> str:
     """Return a sentence with the facts that differ between ranks, and their values by rank.
 
     Args:
-      reference: rank 0's facts.
-      others: differing facts of at least one rank; for all others, `reference` holds.
+        reference: rank 0's facts.
+        others: differing facts of at least one rank; for all others, `reference` holds.
     """
     differing = {name for own in others.values() for name in own}
     # Most informative first, like the reference

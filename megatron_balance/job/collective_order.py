@@ -18,14 +18,14 @@ class RecordedOperation(NamedTuple):
     """One operation on a channel, as one rank entered it.
 
     Attributes:
-      verb: kind of the operation, for example `all-gathers`.
-      sizes: elements of each tensor whose size must be equal on all ranks.
-      detail: another property that must be equal, for example `bucket 2` or a message's tag; may be empty.
-      caller: function that called torch: `start_param_sync (param_and_grad_buffer.py)`.
-      ours: function and line of this package that led to the call; may be empty.
-      sent, received: elements or rows for each member, in an exchange whose sizes differ by member.
-      time: Unix time in seconds at which the rank entered the operation.
-      number: number of the operation in its channel, from 1.
+        verb: kind of the operation, for example `all-gathers`.
+        sizes: elements of each tensor whose size must be equal on all ranks.
+        detail: another property that must be equal, for example `bucket 2` or a message's tag; may be empty.
+        caller: function that called torch: `start_param_sync (param_and_grad_buffer.py)`.
+        ours: function and line of this package that led to the call; may be empty.
+        sent, received: elements or rows for each member, in an exchange whose sizes differ by member.
+        time: Unix time in seconds at which the rank entered the operation.
+        number: number of the operation in its channel, from 1.
     """
 
     verb: str
@@ -49,9 +49,9 @@ class Channel(NamedTuple):
     """A sequence of operations with one order: a group's collectives, or its messages from one rank to another.
 
     Attributes:
-      name: for people, such as `expert-data-parallel` or `tensor-parallel, 0 -> 1`.
-      ranks: global ranks that enter the operations, in the group's order.
-      operations: the latest operations, with ascending numbers.
+        name: for people, such as `expert-data-parallel` or `tensor-parallel, 0 -> 1`.
+        ranks: global ranks that enter the operations, in the group's order.
+        operations: the latest operations, with ascending numbers.
     """
 
     name: str

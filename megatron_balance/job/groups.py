@@ -38,7 +38,7 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
     """Return the number of ranks of an expert-parallel group on each node: the group's rank i is on its node i // size.
 
     Raises:
-      ValueError: the nodes divide the groups into unequal parts.
+        ValueError: the nodes divide the groups into unequal parts.
     """
     # megatron-core numbers expert-tensor-parallel ranks first and expert-parallel ranks next
     block = expert_parallel * expert_tensor_parallel
@@ -134,7 +134,7 @@ def new_sub_groups(
     is in, which differs between pipeline stages.) `job` is the default process group.
 
     Args:
-      timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
+        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
     """
     everyone = tuple(range(ep_group.size()))
     shapes = sorted(set(wanted) - {everyone})

@@ -84,10 +84,10 @@ class HangGuard:
         """Prepare the guard; it starts with the `with` block.
 
         Args:
-          store: the job's key-value store; the guard opens its own connection.
-          limit: seconds that a rank may wait in one place before the job counts as stalled.
-          store_rank: the rank whose process holds the store; None if the launcher holds it.
-          collectives: the recorder of this rank's operations.
+            store: the job's key-value store; the guard opens its own connection.
+            limit: seconds that a rank may wait in one place before the job counts as stalled.
+            store_rank: the rank whose process holds the store; None if the launcher holds it.
+            collectives: the recorder of this rank's operations.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank = rank

@@ -45,9 +45,9 @@ def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Pat
     """Raise ValueError if workers lack the shared memory through which they pass batches.
 
     Args:
-      workers: `--num-workers` of each process.
-      batch_bytes: bytes of a microbatch; a worker prepares two.
-      processes: number of processes on this node.
+        workers: `--num-workers` of each process.
+        batch_bytes: bytes of a microbatch; a worker prepares two.
+        processes: number of processes on this node.
     """
     if not workers or not directory.is_dir():
         return

@@ -48,9 +48,9 @@ class Report(NamedTuple):
     """A rank's report about itself after an alarm.
 
     Attributes:
-      place: name of the collective, the code or the exception.
-      idle: seconds since the main thread's last progress.
-      time: Unix time of the report in seconds.
+        place: name of the collective, the code or the exception.
+        idle: seconds since the main thread's last progress.
+        time: Unix time of the report in seconds.
     """
 
     iteration: int
@@ -89,10 +89,10 @@ def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | N
     something other than communication for more than half of `limit`; ranks that are an iteration behind.
 
     Args:
-      reports: every rank's report; None if it gave none in time.
-      heartbeats: every rank's last heartbeat; None if it never gave one.
-      now: Unix time in seconds.
-      limit: seconds after which a wait counts as a stall.
+        reports: every rank's report; None if it gave none in time.
+        heartbeats: every rank's last heartbeat; None if it never gave one.
+        now: Unix time in seconds.
+        limit: seconds after which a wait counts as a stall.
     """
     present = {rank: report for rank, report in enumerate(reports) if report is not None}
     failed = [rank for rank in present if present[rank].is_failure]

@@ -86,16 +86,16 @@ def measure(
     All expert-parallel groups measure at the same time, because they communicate at the same time in training.
 
     Args:
-      job: the default process group, whose ranks must create all sub-groups together.
-      node_size, passes, dtype, shares, codecs: as in GroupBench.
-      tokens: at least four numbers of tokens per rank to time the passes with.
-      device: device of the messages.
-      sizes_bytes: at least four sizes of messages.
-      repeats: number of measurements in each pass; their `middle` counts.
-      log: receives a line per collective; None on ranks that do not log.
+        job: the default process group, whose ranks must create all sub-groups together.
+        node_size, passes, dtype, shares, codecs: as in GroupBench.
+        tokens: at least four numbers of tokens per rank to time the passes with.
+        device: device of the messages.
+        sizes_bytes: at least four sizes of messages.
+        repeats: number of measurements in each pass; their `middle` counts.
+        log: receives a line per collective; None on ranks that do not log.
 
     Raises:
-      ValueError: there is nothing to measure, or there are too few sizes; raised on every rank.
+        ValueError: there is nothing to measure, or there are too few sizes; raised on every rank.
     """
     num_ranks = ep_group.size()
     if num_ranks < 2:
@@ -157,7 +157,7 @@ def fit_profile(
     """Return the profile of the cluster that `bench` times: `fit` lines over bytes, and over tokens for experts.
 
     Raises:
-      ValueError: there are too few sizes or numbers of tokens for a line.
+        ValueError: there are too few sizes or numbers of tokens for a line.
     """
     coding = [functools.partial(bench.code, name, tokens) for name in bench.codecs]
     communication = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
@@ -302,12 +302,12 @@ def measure_parallel(
     """Measure the inputs of Parm's Algorithm 1; every rank of the job calls it and gets the first rank's result.
 
     Args:
-      stopwatch: the stopwatch of all shards of all hosts.
-      mp, esp: see ParallelLines.
-      calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
-      ranges: line -> fewest and most bytes to predict. A line through sizes of all magnitudes would be too coarse to
-        compare schedules that hardly differ.
-      log: receives a line of text per measured line; None on ranks that do not log.
+        stopwatch: the stopwatch of all shards of all hosts.
+        mp, esp: see ParallelLines.
+        calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
+        ranges: line -> fewest and most bytes to predict. A line through sizes of all magnitudes would be too coarse to
+            compare schedules that hardly differ.
+        log: receives a line of text per measured line; None on ranks that do not log.
     """
 
     def measure_lines() -> ParallelLines:

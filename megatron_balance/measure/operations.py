@@ -186,9 +186,9 @@ def schedule_call(
     """Return the operation whose time a line of ParallelLines predicts, on about `num_bytes` bytes.
 
     Args:
-      dispatch: megatron's for `gathered`; s1's or s2's for `all_to_all`; s2's with a group for simultaneous exchanges
-        for the lines of tensor-parallel ranks.
-      line: a name in ParallelLines.
+        dispatch: megatron's for `gathered`; s1's or s2's for `all_to_all`; s2's with a group for simultaneous exchanges
+            for the lines of tensor-parallel ranks.
+        line: a name in ParallelLines.
     """
     groups = dispatch.groups
     if line == "all_gather":

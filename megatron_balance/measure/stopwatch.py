@@ -144,8 +144,9 @@ class GroupBench:
         """Return the seconds of an operation among `members` for each amount.
 
         Args:
-          operation: a collective or one of `all_to_alls`, with bytes as in `ClusterProfile.links`; `trans` or `agg`, with
-            loads; `messages`, with numbers of small messages that each member sends and receives in a batch.
+            operation: a collective or one of `all_to_alls`, with bytes as in `ClusterProfile.links`; `trans` or `agg`,
+            with
+                loads; `messages`, with numbers of small messages that each member sends and receives in a batch.
         """
         calls: list[Call] = [idle] * len(amounts)
         if members in self.groups:

@@ -38,7 +38,7 @@ class CalibrationLog:
     An existing file keeps its iterations before `first_iteration`, where the run starts or resumes.
 
     Raises:
-      ValueError: the directory cannot be written to.
+        ValueError: the directory cannot be written to.
     """
 
     def __init__(self, directory: Path, job: Job, first_iteration: int) -> None:
@@ -95,7 +95,7 @@ def read_record(path: str, job: Job) -> CalibrationRecord:
     """Read a file of CalibrationLog.
 
     Raises:
-      ValueError: it cannot be read, is damaged, or is from a run with other numbers of ranks or layers.
+        ValueError: it cannot be read, is damaged, or is from a run with other numbers of ranks or layers.
     """
     flag = f"--balance-calibrate {path}"
     header, *lines = read_text(path, MAX_BYTES, "--balance-calibrate").splitlines() or [""]

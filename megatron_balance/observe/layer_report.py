@@ -69,9 +69,9 @@ def layer_report(
     """Return the report of an iteration that the device has finished, compared with the `initial` placement.
 
     Args:
-      plain: the cost model without calibration, which chose the routes of Trans.
-      calibrated: the cost model with `factors`, for the iteration's number of microbatches.
-      rank: this rank in the expert-parallel group.
+        plain: the cost model without calibration, which chose the routes of Trans.
+        calibrated: the cost model with `factors`, for the iteration's number of microbatches.
+        rank: this rank in the expert-parallel group.
     """
     sums = last.sporadic(plain)
     all_BDE = last.counts_BDE

@@ -27,13 +27,14 @@ class LoadLog:
     """Collects load matrices and writes them, one file at every `flush`.
 
     Args:
-      directory: created if it does not exist.
-      rank: rank of this process in the whole job.
-      first_iteration: iteration where the run starts or resumes. This rank's files from this iteration on are removed,
-        because their iterations will be repeated.
+        directory: created if it does not exist.
+        rank: rank of this process in the whole job.
+        first_iteration: iteration where the run starts or resumes. This rank's files from this iteration on are
+        removed,
+            because their iterations will be repeated.
 
     Raises:
-      ValueError: the directory cannot be written to.
+        ValueError: the directory cannot be written to.
     """
 
     def __init__(self, directory: Path, rank: int, first_iteration: int = 0) -> None:
@@ -109,7 +110,7 @@ def read_loads(directory: Path) -> dict[int, LoggedLoads]:
     Iterations that a resumed run repeated are those of the resumed run.
 
     Raises:
-      ValueError: there are no files, or one of them is not from `LoadLog`; the error names the path.
+        ValueError: there are no files, or one of them is not from `LoadLog`; the error names the path.
     """
     files = sorted(_files(directory)) if directory.is_dir() else []
     if not files:

@@ -78,7 +78,7 @@ class AppendedFile:
         `belongs` receives a line and whether it is the first one.
 
         Raises:
-          ValueError: the file cannot be written to.
+            ValueError: the file cannot be written to.
         """
         size = 0
         with writable(flag):

@@ -19,10 +19,10 @@ class ProgressLog:
     """Appends lines to `directory`/progress.txt in Megatron's form, beginning with this job's start, on one rank.
 
     Args:
-      samples: number of samples that earlier jobs of the run have consumed.
-      flops_per_sample: floating-point operations of a sample, forward and backward.
-      tokens_per_sample: `--seq-length`.
-      world_size: number of ranks, among which operations are divided.
+        samples: number of samples that earlier jobs of the run have consumed.
+        flops_per_sample: floating-point operations of a sample, forward and backward.
+        tokens_per_sample: `--seq-length`.
+        world_size: number of ranks, among which operations are divided.
     """
 
     def __init__(

@@ -90,11 +90,11 @@ class RoutingTrace:
     As in Megatron-LM, a call that dropped tokens is not recorded, because the format cannot represent it.
 
     Args:
-      step: returns the iteration in progress, from 0.
-      first_step: step where the run starts or resumes; an existing trace keeps its earlier steps.
+        step: returns the iteration in progress, from 0.
+        first_step: step where the run starts or resumes; an existing trace keeps its earlier steps.
 
     Raises:
-      ValueError: the directory cannot be written to.
+        ValueError: the directory cannot be written to.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Scalars:
     `queue_size` is the number of events kept in memory before they are written.
 
     Raises:
-      ValueError: the directory cannot be written to.
+        ValueError: the directory cannot be written to.
     """
 
     def __init__(self, directory: Path, queue_size: int) -> None:

@@ -70,7 +70,7 @@ class Timeline:
     `rank` is this process's rank in the whole job; `iterations` is the number of iterations to keep.
 
     Raises:
-      ValueError: the directory cannot be written to.
+        ValueError: the directory cannot be written to.
     """
 
     def __init__(self, directory: Path, rank: int, iterations: int = 10) -> None:
@@ -166,7 +166,7 @@ def load_timeline(path: Path) -> list[TraceEvent]:
     """Read the spans of a file, or of several merged files, thread by thread.
 
     Raises:
-      ValueError: the file is not from `Timeline`; the error names the path.
+        ValueError: the file is not from `Timeline`; the error names the path.
     """
     content = read_object(path, MAX_BYTES)
     try:

@@ -11,12 +11,12 @@ class WandbRun:
     """A run in Weights & Biases; wandb sends its numbers from a separate process.
 
     Args:
-      directory: for wandb's local files; created if missing.
-      name: of the run; None: wandb chooses one.
-      settings: shown as the run's configuration.
+        directory: for wandb's local files; created if missing.
+        name: of the run; None: wandb chooses one.
+        settings: shown as the run's configuration.
 
     Raises:
-      ValueError: wandb cannot start a run.
+        ValueError: wandb cannot start a run.
     """
 
     def __init__(

@@ -244,11 +244,11 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     of all expert-parallel groups that leave the node; a message uses at most one adapter.
 
     Args:
-      hidden, ffn: width of the model, and inner width of a rank's part of one expert.
-      dtype_bytes: size of the numbers that experts compute with and send.
+        hidden, ffn: width of the model, and inner width of a rank's part of one expert.
+        dtype_bytes: size of the numbers that experts compute with and send.
 
     Raises:
-      ValueError: the job is larger than the cluster, or the file lacks a required number.
+        ValueError: the job is larger than the cluster, or the file lacks a required number.
     """
     nodes = -(-ranks.num_ranks // ranks.node_size)
     if ranks.ranks_per_node > cluster.gpus_per_node.value:

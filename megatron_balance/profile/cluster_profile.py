@@ -199,8 +199,8 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
     fast with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
 
     Args:
-      hidden, ffn: width of the model, and inner width of one expert.
-      dtype_bytes: size of the numbers that experts compute with.
+        hidden, ffn: width of the model, and inner width of one expert.
+        dtype_bytes: size of the numbers that experts compute with.
     """
     flops = 200e12 if dtype_bytes <= 2 else 100e12
     per_token = 4 * hidden * ffn / flops
@@ -243,9 +243,9 @@ def from_links(
     all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves its node.
 
     Args:
-      near, far: a message within a node, and between nodes while no other rank of the node sends.
-      shared: a message between nodes while all ranks of the node send.
-      host: host seconds to launch a batch of Trans or Agg, by its messages; they count if they exceed the links'.
+        near, far: a message within a node, and between nodes while no other rank of the node sends.
+        shared: a message between nodes while all ranks of the node send.
+        host: host seconds to launch a batch of Trans or Agg, by its messages; they count if they exceed the links'.
     """
     far, shared = (far, shared) if num_ranks > node_size else (near, near)
     crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0

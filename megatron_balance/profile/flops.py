@@ -14,8 +14,8 @@ def non_expert_seconds(
     underestimated.
 
     Args:
-      tokens: tokens of one microbatch, on all ranks that share its attention.
-      dense_layers: number of dense layers between this block's MoE layer and the next one.
+        tokens: tokens of one microbatch, on all ranks that share its attention.
+        dense_layers: number of dense layers between this block's MoE layer and the next one.
     """
     assert config.moe_ffn_hidden_size is not None and config.ffn_hidden_size is not None
     shared = config.moe_shared_expert_intermediate_size or 0

@@ -303,7 +303,7 @@ def speeds(use_CN: np.ndarray) -> np.ndarray:
     their speed, and the others continue to grow, up to 1.
 
     Args:
-      use_CN: share of each resource that a collective uses at speed 1; 1 for its busiest resource.
+        use_CN: share of each resource that a collective uses at speed 1; 1 for its busiest resource.
     """
     speed_C = np.zeros(len(use_CN))
     grows_C = np.ones(len(use_CN), dtype=bool)

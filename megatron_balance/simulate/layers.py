@@ -57,7 +57,7 @@ class RowExchange:
         return TokenStep.EP_ESP_ALL_TO_ALL in self.steps
 
     def repeated(self, counts_BHE: np.ndarray) -> np.ndarray:
-        """Return the rows that hosts send, given those of their own tokens, including copies unless the schedule splits."""
+        """Return the rows that hosts send, given those of their own tokens: with copies, unless the schedule splits."""
         if TokenStep.MP_SPLIT in self.steps or self.copies == 1:
             return counts_BHE
         together = max(1, self.copies // self.shards)

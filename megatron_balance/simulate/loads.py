@@ -111,11 +111,11 @@ def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int,
     """Return the popularity in a recorded run; iterations and layers beyond the recorded ones start over.
 
     Args:
-      first: index of the recorded iteration to begin with; negative: from the end.
-      counts: MoE layer -> [B, D, E] as in `observe.load_log.LoggedLoads`.
+        first: index of the recorded iteration to begin with; negative: from the end.
+        counts: MoE layer -> [B, D, E] as in `observe.load_log.LoggedLoads`.
 
     Raises:
-      ValueError: the run had another number of experts.
+        ValueError: the run had another number of experts.
     """
     layers = [counts[layer] for layer in sorted(counts)]
     if layers[0].shape[2] != num_experts:

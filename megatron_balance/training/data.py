@@ -50,7 +50,7 @@ def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, w
     """Round up the vocabulary size so that every tensor-parallel rank gets an equal, aligned part.
 
     Raises:
-      ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
+        ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
     """
     if wanted is not None:
         if wanted < size or wanted % tensor_parallel_size:
@@ -278,7 +278,7 @@ def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None
     """Check before the copy to the device that a microbatch's token ids are in the vocabulary.
 
     Raises:
-      ValueError: a token id is outside the vocabulary; the error names the file.
+        ValueError: a token id is outside the vocabulary; the error names the file.
     """
     for tokens in (batch["tokens"], batch["labels"]):
         low, high = torch.aminmax(tokens)

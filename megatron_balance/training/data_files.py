@@ -44,7 +44,7 @@ def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
     """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
 
     Raises:
-      ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
+        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
     """
     try:
         weights = [float(weight) for weight in paths[0::2]]
@@ -74,11 +74,11 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
     Args:
-      vocabulary: number of token ids.
-      reads: whether this rank reads samples; otherwise, only the flags are checked.
+        vocabulary: number of token ids.
+        reads: whether this rank reads samples; otherwise, only the flags are checked.
 
     Raises:
-      ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
+        ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
     """
     data = config.data
     length = config.model.seq_length
@@ -148,7 +148,7 @@ class Index(NamedTuple):
         """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK at a time.
 
         Yields:
-          index of the first number, and the numbers, int64.
+            index of the first number, and the numbers, int64.
         """
         starts_at = _HEADER.size + 4 * self.sequences
         dtype, offset, total = {
@@ -169,7 +169,7 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
     Otherwise, only headers and file sizes are compared.
 
     Raises:
-      ValueError: a file is wrong; the error names the file, the problem and the remedy.
+        ValueError: a file is wrong; the error names the file, the problem and the remedy.
     """
     indices = {}
     for prefix in dict.fromkeys(prefixes):

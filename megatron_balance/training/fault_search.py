@@ -74,9 +74,9 @@ def explain(
     """Describe the source of a bad iteration in at most ten lines, equal on every rank; every rank calls this.
 
     Args:
-      reports: this rank's losses; empty except on the last pipeline stage.
-      gradients: all of this rank's buckets that were reduced in the iteration.
-      repeat: repeats the iteration's forward pass with the same microbatches and random numbers.
+        reports: this rank's losses; empty except on the last pipeline stage.
+        gradients: all of this rank's buckets that were reduced in the iteration.
+        repeat: repeats the iteration's forward pass with the same microbatches and random numbers.
     """
     unwrapped: Any = unwrap_model([*model])
     chunks = [SearchedChunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]

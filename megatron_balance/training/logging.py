@@ -49,7 +49,7 @@ class RunLog:
     At its end, the `with` block closes the writers (TensorBoard, Weights & Biases), also if the run fails.
 
     Raises:
-      ValueError: a writer cannot be started; raised on the last rank.
+        ValueError: a writer cannot be started; raised on the last rank.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:

@@ -90,8 +90,8 @@ def train(
     """Train from `run.progress` until the end of the run, or until `stopping` returns a reason to stop.
 
     Args:
-      save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
-      after_step: called after every iteration, with a report that may lack numbers that the device has not finished.
+        save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
+        after_step: called after every iteration, with a report that may lack numbers that the device has not finished.
     """
     settings = run.config.train
     progress = run.progress

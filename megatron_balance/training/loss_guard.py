@@ -92,8 +92,8 @@ class LossGuard:
         Restores expert biases; the states of random number generators do not change.
 
         Args:
-          reports: as for `evidence`.
-          repeat: repeats the forward pass without gradients; it communicates like the first pass.
+            reports: as for `evidence`.
+            repeat: repeats the forward pass without gradients; it communicates like the first pass.
         """
         self.restore_expert_biases()
         again = functools.partial(self._repeat, repeat)
@@ -109,7 +109,7 @@ class LossGuard:
         """Log a bad or spiky iteration.
 
         Raises:
-          PoisonedRun: too many consecutive iterations were bad; raised on every rank, with the source.
+            PoisonedRun: too many consecutive iterations were bad; raised on every rank, with the source.
         """
         if report.fault is not None:
             text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is skipped"

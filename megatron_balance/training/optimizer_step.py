@@ -63,8 +63,8 @@ def step(
     """Step the optimizer; return whether it did, the gradient norm, and the number of zeros in the gradients.
 
     Args:
-      squares: the result of `squared_norms` in this iteration, on the host.
-      zeros: the result of `zeros`, on the host; None: zeros are not counted.
+        squares: the result of `squared_norms` in this iteration, on the host.
+        zeros: the result of `zeros`, on the host; None: zeros are not counted.
     """
     whole: Any = optimizer
     given: dict[str, Any] = {}

@@ -14,7 +14,7 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
     """Build the calculator of the number of microbatches from the number of consumed samples.
 
     Raises:
-      ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
+        ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
     """
     if train.rampup_batch_size is None:
         # rank=1: the calculator would log on rank 0, but the log line shows the batch size anyway
@@ -77,7 +77,7 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
     With a ramp of the batch size, the number of samples is not a multiple of the number of iterations.
 
     Raises:
-      ValueError: `--train-samples` is less than one global batch.
+        ValueError: `--train-samples` is less than one global batch.
     """
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0

@@ -30,7 +30,7 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
     """Build megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
 
     Raises:
-      ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
+        ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
     """
     kind = config.tokenizer_type
     model = config.tokenizer_model

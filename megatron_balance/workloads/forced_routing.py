@@ -166,11 +166,11 @@ def force_routing(
     """Make all routers of `model` choose by the workload: K different experts for each token.
 
     Args:
-      step: returns the iteration in progress, from 0; a resumed run continues with the workload of its iteration.
-      microbatches: returns the number of microbatches per data-parallel rank in the iteration in progress.
+        step: returns the iteration in progress, from 0; a resumed run continues with the workload of its iteration.
+        microbatches: returns the number of microbatches per data-parallel rank in the iteration in progress.
 
     Raises:
-      ValueError: the choices of a router cannot be forced.
+        ValueError: the choices of a router cannot be forced.
     """
     flag = f"--moe-router-force-workload {workload.name}"
     for chunk in model:

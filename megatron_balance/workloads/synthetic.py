@@ -37,12 +37,12 @@ def workload_choices(
     """Return the experts that tokens choose, [T, K] int64, K different experts for each token.
 
     Args:
-      workload: a name in NAMES.
-      tokens: indices of the tokens among all `total_tokens` of the step. W0 to W7 draw all rows up to the last one,
-        so ask for many at once.
+        workload: a name in NAMES.
+        tokens: indices of the tokens among all `total_tokens` of the step. W0 to W7 draw all rows up to the last one,
+            so ask for many at once.
 
     Raises:
-      ValueError: there is no such workload, or there are more choices than experts.
+        ValueError: there is no such workload, or there are more choices than experts.
     """
     if workload not in NAMES:
         raise ValueError(f"--moe-router-force-workload {workload}: choose from {', '.join(NAMES)}")
