@@ -182,7 +182,6 @@ def held(run: Run) -> Held:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' storages, counting each storage once."""
     return sum({storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}.values())
 
 

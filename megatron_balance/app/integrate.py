@@ -274,7 +274,6 @@ def _check(values: Mapping[str, Any]) -> list[str]:
 
 
 def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> RunConfig:
-    """Return the settings in the form that builders take."""
     topology = node_topology(Launch.from_environment(), values["moe_comm_node_size"])
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
     expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)

@@ -153,7 +153,6 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """Return the bytes of `_attention` for multi-latent attention."""
     itemsize = config.params_dtype.itemsize
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -225,10 +224,8 @@ def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
 
 
 def _norm(config: TransformerConfig) -> int:
-    """Return the number of tensors that a norm and the projection after it keep.
-
-    On a CPU, torch's RMSNorm also keeps the input of its scale and, in half precision, a float32 copy to square.
-    """
+    """Return the number of tensors that a norm and the projection after it keep."""
+    # On a CPU, torch's RMSNorm also keeps the input of its scale and, in half precision, a float32 copy to square
     if config.transformer_impl != "local" or config.normalization != "RMSNorm":
         return 2
     return 3 if config.params_dtype.itemsize == 4 else 5

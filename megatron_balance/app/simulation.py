@@ -314,5 +314,4 @@ def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
 
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:
-    """Return the numbers of a model chunk's MoE layers, ascending."""
     return [number_of(module) for module in chunk.modules() if isinstance(module, BalancedMoELayer)]

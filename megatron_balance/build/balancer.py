@@ -128,7 +128,6 @@ def calibrated_job(config: RunConfig) -> Job:
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
-    """Return the policy, ready to plan, and the planner that calls it."""
     name = config.balance.balance_policy
     seconds = config.launch.patience
     policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
@@ -189,7 +188,6 @@ def _layer_state(
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
-    """Return a model chunk's MoE layers by number, ascending."""
     return {number_of(layer): layer for layer in chunk.modules() if isinstance(layer, BalancedMoELayer)}
 
 

@@ -220,7 +220,6 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
 
 
 def _own_layers(specs: Sequence[ModuleSpec], wiring: Wiring) -> list[ModuleSpec]:
-    """Return the specs of transformer layers with this package's parts instead of megatron-core's."""
     layers = [_completed(spec, wiring.config) for spec in specs]
     if wiring.config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, wiring) for spec in layers]

@@ -223,7 +223,6 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the value of every flag that has an effect, as text."""
     written: dict[str, str] = {}
     # Keep the first flag of each field; later ones are shorthands. A flag without an effect is its own destination
     for name, action in reversed({action.dest: action for action in reversed(parser._actions)}.items()):
@@ -235,7 +234,6 @@ def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_config(line: CommandLine) -> RunConfig:
-    """Build the configuration from checked flags."""
     values = vars(line)
     dtype = torch.bfloat16 if line.bf16 else torch.float16 if line.fp16 else torch.float32
     special: dict[str, Any] = {

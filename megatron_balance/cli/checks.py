@@ -215,7 +215,6 @@ def _times_context(line: CommandLine) -> str:
 
 
 def _check_model(line: CommandLine) -> None:
-    """Check the model's shape, its activation and its precision."""
     heads = line.num_attention_heads
     tensor = line.tensor_model_parallel_size
     context = line.context_parallel_size

@@ -134,7 +134,6 @@ def _check_context_parallelism(line: CommandLine) -> None:
 
 
 def _choose_fusions(line: CommandLine) -> None:
-    """Enable each fused kernel only if it is requested and available."""
     machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds a model
     real = machine.cuda and not line.dry_run

@@ -288,7 +288,6 @@ def _token_dispatcher(line: CommandLine) -> str:
 
 
 def _check_exchange(line: CommandLine, gloo: bool) -> None:
-    """Check the all-to-all and the codec."""
     cuda = line.machine.cuda
     name = line.moe_comm_alltoall
     if name != "default":

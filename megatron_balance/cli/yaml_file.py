@@ -58,7 +58,6 @@ def _flags(section: yaml.Node, parser: Parser, seen: dict[str, str]) -> Iterator
 
 
 def _words(key: yaml.ScalarNode, flag: str, value: yaml.Node, nargs: int | str | None) -> list[str]:
-    """Return a flag and its values as words of a command line."""
     if value.tag == NULL:
         return []
     if nargs == 0:
@@ -77,7 +76,6 @@ def _words(key: yaml.ScalarNode, flag: str, value: yaml.Node, nargs: int | str |
 
 
 def _text(key: yaml.ScalarNode, value: yaml.Node) -> str:
-    """Return a scalar as the file spells it."""
     if not isinstance(value, yaml.ScalarNode) or value.tag in (BOOL, NULL):
         raise _error(key, "takes a number or text here; put text such as yes, no, on, off in quotes")
     return value.value

@@ -214,7 +214,6 @@ def _values(name: str, reference: str | None, others: Differing, world_size: int
 
 
 def _listed(parts: Sequence[str], separator: str = ", ") -> str:
-    """Join at most MAX_LISTED parts."""
     more = [f"and {len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED else []
     return separator.join([*parts[:MAX_LISTED], *more])
 

@@ -179,7 +179,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _latest(records: Mapping[int, Recording], ranks: Sequence[int]) -> Iterator[str]:
-    """Describe each rank's last operation, on any channel."""
     for rank in ranks:
         used = [channel for channel in records[rank].values() if channel.operations]
         if used:

@@ -230,7 +230,6 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _buckets(frame: FrameType) -> str:
-    """Name the DDP buckets that a bucket group's method works on."""
     group = frame.f_locals.get("self")
     numbers = [str(bucket.bucket_id) for bucket in getattr(group, "buckets", ())]
     return f"bucket {' and '.join(numbers)}"

@@ -332,7 +332,6 @@ class HangGuard:
         return [parse(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
     def _count_up_to(self, key: str, target: int, seconds: float) -> None:
-        """Wait until the counter reaches `target`, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while self._store.add(key, 0) < target and time.monotonic() < deadline:
             time.sleep(0.1)

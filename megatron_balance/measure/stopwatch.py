@@ -75,7 +75,6 @@ class Stopwatch:
         return found.view(-1, len(calls)).T.cpu().numpy()
 
     def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
-        """Return [repeats, calls] float64: this rank's seconds."""
         for call in calls:
             call()
         seconds = np.zeros((self.repeats, len(calls)))
@@ -145,8 +144,7 @@ class GroupBench:
 
         Args:
             operation: a collective or one of `all_to_alls`, with bytes as in `ClusterProfile.links`; `trans` or `agg`,
-            with
-                loads; `messages`, with numbers of small messages that each member sends and receives in a batch.
+                with loads; `messages`, with numbers of small messages that each member sends and receives in a batch.
         """
         calls: list[Call] = [idle] * len(amounts)
         if members in self.groups:
@@ -170,7 +168,6 @@ class GroupBench:
         return torch.zeros(-(-num_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.stopwatch.device)
 
     def _slots(self, operation: str, load: Load) -> list[list[torch.Tensor]]:
-        """Return the tensors of a load's experts and of as many guests."""
         dtype = torch.float32 if operation == "agg" else self.dtype
         lengths = [max(1, round(share * load.num_bytes / dtype.itemsize)) for share in self.shares]
         new = {"dtype": dtype, "device": self.stopwatch.device}

@@ -29,9 +29,8 @@ class LoadLog:
     Args:
         directory: created if it does not exist.
         rank: rank of this process in the whole job.
-        first_iteration: iteration where the run starts or resumes. This rank's files from this iteration on are
-        removed,
-            because their iterations will be repeated.
+        first_iteration: iteration where the run starts or resumes. This rank's files from
+            there on are removed, because their iterations will be repeated.
 
     Raises:
         ValueError: the directory cannot be written to.

@@ -136,8 +136,6 @@ class Timeline:
 
 
 def _trace_events(rank: int, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
-    """Return one rank's events: names of the process and its threads, then each thread's spans, ascending."""
-
     def metadata(thread: int, kind: str, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args}
 

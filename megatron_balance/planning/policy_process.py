@@ -107,7 +107,6 @@ class PolicyProcess(Policy):
         return text
 
     def _ending(self) -> str:
-        """Wait for the end of the process; return a description of the end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(_LAST_SECONDS)
             if status < 0:

@@ -97,7 +97,7 @@ class History:
 def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float:
     """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong.
 
-    It is half the sum of absolute differences, over the number of actual tokens (0 without tokens), over all microbatches.
+    It is half the sum of absolute differences, over the number of actual tokens (0 without tokens).
     """
     tokens = int(np.sum(actual_BDE))
     wrong_DE = np.abs(np.sum(predicted_BDE, axis=0) - np.sum(actual_BDE, axis=0))

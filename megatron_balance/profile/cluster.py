@@ -293,7 +293,6 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
 
 
 def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
-    """Return the TFLOP/s of each rank's GPU."""
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
     rates = cluster.of_gpus(name)
     if not rates:

@@ -182,7 +182,6 @@ class ClusterProfile:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert named tuples and mappings to objects, and other tuples to arrays."""
     if isinstance(value, Mapping) or hasattr(value, "_asdict"):
         return {name: _as_json(one) for name, one in (value if isinstance(value, Mapping) else value._asdict()).items()}
     return [_as_json(one) for one in value] if isinstance(value, tuple) else value

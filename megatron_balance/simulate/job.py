@@ -155,7 +155,6 @@ class Simulation:
         return works, ends
 
     def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
-        """Return one manager's decisions in an iteration with this load."""
         job = self.job
         manager = self._managers[key]
         observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
@@ -175,7 +174,6 @@ class Simulation:
         return _Decided(placement, transfers, planned, end, changes)
 
     def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[OwnerChange]) -> Work:
-        """Return the work of moving experts to other owners, on all teams at the same time."""
         if not changes:
             return NOTHING
         cost = self._managers[key].cost
@@ -217,6 +215,5 @@ class _Decided(NamedTuple):
 
 
 def _part(manager: Manager, others: tuple[float, float], plan: TransPlan, action: Action) -> TransPlan:
-    """Return the rounds of a Trans, an Agg or a part of one, as `PlacementRounds.of` does."""
     beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
     return rounds_of(action, plan, beside)

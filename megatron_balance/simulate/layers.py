@@ -148,7 +148,6 @@ class LayerModel:
         return [self._direction(traffic_HH, line, *mean) for traffic_HH in traffic_BHH]
 
     def _choice(self, traffic_HH: np.ndarray, line: Throughput) -> tuple[int, Order]:
-        """Return the number and the order of chunks with the shortest time for this traffic."""
         found: list[tuple[float, int, Order]] = []
         for chunks in self.degrees:
             exchange = self._exchange(traffic_HH / chunks)

@@ -132,7 +132,6 @@ class TeamProgram:
             yield from self._collective(f"L{number} TRANSFER", layer.transfer)
 
     def _collective(self, name: str, work: Work) -> Iterator[Command]:
-        """Run a collective of all teams of the stage."""
         if work is not NOTHING:
             key = name, self.stage.number
             yield Start(key, name, work, "reduction", self.stage.teams)
@@ -177,7 +176,6 @@ class TeamProgram:
             yield from self._reduced(block, step.computation.microbatch)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
-        """Start the reduction of a block's gradients if they are complete."""
         if microbatch == self.last_microbatch and block in self.stage.early:
             yield self._shared("reduce", block, self.stage.early[block])
 
@@ -188,7 +186,6 @@ class TeamProgram:
             yield Wait(("late gather", self.stage.number, block))
 
     def _shared(self, name: str, block: int, work: Work) -> Command:
-        """Start a collective of all teams of the stage."""
         label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
         return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
@@ -208,7 +205,6 @@ class TeamProgram:
                 yield from self._begin(second)
 
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
-        """Yield the commands of each task of a pass."""
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
         first = self._gather(direction.first, dispatch, "first")
         last = self._gather(direction.last, combine, "last")
@@ -229,14 +225,12 @@ class TeamProgram:
                 yield [Wait(back), *coding, *end]
 
     def _gather(self, work: Work, label: str, part: Hashable) -> list[Command]:
-        """Return the commands of a collective of tensor-parallel ranks or of shards."""
         if work is NOTHING:
             return []
         key = self.stage.number, self.team, label, part, "gathers"
         return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
-        """Execute the actions of a step that precede its computation."""
         yield from (self._wait(action) for action in step.waits if action in self.started)
         self.asked += step.planning
         if not step.computation.is_forward or any(action in step.waits for action in self.asked):

@@ -192,7 +192,6 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
 
 
 def _meant(prefix: str) -> str:
-    """Return the remedy for a prefix without files."""
     stem, suffix = os.path.splitext(prefix)
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"

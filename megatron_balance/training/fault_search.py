@@ -206,7 +206,6 @@ def _label(chunk: SearchedChunk, name: str, tensor: torch.Tensor) -> str:
 
 
 def _label_of_output(chunk: SearchedChunk, name: str, args: tuple, output: Any) -> str:
-    """Return a module's global name with the experts whose output is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)

@@ -99,7 +99,6 @@ class RunLog:
             writer.add_scalars(scalars, iteration, samples)
 
     def _times(self, timers: Any, iteration: int) -> None:
-        """Print and record the times of `--timing-log-level`, which all ranks gather."""
         interval = self.config.log.log_interval
         names = [name for level in range(1, self.config.log.timing_log_level + 1) for name in TIMERS[level]]
         if self.config.log.log_timers_to_tensorboard:
@@ -168,7 +167,6 @@ class RunLog:
         return scalars
 
     def _throughput(self, report: StepReport, seconds: float) -> float:
-        """Return the model's TFLOP/s per device."""
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 
 

@@ -94,7 +94,6 @@ def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.Proces
 
 
 def _parameters(parts: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the parameters that count on this rank, by the rule for gradients."""
     found = []
     for part in parts:
         # Since 0.19, megatron-core distinguishes the groups that hold copies of experts

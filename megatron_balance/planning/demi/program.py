@@ -144,7 +144,6 @@ class Program:
         self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
 
     def _share_capacities(self) -> None:
-        """Add (5a) and (5b)."""
         problem = self.problem
         workers = problem.num_workers
         slots = problem.slots
@@ -168,17 +167,16 @@ class Program:
             self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:last])
 
     def _up_to(self, offset: int) -> np.ndarray:
-        """Return [U, U]: for each slot, 1 for the slots up to `slot + offset`."""
         return np.tri(self.problem.slots, k=offset)
 
     def _wait_for_experts(self) -> None:
         """Add (6b) for fractional shares: the computed part of an expert does not exceed the part that has arrived.
 
         The paper bounds the computed part by a variable g, which it bounds only from below, so (6b) has no effect
-        there. g is at least max(0, B * x + 1 - B) of the arrived part x, which is 1 for x = 1, 0 for x = 0, and may be
-        0 between. The least concave upper bound is x itself. Multiplying both sides by the share gives parts of tokens
-        and of the expert, by (4). Rows are sums over experts. An expert without migration contributes all of its
-        tokens; another one contributes the part of its tokens that equals its arrived part.
+        there. Its bound, max(0, B * x + 1 - B) of the arrived part x, is 1 for x = 1 and may be 0 below. It equals x
+        for x = 0 and x = 1, and the least concave bound above it is x itself. Multiplying both sides by the share gives
+        parts of tokens and of the expert, by (4). Rows are sums over experts. An expert without migration contributes
+        all of its tokens; another one contributes the part of its tokens that equals its arrived part.
         """
         slots = self.problem.slots
         rows = self.most.new((*self.compute_DDU.shape[:-1], slots - 1), 0.0)

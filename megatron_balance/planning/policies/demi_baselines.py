@@ -95,7 +95,6 @@ def _saved_tokens(counts: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
 def _least_traffic_and_load(
     saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray:
-    """Return [E]: S3's hosts."""
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
     foreign_ED = owner_E[:, None] != np.arange(num_ranks)

@@ -213,13 +213,11 @@ Change = tuple[int, np.ndarray]
 
 
 def _reshared(state: Hosting, shares_ED: np.ndarray) -> Hosting:
-    """Return the state with these numbers of vExperts."""
     (expert_A,) = (state.shares_ED != shares_ED).any(1).nonzero()
     return state.changed(expert_A, shares_ED[expert_A], state.primary_E[expert_A]) if len(expert_A) else state
 
 
 def _after(state: Hosting, changes: Iterable[Change]) -> Hosting:
-    """Return the state in which experts gain or lose vExperts."""
     shares_ED = state.shares_ED.copy()
     for expert, more_D in changes:
         shares_ED[expert] += more_D

@@ -84,7 +84,6 @@ def _placement(hosting: Hosting) -> Placement:
 
 
 def _everywhere(plain: Hosting) -> Copies:
-    """Return the copies that give the hottest experts guests on all ranks."""
     layer = plain.layer
     free_D = plain.free_slots_D
     expert_M = np.argsort(-layer.tokens_E, kind="stable")[: int(free_D.max())]

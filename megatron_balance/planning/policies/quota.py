@@ -308,7 +308,6 @@ class _Layer:
         )
 
     def _left(self, tokens_E: np.ndarray, others: _Guests) -> _Load:
-        """Return the load of a microbatch that guests for other microbatches leave."""
         ranks = self.cost.network.num_ranks
         left_E = tokens_E.copy()
         loads_D = np.bincount(self.owner_E, tokens_E, ranks)
@@ -363,7 +362,6 @@ class _Layer:
         )
 
     def _worthwhile(self, busiest: float, found: Fitted, others: _Guests) -> int:
-        """Return how many of the first moves are worth their cost."""
         network = self.cost.network
         transport = self.cost.transport
         expert_M = np.concatenate([others.expert_M, found.moves.expert_M])
