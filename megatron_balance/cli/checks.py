@@ -273,7 +273,7 @@ def _check_latent_attention(line: CommandLine) -> None:
             f"{line['position_embedding_type']}: --multi-latent-attention has rotary embeddings itself; use "
             "--position-embedding-type rope"
         )
-    # Without it, every rank has the whole gradient of the queries' norm, and megatron-core would still sum over ranks
+    # Without sequence parallelism, all ranks have the whole gradient of the queries' norm, but megatron-core sums it
     if tensor > 1 and not line.sequence_parallel:
         raise ValueError(
             f"{line['tensor_model_parallel_size']}: with --multi-latent-attention, add --sequence-parallel"

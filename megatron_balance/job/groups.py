@@ -15,8 +15,7 @@ Members = tuple[int, ...]
 """A subset of an expert-parallel group, as ascending ranks within the group."""
 
 BACKSTOP_SECONDS = 6.0
-"""Time by which the backend's timeout exceeds `--distributed-timeout-minutes`, so that the hang guard can name the
-stalled rank first."""
+"""Time by which the backend's timeout exceeds `--distributed-timeout-minutes`, for the hang guard to act first."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from megatron_balance.profile.cluster_profile import (
 Lines = TypeVar("Lines")
 
 SIZES = tuple(4**power << 13 for power in range(6))
-"""Bytes of the timed messages: 8 KiB to 8 MiB. For 32 MiB and more, glibc allocates anew each time, which takes longer
-than the copy."""
+"""Bytes of the timed messages: 8 KiB to 8 MiB. From 32 MiB, glibc allocates anew each time, slower than the copy."""
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
 """Sizes for fast links, on which 8 MiB hardly take longer than an empty message."""

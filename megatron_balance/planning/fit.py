@@ -21,7 +21,7 @@ from megatron_balance.cost.core import SendingPrices, few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
-"""Parts of the cost of a guest on its owner's node. Costs are compared in whole parts, so that devices agree."""
+"""Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
 
 BUSIEST, FILLING, LEAST_FIRST, WHOLE = ORDERS = range(4)
 
@@ -69,8 +69,8 @@ class Fitted(NamedTuple):
 
     moves: TokenMoves
     excess: _Row
-    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; at most 0 if all
-    fit."""
+    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; at most 0:
+    fits."""
 
     @property
     def fits(self) -> bool:

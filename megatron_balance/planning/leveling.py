@@ -45,8 +45,8 @@ class UnevenLoad(NamedTuple):
     loads_D: _Numbers
     """Tokens that each rank computes."""
     tokens_ED: Annotated[np.ndarray, "float64[:,::1]"]
-    """Tokens from each source rank: a guest computes its own tokens, as under `local_first`. Without rows, all hosts
-    compute equally many tokens."""
+    """Tokens from each source rank: a guest computes its own tokens, as under `local_first`. Without rows, shares are
+    equal."""
 
 
 @compiled(None)

@@ -69,8 +69,7 @@ class Table:
     source: str
     """Source of all numbers in the table."""
     columns: tuple[str, ...]
-    """The sizes that a number depends on; then `value`, the median, and `spread`, half the interquartile range over the
-    median."""
+    """Sizes that a number depends on; then `value`, the median, and `spread`, half the interquartile range over it."""
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:

@@ -138,11 +138,10 @@ class ClusterProfile:
     In p2p, trans and agg, every rank sends and receives one message. In one_way, half of the ranks send one to the
     other half. In the group `ep`, all these messages go to another node at the same time if there are several nodes."""
     messages: Mapping[str, Fit]
-    """messages[intra or inter]: seconds of a batch of small messages, by the messages of the busiest rank. alpha is the
-    launch, beta the seconds of each message."""
+    """messages[intra or inter]: seconds of a batch of small messages, by the busiest rank's number of messages: alpha
+    is the launch, beta the seconds of each message."""
     launches: Mapping[str, Mapping[str, Fit]]
-    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, by the number that a rank sends and
-    receives."""
+    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, by a rank's number of them."""
     forward: Throughput
     backward: Throughput
     starts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))

@@ -45,7 +45,7 @@ class SimulatedStage:
     models: Sequence[LayerModel] = ()
     """Model of each team's MoE layers; empty if the stage has none."""
     managers: Mapping[int, Manager] = field(default_factory=dict)
-    """A manager for each MoE layer, before the first iteration; unused in a run without a policy."""
+    """A manager for each MoE layer, before the first iteration; in a run without a policy, it makes no plans."""
     overlaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of the computation that can hide a layer's Trans and Agg, as in `rounds_of`."""
 

@@ -82,8 +82,8 @@ class StageSchedule:
     gather: Work = NOTHING
     """All-gather of parameters after the step."""
     late: Mapping[int, Work] = field(default_factory=dict)
-    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They follow the
-    previous iteration's step, but all iterations take equally long."""
+    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They belong
+    to the previous iteration's step; those of this iteration take as long."""
 
 
 @dataclass(eq=False)

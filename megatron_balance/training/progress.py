@@ -68,8 +68,7 @@ class StepReport:
     seconds: float = math.nan
     """Time of the iteration on the device; NaN until the device has finished it."""
     balance: dict[int, LayerReport] = field(default_factory=dict)
-    """Report of each layer, by layer number; empty until the device has finished the iteration, without a policy, and
-    if nothing uses it."""
+    """Report of each layer, by layer number; empty until the device has finished, without a policy, and if unused."""
     calibration: Factors = UNCALIBRATED
     """Factors in the predictions of `balance`."""
     fault: str | None = None
