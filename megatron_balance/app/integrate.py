@@ -107,7 +107,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """Add the flags of expert balancing and expert communication to another program's parser, and return it.
 
     Raises:
-          ValueError: the parser already has a flag of the same name.
+        ValueError: the parser already has a flag of the same name.
     """
     for title, cls in OUR_GROUPS.items():
         added = add_flags(parser.add_argument_group(title), cls, field_help(cls))
@@ -150,11 +150,11 @@ def attach(
 
     Args:
         model: this rank's model chunks, in megatron-core's DDP.
-          microbatches: returns the number of microbatches per data-parallel rank of the iteration in progress.
+        microbatches: returns the number of microbatches per data-parallel rank of the iteration in progress.
         report: called every `args.log_interval` iterations; None: the last rank prints a line.
 
     Returns:
-          `model`, so that `attach` can be a hook of Megatron-LM's model builders.
+        `model`, so that `attach` can be a hook of Megatron-LM's model builders.
 
     Raises:
         ValueError: the model is not in DDP, or was not built from `balanced_layer_spec`.

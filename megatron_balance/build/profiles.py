@@ -78,7 +78,7 @@ class Profiles:
         """Return the number of ranks of `group` on each node.
 
         Raises:
-              ValueError: the nodes divide the groups into unequal parts.
+            ValueError: the nodes divide the groups into unequal parts.
         """
         transformer = self.config.transformer
         assert transformer.expert_tensor_parallel_size is not None
@@ -90,7 +90,7 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
     """Return the profile of a job's expert-parallel groups from the file of `--balance-profile`.
 
     Raises:
-          ValueError: the file cannot be read, or is for another job; the error names the file.
+        ValueError: the file cannot be read, or is for another job; the error names the file.
     """
     transformer = config.transformer
     path = Path(config.balance.balance_profile)

@@ -69,8 +69,7 @@ class Fitted(NamedTuple):
 
     moves: TokenMoves
     excess: _Row
-    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; at most 0:
-    fits."""
+    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; <= 0: none."""
 
     @property
     def fits(self) -> bool:

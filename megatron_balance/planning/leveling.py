@@ -45,8 +45,7 @@ class UnevenLoad(NamedTuple):
     loads_D: _Numbers
     """Tokens that each rank computes."""
     tokens_ED: Annotated[np.ndarray, "float64[:,::1]"]
-    """Tokens from each source rank: a guest computes its own tokens, as under `local_first`. Without rows, shares are
-    equal."""
+    """Tokens from each source rank: a guest computes its own tokens, as under `local_first`. No rows: equal shares."""
 
 
 @compiled(None)

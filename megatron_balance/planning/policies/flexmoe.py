@@ -59,8 +59,7 @@ class FlexMoE(Policy):
 
     0. Start from owners alone if they are faster than the placement in use, for example once loads are even.
     1. While the balance ratio is above the threshold, start from many Expands at once, if they are faster by CHANGE. A
-       search that counts tokens finds Expands that make the owners' loads even. On few ranks, also start from the state
-       of 0.
+       search that counts tokens makes the owners' loads even with them. On few ranks, also start from 0's state.
     2. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
        expert can help; the expert with the most tokens per vExpert comes first. It expands to the lightest rank or
        ranks that make times most even, or the slowest rank gives it up to its other hosts (Shrink). No rank involved
