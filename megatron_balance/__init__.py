@@ -9,11 +9,11 @@ Words
     guest             a replica of an expert on a rank that is not its owner
     slot              room for one expert's weights on a rank: a home slot for an owned expert, a guest slot for a guest
     physical expert   a (rank, slot) pair
-    Placement         which ranks own and which host the experts of one layer; a policy decides the next one
+    Placement         the owner and the hosts of each expert of one layer; a policy chooses the next Placement
     Plan              the decision about the next Placement
     Trans, Agg        weights from owners to guests; gradients from guests to owners
     Transfer          an expert changes its owner: its parameters and optimizer state move
-    load matrix       tokens from each source rank to each expert; with a Placement it gives the DispatchPlan
+    load matrix       tokens from each source rank to each expert; a Placement turns it into a DispatchPlan
 
 Rooms
 
@@ -23,13 +23,13 @@ Rooms
     build        a configuration -> model, optimizer, data, balancer
     training     the loop, one iteration after another
     checkpoint   how a run is saved and resumed
-    convert      checkpoints from and to other formats
+    convert      conversion of checkpoints from and to other formats
     flow         how tokens pass through one MoE layer
     timeline     when experts' weights and gradients move during an iteration
     planning     how the next Placement is chosen: predictions, policies, Transfers
-    kernels      decisions on the device, for loads that the host would have to wait for
+    kernels      GPU kernels that decide from loads on the device, where the host would have to wait for them
     cost         how long a layer, an exchange or a Trans takes, from a cluster's profile
-    placement    which ranks own and host which experts, and the messages that follow
+    placement    owners and hosts of experts, and the messages that they imply
     comm         how rows and experts travel: all-to-alls, codecs, transfers
     measure      how fast this cluster communicates and computes
     simulate     how long an iteration would take on another cluster
@@ -75,7 +75,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:
-    # On demand: importing megatron-core takes seconds, and has to wait until the machine's device is known
+    # Lazy: importing megatron-core takes seconds and must wait until the machine's device is known
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

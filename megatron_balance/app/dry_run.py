@@ -1,7 +1,7 @@
 """Checks a layout of any size in one process, without its tensors' memory; prints groups, schedule and memory.
 
-For the first rank of each pipeline stage, groups, model, optimizer and guest slots come from `build_run`, as in a real
-job, so their sizes are exact. Activations are estimated (memory.py).
+For the first rank of each pipeline stage, `build_run` builds groups, model, optimizer and guest slots as in a real job,
+so their sizes are exact. Activations are estimated (memory.py).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ GIB = 2**30
 _print = functools.partial(print, sep="\n", flush=True)
 
 TIGHT = 0.1
-"""Fraction of a GPU's memory below which what a dry run does not count may not fit into what remains."""
+"""Warn if less than this fraction of a GPU's memory remains for what a dry run does not count."""
 
 REMEDIES = {
     "parameters": "a larger --pipeline-model-parallel-size, --expert-model-parallel-size or "
@@ -53,13 +53,13 @@ REMEDIES = {
     "activations": "--recompute-granularity, a smaller --micro-batch-size, or tensor parallelism with "
     "--sequence-parallel",
 }
-"""What reduces each use of memory."""
+"""Ways to reduce each use of memory."""
 
 GROUPS = {
     **{"tensor parallel": "tp", "expert parallel": "ep", "expert tensor parallel": "expt_tp", "context parallel": "cp"},
     **{"data parallel": "dp", "expert data parallel": "expt_dp", "pipeline parallel": "pp"},
 }
-"""Each group's name in the output, and its attribute in megatron-core's collection."""
+"""Group name in the output -> attribute of megatron-core's group collection."""
 
 LEGEND = """\
 parameters ... guests: on the first rank of each stage; other ranks may hold a smaller share of the optimizer.
@@ -68,7 +68,7 @@ Not counted, so leave room: temporary tensors, messages, buffers of libraries, f
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds through the whole run; those of the optimizer include separate main parameters."""
+    """Bytes that a rank holds during the whole run; `optimizer` includes separate main parameters."""
 
     parameters: int
     gradients: int
@@ -78,7 +78,7 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What a rank of a pipeline stage holds; sizes in bytes."""
+    """Memory of a rank of a pipeline stage, in bytes."""
 
     layers: int
     moe_layers: int
@@ -86,16 +86,16 @@ class StageMemory:
     held: Held
     activations: int
     microbatches: int
-    """Maximum number of microbatches whose activations the rank keeps at once, counted once per model chunk."""
+    """Largest number of microbatches whose activations the rank keeps at the same time, summed over model chunks."""
 
     @property
     def uses(self) -> dict[str, int]:
-        """The bytes by use, in the order of the memory table."""
+        """Bytes by use, in the order of the memory table."""
         return {**self.held._asdict(), "activations": self.activations}
 
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
-    """Print the groups, schedule and memory that this configuration has on `topology.world_size` processes.
+    """Print the groups, schedule and memory of this configuration on `topology.world_size` processes.
 
     Raises:
         ValueError: the configuration has a mistake that would end a real run, or does not fit `--cluster`.
@@ -129,7 +129,7 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
 
 @contextlib.contextmanager
 def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]:
-    """Yield the run that one rank of a job would build, without data and without memory."""
+    """Yield the run that one rank of a job would build, without data and without allocating memory."""
     with imagined_job(rank, world_size), cpu.allocating_nothing():
         try:
             yield build_run(_buildable(config), with_data=False)
@@ -138,7 +138,7 @@ def imagined_run(config: RunConfig, rank: int, world_size: int) -> Iterator[Run]
 
 
 def _buildable(config: RunConfig) -> RunConfig:
-    """Return a configuration that builds tensors of the same sizes on every machine."""
+    """Return a configuration that can be built on any machine and has tensors of the same sizes."""
     transformer = copy.copy(config.transformer)
     # Transformer Engine's modules have the same parameters as megatron-core's own
     transformer.transformer_impl = "local"
@@ -169,7 +169,7 @@ def held(run: Run) -> Held:
         names = state_names(part.optimizer)
         for main in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             kept += [main, *(part.optimizer.state[main][name] for name in names)]
-    # DDP's `buffers` is not the method of torch's modules
+    # DDP replaces the method `buffers` of torch's modules by a list
     ddp: list[Any] = [*run.model]
     buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return Held(
@@ -182,14 +182,13 @@ def held(run: Run) -> Held:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all storages of the tensors, each counted once."""
     return sum({storage._cdata: storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}.values())
 
 
 def inspect(config: RunConfig, run: Run) -> StageMemory:
-    """Return what a rank of this pipeline stage holds.
+    """Return the memory of a rank of this pipeline stage.
 
-    Activations are estimated for the modules of the real run's `config`; those of `run` may differ (see `_buildable`).
+    Activations are estimated for the modules of `config`, the real run; the modules of `run` may differ (`_buildable`).
     """
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
@@ -217,7 +216,7 @@ def model_chunk(chunk: torch.nn.Module) -> ChunkParts:
 
 
 def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
-    """Return the tokens of a microbatch on each rank, and its rows: under even routing, or those with room."""
+    """Return a microbatch's tokens and rows on each rank: rows under even routing, or all that a bound reserves."""
     transformer = config.transformer
     tensor = run.groups.tp.size()
     whole = microbatch_tokens(config)
@@ -276,7 +275,7 @@ def _pipeline(run: Run) -> list[str]:
 
 
 def _balancing(run: Run) -> str:
-    """Return one line about the schedule of a stage's iteration; computing it also validates the schedule."""
+    """Return one line about the schedule of a stage's iteration. Computing the schedule also validates it."""
     stage = f"  stage {run.groups.pp.rank()}: "
     balance = run.config.balance
     if run.balancer is None or not run.balancer.layers:
@@ -289,7 +288,7 @@ def _balancing(run: Run) -> str:
 
 
 def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> list[str]:
-    """Return the memory table of all stages; stage i is `held_by[i]`, its ranks."""
+    """Return the memory table; `held_by[i]` are the ranks of stage i."""
     names = "".join(f"{name:>13}" for name in (*rows[0].uses, "total"))
     lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
     lines.append(f"stage {'ranks':>12} {'layers (MoE)':>12} {'10^9 param.':>11}{names} {'microbatches':>13}")
@@ -304,7 +303,7 @@ def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> li
 
 
 def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
-    """Read the cluster in the file of a flag, and check that the job has room on its nodes.
+    """Read the cluster that a flag names, and check that its nodes have room for the job.
 
     Raises:
         ValueError: the file cannot be read, or the job needs more GPUs than the cluster has; the error names the flag.
@@ -329,10 +328,10 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
 
 
 def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
-    """Return a sentence that says how much of a GPU's memory the largest stage leaves; `flag` named the cluster.
+    """Return a sentence about the GPU memory that the largest stage leaves; `flag` is the flag that named the cluster.
 
     Raises:
-        ValueError: a stage needs more than a GPU has; the error names the largest use and what reduces it.
+        ValueError: a stage needs more than a GPU has; the error names the stage's largest use and how to reduce it.
     """
     memory = cluster.memory
     if memory is None:

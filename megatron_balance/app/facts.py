@@ -1,4 +1,4 @@
-"""Facts that all ranks of a job must share; the ranks compare them before anything is built."""
+"""Facts that all ranks of a job must share. The ranks compare them before anything is built."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ MAY_DIFFER = {
     "num_workers": "only the loading time depends on it",
     "num_dataset_builder_threads": "only the indexing time depends on it",
 }
-"""Settings that may differ between ranks, by field name, and the reason why ranks need not agree on them."""
+"""Settings that may differ between ranks, by field name, with the reason."""
 
 PACKAGES = ("torch", "megatron-core", "numpy", "numba", "scipy", "transformer-engine", "apex")
 
@@ -34,23 +34,22 @@ FILES = (
     *(("balance", name) for name in ("balance_profile", "balance_calibrate")),
     *(("tokenizer", name) for name in ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file")),
 )
-"""Parts of the configuration, and their fields that may name a file or directory whose content affects the run."""
+"""Section and field of settings that may name a file or directory whose content affects the run."""
 
 MODULES = (
     ("balance", "balance_policy"),
     *(("comm", name) for name in ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_order")),
 )
-"""Parts of the configuration, and their fields that may name `module:Class`."""
+"""Section and field of settings that may name `module:Class`."""
 
 PROGRAM = Path(__file__).resolve().parents[1]
 ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
 
 
 def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
-    """Return what this rank would train with: flags, versions, digests of files and sources, and resulting settings.
+    """Return the facts that this rank would train with: flags, versions, digests of files and sources, settings.
 
-    Args:
-        flags: the value of every flag, as it is written.
+    `flags` has the value of every flag as it is written.
     """
     facts = {name: value for name, value in flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
     facts["the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)"] = str(topology.node_size)
@@ -67,7 +66,7 @@ def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
     for path in sorted([*PROGRAM.rglob("*.py"), *PROGRAM.rglob("*.yaml"), ENTRY_POINT]):
         if path.is_file():
             facts[f"the source of {path.relative_to(PROGRAM.parent)}"] = content_digest(path)
-    # Settings as the run reads them, because a missing package changes some that no flag has set
+    # Also settings in their final form: a missing package changes some of them without a flag
     for part in dataclasses.fields(config):
         section = getattr(config, part.name)
         for field in dataclasses.fields(section):
@@ -78,7 +77,7 @@ def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
 
 def _version(package: str) -> str:
     if package == "torch":
-        # This also names the CUDA version of the build, which the package metadata lack
+        # Includes the build's CUDA version, which the package metadata lack
         return torch.__version__
     try:
         return importlib.metadata.version(package)
@@ -87,7 +86,7 @@ def _version(package: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is equal in all processes with equal settings."""
+    """Return a text that is equal in all processes whose settings are equal."""
     if isinstance(value, list | tuple):
         return " ".join(map(_text, value))
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):

@@ -1,12 +1,12 @@
 """Balancing inside another program: Megatron-LM, or a custom training loop on megatron-core.
 
-    add_balance_args(parser)                        adds our flags to the program's
-    balancing = Balancing(args, transformer)        checks them, before any process waits for another
-    balanced_layer_spec(spec, balancing)            gives the spec that the model is built from
-    attach(model, balancing)                        starts balancing, once the model is in DDP
+  add_balance_args(parser)                        adds our flags to the program's
+  balancing = Balancing(args, transformer)        checks them, before any process waits for another
+  balanced_layer_spec(spec, balancing)            gives the spec that the model is built from
+  attach(model, balancing)                        starts balancing, once the model is in DDP
 
-From then on, the model's forward and backward passes and `config.finalize_model_grads_func`, which megatron-core's
-schedules call, trigger Plan, Trans and Agg. docs/inside_megatron_lm.md has an example.
+After `attach`, two triggers start Plan, Trans and Agg: the model's forward and backward passes, and
+`config.finalize_model_grads_func`, which megatron-core's schedules call. Example: docs/inside_megatron_lm.md.
 """
 
 import argparse
@@ -63,24 +63,23 @@ NOT_THERE = (
     *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "heterogeneous_layers_config_path", "perform_rl_step"),
     "spec",
 )
-"""Settings of Megatron-LM, in some version, that our MoE layer or the movement of experts does not support."""
+"""Settings of some version of Megatron-LM that our MoE layer or the movement of experts does not support."""
 
 OFF = (None, False, 0, "none", "", [], ())
-"""Values that switch a setting off; for sizes and numbers, 1 also does."""
+"""Values that switch a setting off; a size or number of 1 also does."""
 
 Report = Callable[[int, Mapping[int, LayerReport]], None]
-"""Receives the number of an iteration and what balancing did in it, by layer number, on every rank."""
+"""Receives an iteration's number and its report for each layer number, on every rank."""
 
 
 class Balancing:
-    """The checked flags of one run, and the wiring that is built from them once.
+    """The checked flags of one run, and the wiring built from them.
 
     Args:
         args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
             `micro_batch_size`, and may have Megatron-LM's other flags.
         transformer: the model's configuration.
-        groups: the process groups of the parallel layout; None: take those of megatron-core's `parallel_state`
-            when they are first needed.
+        groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state` at first use.
 
     Raises:
         ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
@@ -108,7 +107,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """Add the flags of expert balancing and expert communication to another program's parser, and return it.
 
     Raises:
-        ValueError: the parser has a flag of the same name already.
+        ValueError: the parser already has a flag of the same name.
     """
     for title, cls in OUR_GROUPS.items():
         added = add_flags(parser.add_argument_group(title), cls, field_help(cls))
@@ -121,7 +120,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def balanced_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, balancing: Balancing
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a layer's or a block's spec with our MoE layer in place of megatron-core's; dense layers do not change.
+    """Return a layer's or a block's spec with our MoE layer instead of megatron-core's; dense layers stay the same.
 
     Every rank of the job calls it, after megatron-core's process groups exist.
     """
@@ -145,17 +144,17 @@ def attach(
 ) -> list[torch.nn.Module]:
     """Balance every training iteration of `model`; every rank of the job calls it once.
 
-    The call may precede the construction of the optimizer and the loading of weights. An iteration begins with the
-    first forward pass in training mode and with gradients, and ends when gradients have been finalized. A pass without
-    a backward pass must run in evaluation mode or without gradients.
+    `attach` may precede the construction of the optimizer and the loading of weights. An iteration begins with the
+    first forward pass that is in training mode and has gradients enabled. It ends when gradients have been finalized.
+    A forward pass without a backward pass must run in evaluation mode or without gradients.
 
     Args:
         model: this rank's model chunks, in megatron-core's DDP.
-        microbatches: returns the number of microbatches of the iteration in progress, on each data-parallel rank.
+        microbatches: returns the number of microbatches per data-parallel rank of the iteration in progress.
         report: called every `args.log_interval` iterations; None: the last rank prints a line.
 
     Returns:
-        `model`, so that `attach` serves as a hook of Megatron-LM's model builders.
+        `model`, so that `attach` can be a hook of Megatron-LM's model builders.
 
     Raises:
         ValueError: the model is not in DDP, or was not built from `balanced_layer_spec`.
@@ -177,7 +176,7 @@ def attach(
     hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize)
     iterations = _Iterations(balancing, hooks, report or _print_line)
     for chunk in chunks:
-        # Before the balancer's hooks, which need an iteration in progress
+        # Must run before the balancer's hooks, which need an iteration in progress
         chunk.register_forward_pre_hook(iterations.begin)
     remember(chunks)
     unwrapped: Any = unwrap_model([*chunks])
@@ -193,7 +192,7 @@ def attach(
 
 
 class _Iterations:
-    """Detects from a model's passes when iterations begin and end."""
+    """Detects the beginning and end of iterations from a model's passes."""
 
     def __init__(self, balancing: Balancing, hooks: TransformerConfig, report: Report) -> None:
         self.balancing = balancing
@@ -203,7 +202,7 @@ class _Iterations:
         self._running = self._resumed = False
 
     def begin(self, chunk: torch.nn.Module, inputs: Any) -> None:
-        """Begin an iteration unless one is in progress; the pre-hook of each chunk's forward pass."""
+        """Begin an iteration unless one is in progress. This is the forward pre-hook of each chunk."""
         if self._running or not (chunk.training and torch.is_grad_enabled()):
             return
         if self.hooks.finalize_model_grads_func != self.end:
@@ -213,7 +212,7 @@ class _Iterations:
             )
         progress = self.balancing.progress
         if not self._resumed:
-            # Megatron-LM sets it when it loads a checkpoint
+            # Megatron-LM sets args.iteration when it loads a checkpoint
             progress.iteration = getattr(self.balancing.args, "iteration", 0)
             self._resumed = True
         self._running = True
@@ -221,14 +220,14 @@ class _Iterations:
             self.balancing.balancer.begin_iteration(progress.iteration + 1)
 
     def end(self, *args: Any, **kwargs: Any) -> Any:
-        """Finalize gradients and end the iteration; the `finalize_model_grads_func` of the transformer config."""
+        """Finalize gradients and end the iteration. This is the transformer config's `finalize_model_grads_func`."""
         result = self.finalize(*args, **kwargs)
         progress = self.balancing.progress
         balancer = self.balancing.balancer
         progress.iteration += 1
         self._running = False
         if balancer is not None and progress.iteration % self.balancing.config.log.log_interval == 0:
-            # The device's times are known only once it has finished
+            # Times on the device are known only after it has finished
             torch.cuda.synchronize()
             reports = mean_over_ranks(balancer.report(), len(moe_layer_pattern(self.hooks)))
             balancer.calibrate(reports, balancer.factors)
@@ -242,18 +241,14 @@ def _print_line(iteration: int, layers: Mapping[int, LayerReport]) -> None:
 
 
 def _check(values: Mapping[str, Any]) -> list[str]:
-    """Check all settings, given by name, and return notices for the log.
-
-    Raises:
-        ValueError: some settings cannot be combined.
-    """
+    """Check all settings, given by name, and return notices for the log; ValueError for an impossible combination."""
     fields = [field for cls in OUR_GROUPS.values() for field in dataclasses.fields(cls)]
     if any(field.name not in values for field in fields):
         raise ValueError("the flags of balancing are missing: call add_balance_args(parser) before parsing")
     for name, meaning in (("seq_length", "tokens of a sample"), ("micro_batch_size", "samples of a microbatch")):
         if values.get(name) is None:
             raise ValueError(f"{flag_of(name)} is required: args.{name}, the number of {meaning}")
-    # The calling program has chosen the dispatcher
+    # The calling program chose the dispatcher, so the flag counts as given
     given = {field.name for field in fields if values[field.name] != field.default} | {"moe_token_dispatcher_type"}
     machine = Machine.here(1)
     line = CommandLine(values, given, machine)
@@ -279,7 +274,6 @@ def _check(values: Mapping[str, Any]) -> list[str]:
 
 
 def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> RunConfig:
-    """Return the settings as the builders take them."""
     topology = node_topology(Launch.from_environment(), values["moe_comm_node_size"])
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
     expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)

@@ -1,4 +1,4 @@
-"""From a command line to a finished run, on every rank."""
+"""Runs a command line to the end of its training, on every rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ PROGRAM = "pretrain_gpt_moe.py"
 
 
 class _Guards(NamedTuple):
-    """Watch over a job from before the model is built until all ranks have finished."""
+    """Guards of a job from before the model is built until all ranks have finished."""
 
     hangs: HangGuard
     save_directory: SaveDirectory
@@ -39,7 +39,7 @@ class _Guards(NamedTuple):
 
 @contextlib.contextmanager
 def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
-    """End the program with the message alone for errors that every rank raises alike, without a traceback."""
+    """End the program with the bare message, without a traceback, for errors that every rank raises alike."""
     try:
         yield
     except errors as error:
@@ -73,7 +73,7 @@ def _join(ready: Preflight) -> dist.Store:  # pyright: ignore[reportPrivateImpor
 
 @contextlib.contextmanager
 def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyright: ignore[reportPrivateImportUsage]
-    """Report ranks that stall or fail, note requests to stop, and keep other jobs from changing `--save`."""
+    """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
     save = ready.config.checkpoint.save
     stopping = Stopping(ready.config.train)
@@ -96,7 +96,7 @@ def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyrig
 @_leaving_together(ValueError, CheckpointError)
 @limits.explained()
 def _prepare(ready: Preflight, guards: _Guards) -> tuple[Run, RunLog, Checkpoints]:
-    # Before the model is built, which takes minutes
+    # Before the model is built, because building takes minutes
     guards.save_directory.prepare()
     run = build_run(ready.config, tokenizer=ready.tokenizer, policy=ready.policy)
     guards.hangs.follow(run.position)

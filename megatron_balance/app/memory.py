@@ -1,9 +1,9 @@
 """Estimates the memory of a rank's activations from the layers' shapes, without running anything.
 
-The estimate counts, tensor by tensor, what autograd keeps from a microbatch's forward pass to its backward pass. It
-extends Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4, whose
-s b h (34 + 5 a s / h) is `layer` for a dense layer with GELU, LayerNorm and dropout in 16 bits. Not counted: tensors
-within one operation, gradients of activations, buffers of libraries, and fragmentation.
+The estimate counts the tensors that autograd keeps from a microbatch's forward pass to its backward pass. It extends
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4: for a dense layer
+with GELU, LayerNorm and dropout in 16 bits, `layer` is their s b h (34 + 5 a s / h). Not counted: tensors within one
+operation, gradients of activations, buffers of libraries, and fragmentation.
 """
 
 from collections import Counter
@@ -22,10 +22,10 @@ class Tokens(NamedTuple):
     """Tokens and rows of one microbatch on one rank."""
 
     whole: int
-    """Tokens that attention and dense layers compute."""
+    """Tokens that attention and dense layers process."""
 
     part: int
-    """Tokens outside those layers: all, or this rank's part with sequence parallelism."""
+    """Tokens outside attention and dense layers: all, or this rank's share under sequence parallelism."""
 
     rows: int
     """Rows that this rank's experts, or shards of experts, compute under even routing."""
@@ -35,17 +35,17 @@ class ChunkParts(NamedTuple):
     """The parts of a model chunk."""
 
     moe: tuple[bool, ...]
-    """Whether each layer has experts; those for multi-token prediction are the last ones."""
+    """Whether each layer has experts; layers for multi-token prediction come last."""
 
     embedding: bool
     head: bool
 
     predictions: int = 0
-    """Layers for multi-token prediction."""
+    """Number of layers for multi-token prediction."""
 
 
 class Kept(NamedTuple):
-    """Bytes that are kept for one microbatch: until its backward pass, or only during it, which recomputes them."""
+    """Bytes kept for one microbatch: `stored` until its backward pass, `recomputed` only during it."""
 
     stored: int
     recomputed: int = 0
@@ -65,11 +65,9 @@ def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, voca
 
 
 def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
-    """Return the most bytes that are kept at any time, and how many microbatches are kept at that time.
+    """Return the largest number of bytes kept at any time, and the number of microbatches kept then.
 
-    Args:
-        passes: the passes of the pipeline stage, in order.
-        chunks: the bytes that each model chunk keeps for one microbatch.
+    `passes` are the pipeline stage's, in order; `chunks` has the bytes of each model chunk for one microbatch.
     """
     alive: Counter[int] = Counter()
     most = (0, 0)
@@ -85,7 +83,7 @@ def peak(passes: Iterable[Pass], chunks: Sequence[Kept]) -> tuple[int, int]:
 
 
 def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], boundary: int) -> Kept:
-    """Return the bytes that all layers of a chunk keep; `boundary` is the size of the tensor between two layers."""
+    """Return the bytes of all layers of a chunk; `boundary` is the size of the tensor between two layers."""
     stored = [one.stored for one in layers]
     recomputed = [one.recomputed for one in layers]
     if config.recompute_granularity != "full":
@@ -100,12 +98,12 @@ def _with_recomputation(config: TransformerConfig, layers: Sequence[Kept], bound
 
 
 def layer(config: RunConfig, moe: bool, tokens: Tokens) -> Kept:
-    """Return the bytes that one transformer layer keeps, without regard to `--recompute-granularity full`."""
+    """Return the bytes that one transformer layer keeps, ignoring `--recompute-granularity full`."""
     transformer = config.transformer
     hidden = tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
     dropped = tokens.part * transformer.hidden_size if transformer.hidden_dropout else 0
     heads, scores = _attention(config, tokens)
-    # Each half of a layer keeps its norm's input and output, and a byte per element for the dropout's mask
+    # Each half of a layer keeps its norm's input and output, and the dropout mask (one byte per element)
     parts: list[tuple[tuple[str, ...], int]] = [((), 2 * ((_norm(transformer) - 1) * hidden + dropped) + heads)]
     parts += [(("layernorm",), 2 * hidden), (("core_attn",), scores)]
     if moe:
@@ -136,10 +134,10 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     t = transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
     rotated = config.model.position_embedding_type == "rope"
-    # A norm's input is a view of the projection's output, and a rotation does not keep its own input
+    # The norm's input is a view of the projection's output. A rotation does not keep its input
     normed = (query + key) * (_norm(transformer) - (2 if rotated else 1)) if transformer.qk_layernorm else 0
     if config.model.qk_layernorm_across_heads:
-        # The scale's input, its output unless the rotation keeps that, and in half precision the square's input
+        # Input of the scale; its output, unless the rotation keeps it; in half precision, the square's float32 input
         normed = (query + key) * (1 if rotated else 2)
         normed += (query + key) // itemsize * 4 if itemsize < 4 else 0
     if transformer.transformer_impl == "transformer_engine":
@@ -155,12 +153,11 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
 
 
 def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
-    """Return the same bytes as `_attention`, for multi-latent attention."""
     itemsize = config.params_dtype.itemsize
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
-    # The compressed channels and their norm; position channels are rotated for all heads at once. Where all ranks'
-    # channels are gathered, a rank's part of the tokens is a view of all tokens
+    # Compressed channels and their norm; position channels are rotated for all heads at once. If the channels of all
+    # ranks are gathered, a rank's share of the tokens is a view of all tokens
     engine = config.transformer_impl == "transformer_engine"
     latent = config.kv_lora_rank + (config.q_lora_rank or 0)
     projected = (tokens.part if engine else tokens.whole) * (latent + config.qk_pos_emb_head_dim)
@@ -173,7 +170,7 @@ def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: 
 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:
-    """Return the bytes of a dense layer's first projection output, and of the activation function's tensors."""
+    """Return the bytes of a dense layer's first projection, and of the activation function's tensors."""
     elements = tokens.whole * inner // config.tensor_model_parallel_size * config.params_dtype.itemsize
     if not config.gated_linear_unit:
         return elements, elements
@@ -190,14 +187,14 @@ def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     if not transformer.gated_linear_unit:
         return rows + elements, 2 * elements
     if config.balance.moe_layer_impl == "balanced" and cpu.installed() and is_swiglu(transformer):
-        # See flow/swiglu.py
+        # See flow/experts.py
         return rows + 2 * elements, 0
     unfused = 4 if transformer.glu_linear_offset else 3
     return rows + 2 * elements, elements if transformer.bias_activation_fusion else unfused * elements
 
 
 def _router(config: TransformerConfig, tokens: Tokens) -> int:
-    """Return the bytes of logits, weights, choices and their mask, and of the indices that sort the rows."""
+    """Return the bytes of logits, weights, choices, their mask, and the indices that sort the rows."""
     itemsize = config.params_dtype.itemsize
     chosen = config.moe_router_topk
     assert config.num_moe_experts is not None
@@ -211,13 +208,13 @@ def _embedding(config: RunConfig, tokens: Tokens) -> int:
 
 
 def _head(config: TransformerConfig, tokens: Tokens, vocab_size: int, norms: int = 1) -> int:
-    """Return the bytes of the norms before the head, and of the softmax over the vocabulary in float32."""
+    """Return the bytes of the norms before the head and of the float32 softmax over the vocabulary."""
     normed = norms * tokens.part * config.hidden_size * config.params_dtype.itemsize * _norm(config)
     return normed + tokens.whole * (4 * vocab_size // config.tensor_model_parallel_size + 8 + 1)
 
 
 def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
-    """Return the bytes that a layer for multi-token prediction keeps in addition to `layer`: its embedding and head."""
+    """Return the bytes of a layer for multi-token prediction beyond `layer`: its embedding and head."""
     transformer = config.transformer
     if transformer.recompute_granularity != "full":
         return _embedding(config, tokens) + _head(transformer, tokens, vocab_size, norms=3)
@@ -227,10 +224,8 @@ def _prediction(config: RunConfig, tokens: Tokens, vocab_size: int) -> int:
 
 
 def _norm(config: TransformerConfig) -> int:
-    """Return the number of tensors that a norm and the projection after it keep.
-
-    On a CPU, torch's RMSNorm also keeps the input of its scale, and in half precision a float32 copy to square.
-    """
+    """Return the number of tensors that a norm and the projection after it keep."""
+    # On a CPU, torch's RMSNorm also keeps the input of its scale and, in half precision, a float32 copy to square
     if config.transformer_impl != "local" or config.normalization != "RMSNorm":
         return 2
     return 3 if config.params_dtype.itemsize == 4 else 5

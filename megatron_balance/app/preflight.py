@@ -1,8 +1,8 @@
-"""What a rank learns and checks alone, before it joins a job; a dry run checks the same before a job waits in a queue.
+"""Checks that a rank makes alone before it joins a job; a dry run makes them before a job waits in a queue.
 
-    command line -> configuration, nodes -> policy's process, tokenizer -> files that flags name -> facts
+  command line -> configuration, nodes -> policy's process, tokenizer -> files that flags name -> facts
 
-No check reads more than headers and samples, and none writes.
+The checks read only headers and samples, and write nothing.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
 
 
 class Preflight(NamedTuple):
-    """A command line that passed this rank's checks, and what was built from it."""
+    """A command line that passed this rank's checks, and the objects built from it."""
 
     launch: job.Launch
     config: RunConfig
@@ -37,14 +37,14 @@ class Preflight(NamedTuple):
     topology: Topology
     tokenizer: MegatronTokenizerBase
     policy: PolicyProcess | None
-    """A user's policy in its own process; None for a policy of this package, and in a dry run."""
+    """A user's policy in its own process; None for a policy of this package and in a dry run."""
 
     facts: Facts
-    """What must be the same on all ranks; empty where no other rank compares it."""
+    """Facts that must be equal on all ranks; empty if there is no other rank, and in a dry run."""
 
 
 def preflight(argv: list[str]) -> Preflight:
-    """Check a command line on this rank. If it cannot start, the ranks that wait for it end, too.
+    """Check a command line on this rank. If the check fails, ranks that wait for this one also end.
 
     Raises:
         ValueError: something would end the run later; the error names the flag, the value and the remedy.
@@ -56,8 +56,7 @@ def preflight(argv: list[str]) -> Preflight:
         config = parsed.config
         topology = job.node_topology(launch, config.comm.moe_comm_node_size)
         config = config.replace(comm=dataclasses.replace(config.comm, moe_comm_node_size=topology.node_size))
-        # A user's policy is imported and built in its own process while this rank does other work. A dry run starts
-        # one later for each stage
+        # A user's policy imports in its own process while this rank works. A dry run starts one later for each stage
         name = config.balance.balance_policy
         policy = PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
         tokenizer = build_tokenizer(config.tokenizer)
@@ -80,7 +79,7 @@ def preflight(argv: list[str]) -> Preflight:
 
 
 def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
-    """Check what flags name, as seen by one rank (0 in a dry run), and the length of the run; return notices.
+    """Check the files that flags name, and the length of the run; return notices. `rank` is 0 in a dry run.
 
     Raises:
         ValueError: something would end the run later; the error names the flag, the value and the remedy.
@@ -109,8 +108,8 @@ def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: in
     if config.balance.balance_calibrate not in ("off", "on"):
         check_regular(config.balance.balance_calibrate, "--balance-calibrate")
     if rank == 0:
-        # The other ranks may see a new checkpoint of a shared file system a little later
+        # On a shared file system, the other ranks may see a new checkpoint later
         check_newest(config, length)
-    # megatron-core numbers the ranks of a stage consecutively; the inner stages read no samples
+    # megatron-core numbers the ranks of a stage consecutively; only the first and last stage read samples
     stage = rank * stages // topology.world_size
     return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))

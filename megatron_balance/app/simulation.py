@@ -1,7 +1,7 @@
-"""From a configuration to a job whose iterations are simulated (simulate/), in one process and without its memory.
+"""Turns a configuration into a job whose iterations are simulated (simulate/), in one process without its memory.
 
-Like a dry run, this builds the first rank of each pipeline stage. So schedules, groups, cost models and sizes are those
-of the run. Computation takes what the cluster's file says; no run is as fast, but ratios of runs are close to true.
+Like a dry run, this builds the first rank of each pipeline stage, so schedules, groups, cost models and sizes are those
+of the run. Times of computation come from the cluster's file: real runs are slower, but ratios are realistic.
 """
 
 import dataclasses
@@ -41,15 +41,15 @@ from megatron_balance.training.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a simulated job runs on."""
+    """The machine that a simulated job runs on."""
 
     topology: Topology
     profile: Path
-    """A file for `--balance-profile`: of a cluster, or a measured one."""
+    """File for `--balance-profile`: a cluster's data sheet or a measured profile."""
     whole: ClusterProfile
-    """The links among all ranks of the job, for messages that leave an expert-parallel group."""
+    """Links among all ranks of the job, for messages beyond an expert-parallel group."""
     memory_bandwidth: float | None = None
-    """Bytes per second of a device's memory, which limit the optimizer's step; None: it takes no time."""
+    """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
 
 
 def simulated_job(
@@ -57,8 +57,7 @@ def simulated_job(
 ) -> tuple[SimulatedJob, list[StageMemory]]:
     """Return the job of a configuration, and the memory of a rank of each pipeline stage.
 
-    Args:
-        plan_seconds: see `SimulatedJob`.
+    `plan_seconds`: see `SimulatedJob`.
 
     Raises:
         ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
@@ -69,7 +68,7 @@ def simulated_job(
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
     fabric = Fabric(world_size, topology.node_size)
-    # Only layers of a run with a policy have cost models; which one makes no difference to them
+    # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
     balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))
     built = []
@@ -113,7 +112,7 @@ def _check(config: RunConfig) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _StageBuilder:
-    """Turns the built first rank of a pipeline stage into what is simulated."""
+    """Turns the first rank of a pipeline stage, already built, into its simulation."""
 
     config: RunConfig
     run: Run
@@ -128,12 +127,12 @@ class _StageBuilder:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the stage."""
+        """Ranks of the stage."""
         return self.fabric.num_ranks // self.transformer.pipeline_model_parallel_size
 
     @functools.cached_property
     def profile(self) -> ClusterProfile:
-        """The profile, also for stages without MoE layers, which have no cost model."""
+        """The profile; stages without MoE layers have no cost model to take it from."""
         topology = Topology(self.fabric.num_ranks, self.config.comm.moe_comm_node_size or self.fabric.num_ranks)
         return Profiles(self.run.config, self.run.groups, topology).experts
 
@@ -166,7 +165,7 @@ class _StageBuilder:
         reductions, gathers = self._reductions()
         overlapped: list[Work] = []
         if self.config.ddp.overlap_grad_reduce:
-            # Guests' gradients arrive after the backward pass of the next block, so experts are reduced at the end
+            # Guests' gradients arrive after the next block's backward pass, so experts are reduced at the end
             overlapped, reductions = (reductions[:1], reductions[1:]) if self.has_policy else (reductions, [])
         gathered_late, gathers = (gathers, []) if self.config.ddp.overlap_param_gather else ([], gathers)
         return StageSchedule(
@@ -222,7 +221,7 @@ class _StageBuilder:
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:
-        """Return the seconds of the non-MoE part of every block, and of every chunk's start."""
+        """Return forward and backward seconds of the non-MoE part of every block and every chunk's start."""
         others: dict[int, tuple[float, float]] = {}
         for index, (module, numbers) in enumerate(zip(self.run.model, blocks, strict=True)):
             parts = [0.0]
@@ -233,14 +232,14 @@ class _StageBuilder:
                     parts.append(0.0)
             hidden = self.transformer.hidden_size
             heads = chunk.head + chunk.predictions
-            # A layer for multi-token prediction projects two states to one, and has logits of its own
+            # A layer for multi-token prediction projects two states to one and has its own logits
             parts[-1] += self._seconds(2 * hidden * (heads * self.run.vocab_size + chunk.predictions * 2 * hidden))
             names = [chunk_start(index), *numbers]
             others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=True)}
         return others
 
     def _layer_seconds(self, moe: bool) -> float:
-        """Return the forward seconds of a layer without its routed experts, with its tensor-parallel collectives."""
+        """Return the forward seconds of a layer, with tensor-parallel collectives but without routed experts."""
         config = self.transformer
         length = self.config.model.seq_length
         assert length is not None and config.ffn_hidden_size is not None
@@ -255,7 +254,7 @@ class _StageBuilder:
         return seconds
 
     def _seconds(self, flops: float) -> float:
-        """Return the forward seconds of these operations for each token, at the rate of experts."""
+        """Return the forward seconds of `flops` per token, at the speed of the experts."""
         config = self.transformer
         assert config.moe_ffn_hidden_size is not None
         tokens = microbatch_tokens(self.config) / config.tensor_model_parallel_size
@@ -267,7 +266,7 @@ class _StageBuilder:
         return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
 
     def _message(self) -> float:
-        """Return the seconds of a microbatch's activations to the next stage."""
+        """Return the seconds to send a microbatch's activations to the next stage."""
         config = self.transformer
         tokens = microbatch_tokens(self.config)
         if config.sequence_parallel:
@@ -276,7 +275,7 @@ class _StageBuilder:
         return self.target.whole.link("p2p", kind).seconds(tokens * config.hidden_size * config.params_dtype.itemsize)
 
     def _reductions(self) -> tuple[list[Work], list[Work]]:
-        """Return the reductions of dense gradients and of experts', and the all-gathers of their parameters."""
+        """Return the reductions of dense and expert gradients, and the all-gathers of their parameters."""
         ranks_D = self.number * self.size + np.arange(self.size)
         network = Network.of(self.target.whole)
         distributed = self.config.ddp.use_distributed_optimizer
@@ -297,7 +296,7 @@ class _StageBuilder:
         return reductions, gathers
 
     def _step(self) -> float:
-        """Return the seconds of the optimizer's step: it reads and writes its state, and reads gradients."""
+        """Return the seconds of the optimizer's step: read and write its state, read gradients and write parameters."""
         bandwidth = self.target.memory_bandwidth
         if bandwidth is None:
             return 0.0
@@ -307,7 +306,7 @@ class _StageBuilder:
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
-    """Return a collective in equal parts, one for each block."""
+    """Split a collective into equal parts, one for each block."""
     if reduction is NOTHING:
         return {}
     latency, resources, seconds = reduction
@@ -315,5 +314,4 @@ def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
 
 
 def _moe_layers(chunk: torch.nn.Module) -> list[int]:
-    """Return the numbers of a model chunk's MoE layers, ascending."""
     return [number_of(module) for module in chunk.modules() if isinstance(module, BalancedMoELayer)]

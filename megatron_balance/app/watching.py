@@ -1,4 +1,4 @@
-"""What a run shows besides its log line: recordings, profiles, memory, and progress in `--save`."""
+"""Output of a run besides its log line: recordings, profiles, memory, and progress in `--save`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from megatron_balance.training.run import Run
 
 @contextlib.contextmanager
 def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
-    """Yield a function to call after every iteration, which records, profiles, reports memory and collects garbage."""
+    """Yield a function to call after every iteration. It records, profiles, reports memory and collects garbage."""
     config = run.config
     done = run.progress.iteration
     rank = dist.get_rank()
@@ -53,13 +53,10 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
 
 
 def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:
-    """Open what flags ask for: the experts of each token, loads and placements, calibration, a timeline.
+    """Open the records that flags request, and yield functions to call after every iteration.
 
-    Yield functions to call after every iteration. A resumed run continues from a checkpoint: earlier records must be on
-    disk by then.
-
-    Raises:
-        ValueError: a file cannot be written, or does not fit this run.
+    Records: the experts of each token, loads and placements, calibration, a timeline. A resumed run continues from a
+    checkpoint, so earlier records must be on disk by then. ValueError: a file is not writable or does not fit this run.
     """
     config = run.config
     rank = dist.get_rank()
@@ -103,7 +100,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
     """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
 
-    The optimizer allocates its state in the first iteration that does not overflow. `done` came before this job.
+    The optimizer allocates its state in the first iteration without an overflow. `done` iterations precede this job.
     """
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0
@@ -111,7 +108,7 @@ def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
 
 
 def _history(run: Run) -> Callable[[], None]:
-    """Start to record allocations; return a function that writes those of the last rank."""
+    """Start to record allocations; return a function that writes the last rank's record."""
     settings = run.config.profiling
     rank = dist.get_rank()
     path = Path(settings.memory_snapshot_path)
@@ -126,7 +123,7 @@ def _history(run: Run) -> Callable[[], None]:
 
 
 def build_progress_log(run: Run, log: RunLog) -> ProgressLog | None:
-    """Return the log of progress in `--save` and begin it, on the first rank; None elsewhere, and without the flag."""
+    """Begin the log of progress in `--save` on the first rank; None on other ranks and without the flag."""
     config = run.config
     if not config.log.log_progress or config.checkpoint.save is None or dist.get_rank() != 0:
         return None

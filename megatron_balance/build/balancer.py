@@ -50,13 +50,13 @@ def build_balancer(
 ) -> Balancer | None:
     """Return the balancer of this rank's layers; None without a policy. Every rank of the job calls it.
 
-    It allocates the guest slots. `finalize_model_grads_func` of the transformer config must be set before, because
-    gradients of guests are aggregated before gradients are finalized.
+    It allocates the guest slots. The transformer config's `finalize_model_grads_func` must be set before, because the
+    balancer aggregates the gradients of guests before it.
 
     Args:
-        optimizer: steps experts that change their owners; None: no expert changes its owner.
+        optimizer: its state moves with experts that change their owners; None: no expert changes its owner.
         microbatches: returns the number of microbatches of the iteration in progress.
-        policy: the result of `start_policy` for the flags, if it was called before.
+        policy: the result of an earlier `start_policy` for the flags; None: start it now.
 
     Raises:
         ValueError: the policy cannot be made, or the profile or `--balance-calibrate` cannot be read, or does not fit.
@@ -71,12 +71,12 @@ def build_balancer(
     layers = {number: layer for chunk in by_chunk for number, layer in chunk.items()}
     num_experts = config.transformer.num_moe_experts
     assert num_experts is not None
-    # No more guest slots than experts that a rank does not own
+    # A rank needs no more guest slots than there are experts that it does not own
     slots = min(settings.balance_guest_slots, num_experts - num_experts // groups.ep.size())
     owners = Placement.identity(num_experts, groups.ep.size(), slots)
     guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
     policy, planner = _planning(config, policy)
-    # Collective, so ranks without MoE layers take part
+    # Measuring a profile is collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
     overlaps = _overlaps(config, profile, model)
     states = {
@@ -123,12 +123,11 @@ def build_balancer(
 
 
 def calibrated_job(config: RunConfig) -> Job:
-    """Return what a record of `--balance-calibrate` must have in common with a run."""
+    """Return the properties that a record of `--balance-calibrate` must share with a run."""
     return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
-    """Return the policy, ready to plan, and the planner that calls it."""
     name = config.balance.balance_policy
     seconds = config.launch.patience
     policy = policy or start_policy(name, **policy_options(name, vars(config.balance)))
@@ -146,7 +145,7 @@ def _layer_state(
     owners: Placement,
     optimizer: MegatronOptimizer | None,
 ) -> LayerState:
-    """Return the state of a layer, with its manager, and set how the layer's hosts share tokens."""
+    """Return a layer's state with its manager; also set how the layer's hosts share tokens."""
     config = wiring.config
     exchange = wiring.exchange
     profile = wiring.profiles.experts
@@ -189,12 +188,11 @@ def _layer_state(
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
-    """Return a model chunk's MoE layers by layer number, ascending."""
     return {number_of(layer): layer for layer in chunk.modules() if isinstance(layer, BalancedMoELayer)}
 
 
 def _overlaps(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module]) -> dict[int, Overlap]:
-    """Return by number the computation between each MoE layer and the one before, which can hide its Trans and Agg."""
+    """Return, by number, the computation since the previous MoE layer; it can hide the layer's Trans and Agg."""
     overlaps: dict[int, Overlap] = {}
     tokens = microbatch_tokens(config)
     for chunk in model:

@@ -1,4 +1,4 @@
-"""Cluster profiles of a run: read from `--balance-profile` or measured with the run's shapes, when first needed."""
+"""Cluster profiles of a run, read from `--balance-profile` or measured with the run's shapes when first needed."""
 
 import copy
 import dataclasses
@@ -26,14 +26,14 @@ from megatron_balance.profile.cluster import Ranks, is_cluster, load_profile
 from megatron_balance.profile.cluster_profile import ClusterProfile, ParallelLines, builtin, load
 
 MINIMAL_LOAD = 64
-"""Tokens per rank below which experts are not worth timing."""
+"""Fewest tokens per rank with which timing experts makes sense."""
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Profiles:
-    """Profiles of one cluster for its expert-parallel groups, with or without all shards of their experts."""
+    """Profiles of one cluster: for expert-parallel groups, and for groups that also include the experts' shards."""
 
     config: RunConfig
     groups: ProcessGroupCollection
@@ -43,7 +43,7 @@ class Profiles:
     def experts(self) -> ClusterProfile:
         """The profile for `groups.ep`. The first access is collective: all ranks of the job make it at the same point.
 
-        `auto` keeps its measurement in `--save`, and looks for one there and in `--load`, so that a resumed run makes
+        `auto` stores its measurement in `--save`. It reuses one found there or in `--load`, so that a resumed run makes
         the same plans.
         """
         profile = self._read_or_measured()
@@ -75,10 +75,10 @@ class Profiles:
         return resized(self.experts, group.size(), self.node_size(group))
 
     def node_size(self, group: dist.ProcessGroup) -> int:
-        """Return how many ranks of `group` share a node.
+        """Return the number of ranks of `group` on each node.
 
         Raises:
-            ValueError: nodes cut the groups into unequal parts.
+            ValueError: the nodes divide the groups into unequal parts.
         """
         transformer = self.config.transformer
         assert transformer.expert_tensor_parallel_size is not None
@@ -90,7 +90,7 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
     """Return the profile of a job's expert-parallel groups from the file of `--balance-profile`.
 
     Raises:
-        ValueError: the file cannot be read, or is for another job; the error names it.
+        ValueError: the file cannot be read, or is for another job; the error names the file.
     """
     transformer = config.transformer
     path = Path(config.balance.balance_profile)
@@ -105,7 +105,7 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
 
 
 def _expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:
-    """Return the hidden size, half the weights per hidden channel, and the bytes per weight of an expert's shard."""
+    """Return the hidden size, half of an expert shard's weights per hidden channel, and the bytes per weight."""
     transformer = config.transformer
     assert transformer.moe_ffn_hidden_size is not None
     matrices = 3 if transformer.gated_linear_unit else 2
@@ -124,7 +124,7 @@ def microbatch_tokens(config: RunConfig) -> int:
 
 
 def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
-    """Return the shape of a rank's part of a microbatch in an MoE layer under even routing."""
+    """Return the shape of an MoE layer's input on each rank, for a microbatch under even routing."""
     transformer = config.transformer
     tokens = microbatch_tokens(config)
     copies = groups.tp.size()
@@ -153,8 +153,8 @@ def measure_cluster(
 ) -> ClusterProfile:
     """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
 
-    Experts are timed from an eighth of a rank's mean load per microbatch to twice that load. Random number generators
-    keep their state, so that a run trains the same whether its profile was measured now or earlier. `node_size` counts
+    Experts are timed with an eighth of a rank's mean load per microbatch up to twice that load. Random number
+    generators keep their state, so training does not depend on when the profile was measured. `node_size` counts
     expert-parallel ranks.
     """
     transformer = copy.copy(config.transformer)

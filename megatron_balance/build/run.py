@@ -73,8 +73,8 @@ def build_run(
 
     Args:
         with_data: whether to build the data; a run without data cannot train.
-        tokenizer: the tokenizer of the flags, if it is built already.
-        policy: the policy of the flags, if it is started already.
+        tokenizer: the flags' tokenizer if it exists already.
+        policy: the flags' policy if it has been started already.
 
     Raises:
         ValueError: some settings cannot be built; raised on every rank.
@@ -124,7 +124,7 @@ def build_run(
 
 
 def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatches: Callable[[], int]) -> None:
-    """Let `--moe-router-force-workload` choose the experts; `microbatches` is the same as for `build_balancer`."""
+    """Let `--moe-router-force-workload` choose the experts; `microbatches` as in `build_balancer`."""
     config = wiring.config
     name = config.balance.moe_router_force_workload
     if name == "none":
@@ -145,7 +145,7 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
             config=config.transformer,
             ddp_config=config.ddp,
             module=_build_chunk(wiring, vocab_size, stage),
-            # The gradients of later chunks are ready first, so buckets would only delay them
+            # Gradients of later chunks are ready first, so buckets would only delay them
             disable_bucketing=bool(stage),
             pg_collection=groups,
         )
@@ -156,7 +156,7 @@ def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel
 
 
 def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn.Module:
-    """Return a model chunk in the precision of training; `stage` is its virtual pipeline stage, if there are any."""
+    """Return a model chunk in the training precision; `stage` is its virtual pipeline stage, if any."""
     config = wiring.config
     block = build_block_spec(wiring, stage)
     groups = wiring.groups
@@ -184,8 +184,8 @@ def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn
         vp_stage=stage,
     )
     if model.mtp_process and model.share_embeddings_and_output_weights and not first:
-        # The head uses the copy of the embedding that predictions need. megatron-core leaves its own weight without
-        # gradients, which a reduction that overlaps would wait for, and refuses to save it
+        # The head uses the copy of the embedding that predictions need. The head's own weight would never have a
+        # gradient, so an overlapped reduction would wait for it, and megatron-core refuses to save it
         model.output_layer.weight = None
     for layer in model.modules():
         if isinstance(layer, MoELayer):
@@ -213,14 +213,13 @@ def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlo
         pp_rank=wiring.groups.pp.rank(),
     )
     layers = _own_layers(block.layer_specs or (), wiring)
-    # With apex, megatron-core ends the block in apex's layer norm regardless of the normalization
+    # With apex, megatron-core ends the block with apex's layer norm, whatever the normalization
     lacking = (WrappedTorchNorm,) if shape.normalization == "LayerNorm" else (WrappedTorchNorm, FusedLayerNorm)
     norm: Any = TorchNorm if block.layer_norm in lacking else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _own_layers(specs: Sequence[ModuleSpec], wiring: Wiring) -> list[ModuleSpec]:
-    """Return the specs of transformer layers with this package's parts in the place of megatron-core's."""
     layers = [_completed(spec, wiring.config) for spec in specs]
     if wiring.config.balance.moe_layer_impl == "balanced":
         layers = [balanced_layer_spec(spec, wiring) for spec in layers]
@@ -228,9 +227,9 @@ def _own_layers(specs: Sequence[ModuleSpec], wiring: Wiring) -> list[ModuleSpec]
 
 
 def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: int | None) -> ModuleSpec | None:
-    """Return megatron-core's spec of multi-token prediction, whose layers are like the model's last one.
+    """Return megatron-core's spec of multi-token prediction, whose layers are like the model's last layer.
 
-    It is None except in the last pipeline stage of a run with `--mtp-num-layers`. `block` has the stage's own layers.
+    None except in the last pipeline stage of a run with `--mtp-num-layers`. `block` has the stage's own layers.
     """
     config = wiring.config.transformer
     if config.mtp_num_layers is None:
@@ -269,14 +268,14 @@ def balanced_layer_spec(spec: ModuleSpec, wiring: Wiring) -> ModuleSpec:
 
 
 def parts(spec: ModuleSpec | functools.partial) -> tuple[Any, Any]:
-    """Return what a spec builds and its submodules; since 0.19, megatron-core's specs of MLPs are partials."""
+    """Return a spec's module and its submodules; since megatron-core 0.19, the specs of MLPs are partials."""
     if isinstance(spec, functools.partial):
         return spec.func, spec.keywords["submodules"]
     return spec.module, spec.submodules
 
 
 def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
-    """Return a copy of `spec` with the norms and attention of `device/` where megatron-core lacks a suitable one."""
+    """Return a copy of `spec` with the norms and attention of `device/` where megatron-core has no suitable one."""
     spec = copy.deepcopy(spec)
     shape = config.transformer
     layer: Any = spec.submodules
@@ -300,7 +299,7 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
         if shape.context_parallel_size > 1:
             attention.core_attention = ContextParallelAttention
     if parts(layer.mlp)[0] is MoELayer:
-        # Keeps the checkpoint name that the norm before an MoE layer has with Transformer Engine
+        # The norm before an MoE layer keeps the checkpoint name that it has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)
     return spec
 
@@ -322,7 +321,7 @@ def connect_hooks(wiring: Wiring, model: list[DistributedDataParallel], optimize
 
 
 def finalizer(dispatch: ParallelDispatch, finalize: Callable) -> Callable:
-    """Return a function that finalizes gradients: `finalize`, extended where the dispatch needs more than that."""
+    """Return a function that finalizes gradients: `finalize`, extended if the dispatch needs it."""
     if dispatch.splits_tokens or dispatch.repeats > 1:
         return functools.partial(_finalize_copies, dispatch, finalize)
     return finalize
@@ -331,12 +330,12 @@ def finalizer(dispatch: ParallelDispatch, finalize: Callable) -> Callable:
 def _finalize_copies(
     dispatch: ParallelDispatch, finalize: Callable, model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Finalize gradients, then give all tensor-parallel copies of a parameter one gradient.
+    """Finalize gradients, then give all tensor-parallel copies of a parameter the same gradient.
 
     megatron-core does the latter only under sequence parallelism, where the ranks' tokens differ. If the dispatch
-    splits tokens, each rank's router has the gradient of its part of the tokens, and the parts are summed. If ranks
-    compute the same tokens, their gradients differ by rounding only, because collectives sum in a different order on
-    each rank; the mean keeps the copies from drifting apart.
+    splits tokens, each rank's router has the gradient of its share of the tokens, and the sum is the whole gradient. If
+    ranks compute the same tokens, their gradients differ only by rounding, because collectives sum in a different order
+    on each rank. Their mean keeps the copies from drifting apart.
     """
     finalize(model, *args, **kwargs)
     modules = [module for chunk in model for module in chunk.modules()]
@@ -345,7 +344,7 @@ def _finalize_copies(
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
         weights: list[Any] = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
-        # Experts have an `allreduce` of False
+        # Parameters of experts have `allreduce` False
         copied = [one for one in weights if not one.tensor_model_parallel and getattr(one, "allreduce", True)]
     if not copied:
         return
@@ -358,5 +357,5 @@ def _finalize_copies(
 
 
 def _one_or_all(functions: list[Callable]) -> Any:
-    """Return hooks as megatron-core's schedules take them: a function, or a list with one for each model chunk."""
+    """Return hooks in the form that megatron-core's schedules take: a function, or a list with one per model chunk."""
     return functions[0] if len(functions) == 1 else functions

@@ -31,13 +31,13 @@ from megatron_balance.training.progress import Progress
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wiring:
-    """Shared values of a run's parts; only `progress` and the state inside the objects change."""
+    """Shared values of a run's parts. Only `progress` and the state inside the objects change."""
 
     config: RunConfig
     groups: ProcessGroupCollection
 
     profiles: Profiles
-    """Speed of the cluster; its profile is read or measured at the first access."""
+    """Speed of the cluster; the first access reads or measures it."""
 
     dispatch: ParallelDispatch
     """The steps that tokens take through an MoE layer."""
@@ -49,7 +49,7 @@ class Wiring:
     """Brings the loads of all layers to the host."""
 
     chunks: ChunkChoice | None
-    """Splits the tokens of all layers into chunks; None: they stay together."""
+    """Splits the tokens of all layers into chunks; None: tokens are not split."""
 
     progress: Progress
 
@@ -96,7 +96,7 @@ def _is_simultaneous(config: RunConfig) -> bool:
 
 
 def _faster_schedule(profiles: Profiles) -> str:
-    """Return the schedule that is predicted to be the fastest for the run's MoE layers, which all have one shape."""
+    """Return the schedule predicted to be the fastest for the run's MoE layers, which all have one shape."""
     config = profiles.config
     groups = profiles.groups
     log = first_rank_log() or (lambda line: None)
@@ -122,7 +122,7 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
         group,
-        # On demand: only some all-to-alls need the groups of nodes or a profile, and both are collective
+        # Lazy: only some all-to-alls need the groups of nodes or a profile, and creating either is collective
         nodes=lambda: new_node_groups(group, world(), profiles.node_size(group), minutes),
         profile=lambda: profiles.of(group),
         log=first_rank_log(),
@@ -142,7 +142,7 @@ def _chunk_choice(
     scheduler = find_order(order)
     if scheduler is None:
         token_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
-        # Guests' weights arrive before the first chunk computes
+        # Weights cost nothing here: guests' weights arrive before the first chunk computes
         cost = CostModel(profile=profiles.experts, token_bytes=token_bytes, param_bytes=0.0, grad_bytes=0.0)
         decide: Decide = ByMiniTasks(load_policy(order, **policy_options(order, vars(config.balance))), cost)
     else:

@@ -1,6 +1,6 @@
 """Command line -> RunConfig.
 
-Megatron's flags are derived by reflection from megatron-core's config dataclasses, the others from ours (config/).
+Megatron's flags are derived by reflection from megatron-core's config dataclasses, the other flags from ours (config/).
 Parsing and checking need no process group: every rank does both before it joins the job, so a mistake stops all ranks.
 """
 
@@ -75,14 +75,14 @@ OPTIMIZER_PRECISIONS = {
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-"""Precisions in which the precision-aware optimizer may keep its state."""
+"""Precisions of the state of the precision-aware optimizer."""
 
 TURNED_OFF = (
     *("masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm"),
     *("gradient_accumulation_fusion", "overlap_p2p_comm", "check_for_nan_in_grad", "align_param_gather"),
     "barrier_with_L1_time",
 )
-"""Fields that upstream's flags turn off, whatever megatron-core's defaults are."""
+"""Fields that are on unless upstream's flag turns them off, whatever megatron-core's default is."""
 
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "window_size": {"type": _window, "nargs": None, "metavar": "LEFT,RIGHT"},
@@ -107,7 +107,7 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "optimizer": {"choices": ["adam", "sgd"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
 }
-"""Types and defaults of upstream's flags, where they differ from the field's."""
+"""Types and defaults of upstream's flags that differ from the field's."""
 
 SHORTHANDS = {
     "--recompute-activations": ("recompute_granularity", "selective"),
@@ -124,7 +124,7 @@ class Parsed(NamedTuple):
     """Decisions made for the user, one sentence each, to be logged once."""
 
     flags: dict[str, str]
-    """Value of every flag that has an effect, whether given or left at its default."""
+    """Value of every flag that has an effect, given or default."""
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
         if args.load is None:
             raise ValueError("--use-checkpoint-args: also give --load")
         saved = saved_flags.read_newest(Path(args.load), args.ckpt_step)
-        # Where a field has several flags, its shorthands come last
+        # Keep the first flag of each field; later ones are shorthands
         actions = {action.dest: action for action in reversed(parser._actions)}
         taken = (saved.keys() & actions.keys()) - given
         vars(args).update({name: saved_flags.as_flag(actions[name], saved[name]) for name in taken})
@@ -194,14 +194,14 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
 
 
 def given_fields(parser: Parser, argv: Sequence[str]) -> set[str]:
-    """Return the fields whose flags are on a command line, which `parser` accepts."""
+    """Return the fields whose flags are on a command line that `parser` accepts."""
     unset = object()
     blank = argparse.Namespace(**{action.dest: unset for action in parser._actions})
     return {name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not unset}
 
 
 def yaml_flags(parser: Parser, argv: Sequence[str]) -> list[str]:
-    """Return the flags in the file of `--yaml-cfg`, after parsing them separately so that an error names the file."""
+    """Return the flags in the file of `--yaml-cfg`. They are parsed separately, so that an error names the file."""
     path = parser.parse_args(argv).yaml_cfg
     if path is None:
         return []
@@ -223,9 +223,8 @@ def _check_finite(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the value of every flag that has an effect, as text."""
     written: dict[str, str] = {}
-    # Where a field has several flags, its shorthands come last. A flag without an effect is its own destination
+    # Keep the first flag of each field; later ones are shorthands. A flag without an effect is its own destination
     for name, action in reversed({action.dest: action for action in reversed(parser._actions)}.items()):
         if name in values and name != "yaml_cfg" and not name.startswith("--"):
             value = values[name]
@@ -235,7 +234,6 @@ def _as_written(parser: Parser, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_config(line: CommandLine) -> RunConfig:
-    """Build the configuration from checked flags."""
     values = vars(line)
     dtype = torch.bfloat16 if line.bf16 else torch.float16 if line.fp16 else torch.float32
     special: dict[str, Any] = {
@@ -244,8 +242,8 @@ def _run_config(line: CommandLine) -> RunConfig:
             OptimizerConfig,
             values,
             params_dtype=dtype,
-            # megatron-core saves only the 16 bits that main parameters have in addition to the weights, as float32
-            # numbers: no other optimizer can resume from them, and FusedAdam refuses to load them
+            # With remainders, megatron-core saves only the low 16 bits of main parameters, as float32 numbers. No other
+            # optimizer can resume from them, and FusedAdam refuses to load them
             store_param_remainders=False,
             **{name: PRECISIONS[values[name]] for name in OPTIMIZER_PRECISIONS},
         ),
@@ -282,5 +280,5 @@ def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerCon
 
 
 def _single(value: Any) -> Any:
-    """Return the element of a list of one: megatron-core takes any list to mean several auxiliary losses."""
+    """Unwrap a list of one: megatron-core takes any list to mean several auxiliary losses."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value

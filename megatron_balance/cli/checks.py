@@ -57,7 +57,7 @@ AT_MOST = {
     "seed": 2**32 - 1,  # NumPy's limit
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"), 1),
 }
-"""Most are far above every published model: a larger value is a mistake, and setting it up would take hours."""
+"""Most limits are far above any published model: a larger value is a mistake that would take hours to set up."""
 
 MOST_MICROBATCHES = 1 << 16
 
@@ -68,7 +68,7 @@ OTHER_LAYOUTS = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
-"""Fields that divide the layers among pipeline stages without `--pipeline-model-parallel-layout`."""
+"""Fields that divide the layers among pipeline stages; alternatives to `--pipeline-model-parallel-layout`."""
 
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
@@ -79,7 +79,7 @@ NO_EFFECT_WITHOUT_POLICY = tuple(
 
 
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
-    """Check the flags against each other and the machine; return them with the settings that follow, and notices.
+    """Check the flags against each other and the machine; return their values, derived settings and notices.
 
     Args:
         values: every flag's value by field name.
@@ -110,7 +110,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if line.mtp_num_layers:
         _check_prediction(line, virtual or 1)
     if not line.ffn_hidden_size:
-        # The third matrix of SwiGLU makes up for the smaller width
+        # SwiGLU has a third matrix, so this smaller width gives as many weights
         line.ffn_hidden_size = int(line.hidden_size * 8 / 3 / 64) * 64 if line.swiglu else 4 * line.hidden_size
     check_moe(line)
     line.global_batch_size = _global_batch_size(line, data_parallel, virtual)
@@ -166,7 +166,7 @@ def refuse_idle(line: CommandLine) -> None:
 
 
 def _check_conditions(line: CommandLine) -> None:
-    """Note flags that have no effect because of others."""
+    """Note flags that have no effect because of other flags."""
     for condition, idle in NO_EFFECT_WITHOUT.items():
         names, _, value = condition.partition(" ")
         needed = names.split("|")
@@ -215,7 +215,6 @@ def _times_context(line: CommandLine) -> str:
 
 
 def _check_model(line: CommandLine) -> None:
-    """Check the model's shape, its activation and its precision."""
     heads = line.num_attention_heads
     tensor = line.tensor_model_parallel_size
     context = line.context_parallel_size
@@ -274,12 +273,12 @@ def _check_latent_attention(line: CommandLine) -> None:
             f"{line['position_embedding_type']}: --multi-latent-attention has rotary embeddings itself; use "
             "--position-embedding-type rope"
         )
-    # Without it, megatron-core sums the gradients of the queries' norm over ranks that have all of them
+    # Without sequence parallelism, all ranks have the whole gradient of the queries' norm, but megatron-core sums it
     if tensor > 1 and not line.sequence_parallel:
         raise ValueError(
             f"{line['tensor_model_parallel_size']}: with --multi-latent-attention, add --sequence-parallel"
         )
-    # Without Transformer Engine, these projections are split, too
+    # Without Transformer Engine, tensor parallelism also splits these projections
     widths = {
         "--q-lora-rank": line.q_lora_rank or 0,
         "--kv-lora-rank plus --qk-pos-emb-head-dim": line.kv_lora_rank + line.qk_pos_emb_head_dim,
@@ -293,7 +292,7 @@ def _check_latent_attention(line: CommandLine) -> None:
 
 
 def _virtual_pipeline_size(line: CommandLine) -> int | None:
-    """Return the number of model chunks in each pipeline stage; None without the interleaved schedule."""
+    """Return the number of model chunks per pipeline stage; None without the interleaved schedule."""
     if line.pipeline_model_parallel_layout is not None:
         return _layout_chunks(line)
     stages = line.pipeline_model_parallel_size
@@ -319,7 +318,7 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
 
 
 def _refuse_batched_messages(line: CommandLine, schedule: str) -> None:
-    # In a batch, the two messages between the same two ranks could not be distinguished
+    # In a batch, two messages between the same two ranks could not be told apart
     if line.pipeline_model_parallel_size == 2 and not line.overlap_p2p_comm:
         raise ValueError(
             f"--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with {schedule}"
@@ -327,14 +326,14 @@ def _refuse_batched_messages(line: CommandLine, schedule: str) -> None:
 
 
 def _layout_chunks(line: CommandLine) -> int | None:
-    """Check `--pipeline-model-parallel-layout` and return the number of model chunks in each stage, as above."""
+    """Check `--pipeline-model-parallel-layout` and return the number of model chunks per stage; None for one."""
     text = line.pipeline_model_parallel_layout
     stages = line.pipeline_model_parallel_size
     flag = line["pipeline_model_parallel_layout"]
     for name in OTHER_LAYOUTS:
         if getattr(line, name):
             raise ValueError(f"{flag_of(name)}: not with {flag}; leave one of them out")
-    # megatron-core writes repetitions out
+    # megatron-core expands repetitions, however many
     if re.search(r"\d{5}", text):
         raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
     try:
@@ -357,7 +356,7 @@ def _layout_chunks(line: CommandLine) -> int | None:
 
 
 def _check_prediction(line: CommandLine, virtual: int) -> None:
-    """Check what multi-token prediction requires, with `virtual` model chunks in each pipeline stage."""
+    """Check the requirements of multi-token prediction; `virtual` is the number of model chunks per pipeline stage."""
     if line.position_embedding_type == "learned_absolute":
         raise ValueError(
             f"{line['position_embedding_type']}: {line['mtp_num_layers']} shifts tokens by a place; use rope (or none "
@@ -417,7 +416,7 @@ def _check_data(line: CommandLine) -> None:
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the values of `--data-path`, or of the paths per split, that files hold; empty if no file is given.
+    """Return data flags' values, by field, from `--data-args-path` or `--per-split-data-args-path`; empty without them.
 
     Raises:
         ValueError: a file cannot be read or has another form, or a flag gives the same data.

@@ -9,9 +9,9 @@ from megatron_balance.device.machine import Machine
 
 
 class CommandLine(argparse.Namespace):
-    """Every flag's value as an attribute with the name of its field. Checks replace values that they derive.
+    """Every flag's value, as an attribute named like the flag's field. Checks also store the settings that they derive.
 
-    As an item, it is the flag as it is written, for messages: `line["num_layers"]` is `--num-layers 4`. `given` are the
+    An item is the flag as it is written, for messages: `line["num_layers"]` is `--num-layers 4`. `given` contains the
     fields whose flags the user wrote.
     """
 
@@ -20,19 +20,19 @@ class CommandLine(argparse.Namespace):
         self.given = given
         self.machine = machine
         self.notices: list[str] = []
-        """Sentences for the log, about decisions made for the user."""
+        """Decisions made for the user, as sentences for the log."""
 
     def __getitem__(self, name: str) -> str:
         value = getattr(self, name)
         return flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {in_words(value)}".rstrip()
 
     def get(self, name: str) -> Any:
-        """Return the value of a field that only some versions of megatron-core have; None if it is absent."""
+        """Return a field's value; None if this version of megatron-core does not have the field."""
         return getattr(self, name, None)
 
     @property
     def expert_tp(self) -> int:
-        """The expert-tensor-parallel size; by default, the tensor-parallel size."""
+        """The expert-tensor-parallel size; default: the tensor-parallel size."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property

@@ -18,28 +18,28 @@ from megatron_balance.planning.policies import registered
 MEGATRON_CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 DIVIDED = (ours.ModelConfig, ours.LaunchConfig, *MEGATRON_CLASSES)
-"""Dataclasses whose fields are divided among groups. The first one that has a field defines its flag."""
+"""Dataclasses whose fields are divided among groups. The first class with a field defines the field's flag."""
 
 NAMED_VALUES: dict[str, Callable[[], Mapping[str, type]]] = {
     "balance_policy": registered,
     "moe_comm_alltoall": lambda: ALL_TO_ALLS,
     "moe_comm_codec": lambda: CODECS,
 }
-"""Fields whose value is the name of one of these classes; a line of the help is the summary of a class's docstring."""
+"""Fields whose values name classes. The help lists every name with the summary of the class's docstring."""
 
 OUR_GROUPS = {
     "expert balancing (megatron_balance)": ours.BalanceConfig,
     "expert communication (megatron_balance)": ours.CommConfig,
 }
-"""The groups that other programs can have, too (app/integrate.py)."""
+"""Groups that other programs can also have (app/integrate.py)."""
 
 _TABLE = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 GROUPS: dict[str, type | dict[str, str | None]] = OUR_GROUPS | {
     title: getattr(ours, shown) if isinstance(shown, str) else shown for title, shown in _TABLE.items()
 }
-"""Titles -> a dataclass whose fields the group shows, or fields of the divided dataclasses -> the help of those whose
-docstring does not tell what giving the flag does."""
+"""Group title -> a dataclass whose fields the group shows, or fields of divided dataclasses -> help, which is None
+where the field's docstring serves as help."""
 
 HELP = {name: text for shown in GROUPS.values() if isinstance(shown, dict) for name, text in shown.items() if text}
 
@@ -54,7 +54,7 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def _first_sentence(doc: str) -> str:
-    """Return the first sentence of one of megatron-core's docstrings, which may begin with "If true, "."""
+    """Return the first sentence of one of megatron-core's docstrings, without an initial "If true"."""
     text = re.sub(r"^(If set to True|If true|If set|Whether to),? ", "", doc, flags=re.IGNORECASE)
     sentence = re.split(r"(?<=\.)\s", text, maxsplit=1)[0].rstrip(".")
     return f"{sentence[:1].upper()}{sentence[1:]}."

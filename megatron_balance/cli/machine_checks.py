@@ -1,4 +1,4 @@
-"""Checks of flags against the machine: its backend, packages, kernels and profilers. Called by checks.py."""
+"""Checks of flags against the machine: its backend, packages, kernels and profilers."""
 
 import math
 
@@ -13,7 +13,7 @@ INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 
 def check_machine(line: CommandLine) -> None:
-    """Check that the machine has what the flags ask for, and set the fallbacks for upstream's defaults."""
+    """Check that the machine supports the flags; replace unsupported defaults."""
     machine = line.machine
     if line.distributed_backend == "nccl" and not machine.cuda:
         if "distributed_backend" in line.given:
@@ -58,7 +58,7 @@ def _check_packages(line: CommandLine) -> None:
         if getattr(line, name) and missing:
             raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
     selective = (line.recompute_granularity == "selective" and line.recompute_modules) or ()
-    # megatron-core's recomputation of these modules asks Transformer Engine whether it uses 8-bit numbers
+    # megatron-core's recomputation of these modules imports Transformer Engine to ask whether FP8 is in use
     again = ("layernorm", "moe_act") if line.moe_layer_impl == "megatron" else ("layernorm",)
     if not machine.transformer_engine and (named := [module for module in again if module in selective]):
         raise ValueError(
@@ -71,13 +71,13 @@ def _check_packages(line: CommandLine) -> None:
 
 
 def check_expert_gemm(line: CommandLine) -> None:
-    """Refuse the products of a missing package for `--moe-expert-gemm`."""
+    """Refuse `--moe-expert-gemm te` without Transformer Engine."""
     if line.moe_expert_gemm == "te" and not line.has_engine:
         raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
 
 
 def _note_connections(line: CommandLine) -> None:
-    """Add a notice if all kernels go through one queue, in which exchanges and transfers hold up computation."""
+    """Add a notice if all kernels share one queue, in which exchanges and transfers delay computation."""
     hidden = []
     if line.balance_policy != "none" and line.balance_overlap == "blockwise":
         hidden.append("--balance-overlap blockwise")
@@ -94,7 +94,7 @@ def _note_connections(line: CommandLine) -> None:
 
 
 def _check_context_parallelism(line: CommandLine) -> None:
-    """Refuse a context parallelism that this machine's attention does not compute."""
+    """Refuse context parallelism that this machine's attention does not support."""
     context = line.context_parallel_size
     flag = line["context_parallel_size"]
     (kind, *others) = line.cp_comm_type
@@ -134,11 +134,10 @@ def _check_context_parallelism(line: CommandLine) -> None:
 
 
 def _choose_fusions(line: CommandLine) -> None:
-    """Set for each fused kernel whether it is both requested and available."""
     machine = line.machine
-    # A dry run computes nothing, but megatron-core looks for the kernels when it builds the model
+    # A dry run computes nothing, but megatron-core looks for the kernels when it builds a model
     real = machine.cuda and not line.dry_run
-    # With Transformer Engine, only the output layer, which is megatron-core's, uses one of apex's kernels
+    # With Transformer Engine, only the output layer, which is megatron-core's own, uses one of apex's kernels
     local = line.transformer_impl == "local"
     wanted = [name for name in KERNELS if getattr(line, name) and (name != "masked_softmax_fusion" or local)]
     missing = [flag_of(name) for name in wanted if real and not machine.fuses(name)]

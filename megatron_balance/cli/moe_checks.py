@@ -14,7 +14,7 @@ from megatron_balance.planning.policies import load_policy, option_fields, polic
 from megatron_balance.profile.cluster_profile import RANGES
 
 NOT_BALANCED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_te_activation_func")
-"""Fields that only megatron-core's MoE layer reads; versions after 0.16.1 lack some of them."""
+"""Fields that only megatron-core's MoE layer reads. Versions after 0.16.1 lack some of them."""
 
 IDLE_IN_BALANCED = {
     "moe_use_legacy_grouped_gemm": "it has grouped products of its own",
@@ -22,11 +22,11 @@ IDLE_IN_BALANCED = {
     "moe_shared_expert_overlap": "shared experts run while the host waits for the numbers of rows; --moe-comm-chunks "
     "auto hides the exchange of tokens",
 }
-"""Fields of megatron-core's MoE layer that only make it faster, and what the balanced layer does instead."""
+"""Fields that only make megatron-core's MoE layer faster -> the balanced layer's equivalent."""
 
 
 def check_moe(line: CommandLine) -> None:
-    """Check the flags of MoE layers and balancing; set the inner width of experts and the token dispatcher."""
+    """Check the flags of MoE layers and balancing; set the experts' inner width and the token dispatcher."""
     experts = line.num_moe_experts
     if experts is None:
         for name in ("expert_model_parallel_size", "balance_policy"):
@@ -54,7 +54,7 @@ def check_moe(line: CommandLine) -> None:
                 raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
         idle = {name: instead for name, instead in IDLE_IN_BALANCED.items() if line.get(name)}
         line.notices += [f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {idle[name]}" for name in idle]
-        # megatron-core accepts the recomputation of moe_act only together with this flag
+        # megatron-core accepts recomputation of moe_act only together with this flag
         if "moe_grouped_gemm" in line.given and "moe_act" not in (line.recompute_modules or ()):
             reason = "the balanced MoE layer always computes in one grouped GEMM"
             line.notices.append(f"--moe-grouped-gemm has no effect: {reason}")
@@ -70,7 +70,7 @@ def check_moe(line: CommandLine) -> None:
         for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
             if getattr(line, name):
                 raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
-        # One type, or a list
+        # The value is a string or a list
         if "sinkhorn" in line.moe_router_load_balancing_type:
             raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
     if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
@@ -88,7 +88,7 @@ def check_moe(line: CommandLine) -> None:
 
 
 def _check_rows_bound(line: CommandLine) -> None:
-    """Check what `--moe-flex-rows bound` requires; flow/layer.py checks the device and the widths."""
+    """Check the requirements of `--moe-flex-rows bound`; flow/layer.py checks the device and the widths."""
     dispatcher = line.moe_token_dispatcher_type
     backend = line.moe_flex_dispatcher_backend
     needs = {
@@ -110,7 +110,7 @@ def _check_rows_bound(line: CommandLine) -> None:
 
 
 def _check_schedule(line: CommandLine) -> None:
-    """Check what the parallel schedules require (flow/parallel_schedule.py)."""
+    """Check the requirements of the parallel schedules (flow/parallel_schedule.py)."""
     schedule = line.moe_parallel_schedule
     tensor = line.tensor_model_parallel_size
     expert_tp = line.expert_tp
@@ -169,7 +169,7 @@ def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
 
 
 def _check_policy(line: CommandLine) -> None:
-    """Check the flags that every placement policy needs, then what the policy itself needs."""
+    """Check the flags that every placement policy needs, then the policy's own requirements."""
     flag = line["balance_policy"]
     name = line.balance_policy
     parallel = line.expert_model_parallel_size
@@ -288,7 +288,6 @@ def _token_dispatcher(line: CommandLine) -> str:
 
 
 def _check_exchange(line: CommandLine, gloo: bool) -> None:
-    """Check the all-to-all and the codec."""
     cuda = line.machine.cuda
     name = line.moe_comm_alltoall
     if name != "default":

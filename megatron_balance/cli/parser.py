@@ -16,7 +16,7 @@ from megatron_balance.messages import cleaned
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A formatter that keeps the lines of values in a help text, breaks long lists of choices, and never a flag."""
+    """Keeps one line per value in a help text, and wraps long lists of choices without breaking a flag."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return [
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return super()._format_args(action, default_metavar)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        # A tab marks where a list of choices may be broken
+        # A tab marks a place where a list of choices may be wrapped
         header = super()._format_action_invocation(action).replace(",", ",\t").replace(",\t ", ", ")
         lines = textwrap.wrap(
             header,
@@ -52,15 +52,15 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors give the reason for a refused flag, and the file that the flags come from."""
+    """A parser whose errors give the reason for a refused flag, and the file that contains the flag."""
 
     source = ""
-    """Prefix of errors, which names the file of the flags; empty for the command line."""
+    """Prefix of errors: the file that contains the flags; empty for the command line."""
 
     def add_without_effect(self, entries: Mapping[str, str]) -> None:
         """Add flags that do nothing: `--switch`, `--flag VALUE` or `--flag one|other` (these values only) -> reason.
 
-        The attribute with the parsed value has the name of the flag, dashes included.
+        The parsed value's attribute is named like the flag, dashes included.
         """
         for entry, reason in entries.items():
             flag, _, value = entry.partition(" ")
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **keywords)
 
     def refuse_values(self) -> None:
-        """Refuse the values of Megatron's flags that are not supported, each with its reason."""
+        """Refuse unsupported values of Megatron's flags, each with its reason."""
         for flag in REFUSED_VALUES | IN_SOME_VERSIONS:
             action = self._option_string_actions.get(flag)
             if action is not None and action.choices:
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
                 action.choices = [choice for choice in action.choices if choice not in reasons]
 
     def why_unknown(self, flag: str) -> str | None:
-        """Return the reason why this parser does not have a flag; None if there is none to give."""
+        """Return the reason why this parser lacks a flag; None if there is none to give."""
         return refusal(flag) or (NOT_INSTALLED if flag in IN_SOME_VERSIONS else None)
 
     def expanded(self, words: Iterable[str]) -> list[str]:
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Exit as argparse does, but with an Ending."""
+        """Exit as argparse does, but by raising an Ending."""
         ending = Ending(status)
         if message:
             self._print_message(message, sys.stderr)
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's overloads
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse the flags; report an unknown or refused flag as an error that gives the reason."""
+        """Parse the flags; the error about a refused flag gives the reason."""
         values, unknown = self.parse_known_args(self.expanded(sys.argv[1:] if args is None else args), namespace)
         flags = [word.partition("=")[0] for word in unknown]
         if refused := {flag: reason for flag in flags if (reason := self.why_unknown(flag))}:
@@ -128,14 +128,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def _one_of(values: Collection[str], reason: str, text: str) -> str:
-    """Convert the value of a flag of upstream's that accepts only these values here."""
+    """Convert the value of one of upstream's flags; only `values` are supported."""
     if text not in values:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
     return text
 
 
 def _none_of(reasons: Mapping[str, str], text: str) -> str:
-    """Convert the value of a flag of upstream's that does not accept these values here, each for its reason."""
+    """Convert the value of one of upstream's flags; the keys of `reasons` are refused."""
     if text in reasons:
         raise argparse.ArgumentTypeError(f"{text}: {reasons[text]}")
     return text

@@ -1,4 +1,4 @@
-"""Flags of Megatron's that have no effect or are refused, with the reasons: upstream_flags.yaml, and one lookup."""
+"""Flags of Megatron's that have no effect or are refused, with the reasons (upstream_flags.yaml)."""
 
 import functools
 import re
@@ -18,27 +18,27 @@ ACCEPTED: dict[str, str] = {
 """Flags without an effect: `--switch`, `--flag VALUE` (any value), or `--flag one|other` (these values only)."""
 
 REFUSED: dict[str, str] = _TABLES["refused"]
-"""Reason -> the flags that are refused for this reason; `*` matches any ending."""
+"""Reason -> the flags that it refuses; `*` matches any ending."""
 
 IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
     "--mla-down-proj-fusion": (),
     "--moe-use-legacy-grouped-gemm": (),
     "--moe-router-score-function": ("sqrtsoftplus",),
 }
-"""Flag that only some versions of megatron-core have -> (), or the values of it that only some versions accept."""
+"""Flags that only some versions of megatron-core have -> (), or their values that only some versions accept."""
 
 NOT_INSTALLED = "the installed megatron-core does not have it; leave it out, or install a version that has it"
-"""Why such a flag or value is refused."""
+"""Reason to refuse a flag or value that only other versions have."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     flag: {value: reason for values, reason in reasons.items() for value in values.split()}
     for flag, reasons in _TABLES["refused_values"].items()
 }
-"""Flag -> the choices of upstream's that are refused -> the reason."""
+"""Flag -> refused choice of upstream's -> reason."""
 
 NO_EFFECT_WITHOUT: dict[str, str] = _TABLES["no_effect_without"]
-"""A field, a field and its value, or alternative fields -> the fields whose flags have no effect without it, which a
-notice reports."""
+"""Condition -> fields whose flags have no effect unless it holds (a notice reports them). A condition is a field, a
+field and its value, or alternative fields (`a|b`)."""
 
 
 @functools.cache
@@ -49,6 +49,6 @@ def refusal(flag: str) -> str | None:
 
 
 def refused_values(flag: str, choices: Collection[str]) -> dict[str, str]:
-    """Return the values of a flag that are refused, with the reasons; `choices` are megatron-core's, as installed."""
+    """Return the refused values of a flag, with reasons; `choices` are those of the installed megatron-core."""
     absent = (value for value in IN_SOME_VERSIONS.get(flag, ()) if value not in choices)
     return REFUSED_VALUES.get(flag, {}) | dict.fromkeys(absent, NOT_INSTALLED)

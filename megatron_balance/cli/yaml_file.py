@@ -1,7 +1,7 @@
 """`--yaml-cfg`: a YAML file of flags -> the same flags as a command line.
 
-The file is only parsed. Its values stay text and go through the same parser as the command line, so that every check
-applies, and no object is ever constructed from the file.
+The file's values stay text and go through the same parser as the command line, so every check applies. No object is
+ever constructed from the file.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ NULL = "tag:yaml.org,2002:null"
 def read_flags(path: str, parser: Parser) -> list[str]:
     """Return the flags in the YAML file `path`, in the order of the file.
 
-    A key is the name of one of `parser`'s flags without the leading dashes, written with `-` or `_`. Its value is
-    `true` or `false` for a switch, a list for a flag with several values, null for the default. Any other key may have
-    a mapping as its value: a section, whose name has no meaning.
+    A key is the name of one of `parser`'s flags without the leading dashes, written with `-` or `_`. A value is `true`
+    or `false` for a switch, a list for a flag with several values, null for the default. Any other key is a section
+    whose name has no meaning, and its value is a mapping of flags.
 
     Raises:
         ValueError: the file contains anything else; the error names the file, the key and the remedy.
@@ -35,7 +35,7 @@ def read_flags(path: str, parser: Parser) -> list[str]:
 
 
 def _flags(section: yaml.Node, parser: Parser, seen: dict[str, str]) -> Iterator[str]:
-    """Yield the flags in a mapping and in its sections; `seen` has the keys by field name."""
+    """Yield the flags of a mapping and of its sections; `seen` maps fields to their keys."""
     if not isinstance(section, yaml.MappingNode):
         raise ValueError("is not a mapping; write one `flag-name: value` per line")
     for key, value in section.value:
@@ -58,7 +58,6 @@ def _flags(section: yaml.Node, parser: Parser, seen: dict[str, str]) -> Iterator
 
 
 def _words(key: yaml.ScalarNode, flag: str, value: yaml.Node, nargs: int | str | None) -> list[str]:
-    """Return a flag and its values as words of a command line."""
     if value.tag == NULL:
         return []
     if nargs == 0:
@@ -77,7 +76,6 @@ def _words(key: yaml.ScalarNode, flag: str, value: yaml.Node, nargs: int | str |
 
 
 def _text(key: yaml.ScalarNode, value: yaml.Node) -> str:
-    """Return a scalar as it is written in the file."""
     if not isinstance(value, yaml.ScalarNode) or value.tag in (BOOL, NULL):
         raise _error(key, "takes a number or text here; put text such as yes, no, on, off in quotes")
     return value.value

@@ -76,8 +76,11 @@ class OneDimensionalAllToAll(StagedAllToAll):
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
-    """Exchange within nodes, then N - 1 messages to the rank's counterparts on other nodes (2DH-A2A of Tutel and
-    DeepSpeed); ValueError if the last node is smaller, because some ranks then lack a counterpart."""
+    """Ranks collect rows within their node, then exchange them with their counterparts on other nodes.
+
+    This is the 2DH-A2A of Tutel and DeepSpeed. It raises ValueError if the last node is smaller, because some ranks
+    then lack a counterpart.
+    """
 
     tag = 2
 

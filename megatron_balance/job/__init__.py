@@ -1,15 +1,15 @@
-"""How processes become a job, and how a job notices that one of them failed.
+"""Joins processes into a job, and detects that one of them failed.
 
-    job                 the launcher's settings; join the job and initialize torch.distributed
+    job                 read the launcher's settings; join the job and initialize torch.distributed
     agreement           compare the settings of all ranks before anything is built
-    groups              process groups, nodes, and actions on rank 0
+    groups              create process groups; nodes; actions on rank 0
     layout              the process groups of a parallel layout
     limits              limits of the machine: file descriptors, shared memory, memory
     errors              raise the error of one rank on all ranks
 
     hang_guard          end the whole job when one rank stalls or dies
     stall               decide which rank holds up the job
-    stacks              find out from stacks whether a rank waits in a collective
+    stacks              tell from stacks whether a rank waits in a collective
     collectives         record the operations that a rank enters
     collective_order    find where the ranks' operations first differ
 

@@ -4,8 +4,8 @@
     a different rank  reads rank 0's facts and writes its own facts that differ
     every rank        counts itself; the last one decides, and all ranks wait for the decision
 
-Each rank makes only four requests, so the comparison scales to thousands of ranks. A rank that finds another problem (a
-duplicate rank, another number of processes, a missing rank, its own mistake) decides instead.
+Each rank makes only four requests, so the comparison scales to thousands of ranks. A rank that finds any other problem
+(a duplicate rank, another number of processes, a missing rank, its own mistake) decides at once.
 """
 
 import datetime
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from megatron_balance.messages import cleaned
 
 Facts = Mapping[str, str]
-"""Values that must be the same on all ranks, by the name that a user knows, most informative first."""
+"""Values that must be equal on all ranks, by the name that a user knows; the most informative first."""
 
 Differing = Mapping[int, Mapping[str, str | None]]
-"""Facts that differ from rank 0's, by rank; None for a fact that only rank 0 has."""
+"""Facts that differ from rank 0's, by rank; None: only rank 0 has the fact."""
 
 AGREED = "agreed"
 
@@ -33,7 +33,7 @@ DECLINED = "declined"
 """Published instead of the digest of rank 0's facts if rank 0 cannot start."""
 
 CONSEQUENCE = "setting "
-"""Prefix of facts that follow from other facts; they are reported only if nothing else differs."""
+"""Prefix of facts that follow from other facts. They are reported only if nothing else differs."""
 
 MAX_LISTED = 8
 """Maximum number of facts, values of a fact, ranges of ranks, or hosts that a sentence lists."""
@@ -48,8 +48,8 @@ FAREWELL_SECONDS = 3.0
 """Time for other ranks to read the decision before the rank that holds the store ends."""
 
 DECLINE_SECONDS = 10.0
-"""How long a rank that cannot start tries to reach the store. If it holds the store itself, it also waits this long for
-the others to read its decision, because they may still be importing modules."""
+"""Time for which a rank that cannot start tries to reach the store. If this rank holds the store, it also waits this
+long for the other ranks to read its decision: they may still be importing modules."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
         where: the store's address, for messages.
 
     Raises:
-        ValueError: ranks differ, are missing or exist twice, or the store is gone; all present ranks raise the same.
+        ValueError: ranks differ, are missing or exist twice, or the store is gone. All present ranks raise the same.
     """
     deadline = time.monotonic() + timeout_minutes * 60
     try:
@@ -90,7 +90,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
 
 
 def decline(store: dist.Store, me: Member, problem: str) -> None:
-    """Report that this rank cannot start, instead of calling `agree`, which raises the problem on all other ranks."""
+    """Report, instead of calling `agree`, that this rank cannot start; `agree` raises `problem` on all other ranks."""
     store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
     _decide(store, f"rank {me.rank} on {cleaned(socket.gethostname(), 80)} cannot start: {problem}")
     if me.rank == 0:
@@ -99,7 +99,7 @@ def decline(store: dist.Store, me: Member, problem: str) -> None:
 
 
 def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> str:
-    """Join, compare and return the decision; raise DistStoreError if it is not made in time."""
+    """Join, compare and return the decision; raise DistStoreError if there is no decision in time."""
     started = datetime.datetime.now().strftime("%H:%M:%S.%f")
     name = f"process {os.getpid()} of {started} on {cleaned(socket.gethostname(), 80)}"
     first = store.compare_set(f"member/{me.rank}", "", name).decode()
@@ -137,7 +137,7 @@ def _await(store: dist.Store, key: str, deadline: float) -> str:
 
 
 def _decide(store: dist.Store, outcome: str) -> str:
-    """Decide `outcome` unless a decision exists, and return the decision."""
+    """Make `outcome` the decision unless one exists; return the decision."""
     return store.compare_set("outcome", "", outcome).decode()
 
 
@@ -178,19 +178,19 @@ def _digest(facts: Facts) -> str:
 
 
 def _differing_facts(facts: Facts, reference: Facts) -> dict[str, str | None]:
-    """Return the facts that differ from the reference; None for those that only the reference has."""
+    """Return the facts that differ from `reference`; None: only `reference` has the fact."""
     return {name: facts.get(name) for name in {**facts, **reference} if facts.get(name) != reference.get(name)}
 
 
 def difference(reference: Facts, others: Differing, world_size: int) -> str:
-    """Return a sentence that names the facts that differ between ranks, with their values by rank.
+    """Return a sentence with the facts that differ between ranks, and their values by rank.
 
     Args:
         reference: rank 0's facts.
-        others: facts that differ, of at least one rank; ranks without an entry have the reference's facts.
+        others: differing facts of at least one rank; for all others, `reference` holds.
     """
     differing = {name for own in others.values() for name in own}
-    # In the reference's order, most informative first
+    # Most informative first, like the reference
     names = [*(name for name in reference if name in differing), *sorted(differing - reference.keys())]
     causes = [name for name in names if not name.startswith(CONSEQUENCE)] or names
     listed = _listed([_values(name, reference.get(name), others, world_size) for name in causes], "; ")
@@ -201,7 +201,7 @@ def difference(reference: Facts, others: Differing, world_size: int) -> str:
 
 
 def _values(name: str, reference: str | None, others: Differing, world_size: int) -> str:
-    """Return `--seed is 1 on ranks 0-2, but 2 on rank 3`, with the most frequent value first."""
+    """Return a text such as `--seed is 1 on ranks 0-2, but 2 on rank 3`, with the most frequent value first."""
     ranks_of: dict[str | None, list[int]] = {}
     for rank in range(world_size):
         ranks_of.setdefault(others.get(rank, {}).get(name, reference), []).append(rank)
@@ -214,7 +214,6 @@ def _values(name: str, reference: str | None, others: Differing, world_size: int
 
 
 def _listed(parts: Sequence[str], separator: str = ", ") -> str:
-    """Join at most MAX_LISTED parts."""
     more = [f"and {len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED else []
     return separator.join([*parts[:MAX_LISTED], *more])
 

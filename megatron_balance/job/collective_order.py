@@ -1,6 +1,6 @@
-"""Check that the members of process groups enter the same operations in the same order; find where they first differ.
+"""Check that the members of process groups enter the same operations in the same order; find their first difference.
 
-Pure functions of the records that `job/collectives.py` made on every rank. Groups name their members by global rank.
+Pure functions of the records that `job/collectives.py` made on every rank. Members are named by their global ranks.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import NamedTuple
 
 MAX_NAMED = 4
-"""Number of groups for which a report names the ranks that wait for others."""
+"""Maximum number of operations in a report about ranks that wait for others."""
 
 
 class RecordedOperation(NamedTuple):
@@ -19,11 +19,11 @@ class RecordedOperation(NamedTuple):
 
     Attributes:
         verb: kind of the operation, for example `all-gathers`.
-        sizes: elements of each tensor that must have the same size on all ranks.
+        sizes: elements of each tensor whose size must be equal on all ranks.
         detail: another property that must be equal, for example `bucket 2` or a message's tag; may be empty.
         caller: function that called torch: `start_param_sync (param_and_grad_buffer.py)`.
         ours: function and line of this package that led to the call; may be empty.
-        sent: elements or rows sent to each member, in an exchange whose sizes differ by member; `received` likewise.
+        sent, received: elements or rows for each member, in an exchange whose sizes differ by member.
         time: Unix time in seconds at which the rank entered the operation.
         number: number of the operation in its channel, from 1.
     """
@@ -50,7 +50,7 @@ class Channel(NamedTuple):
 
     Attributes:
         name: for people, such as `expert-data-parallel` or `tensor-parallel, 0 -> 1`.
-        ranks: global ranks that enter its operations, in the group's order.
+        ranks: global ranks that enter the operations, in the group's order.
         operations: the latest operations, with ascending numbers.
     """
 
@@ -61,33 +61,33 @@ class Channel(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the first operation that is still kept."""
+        """Number of the first operation still kept."""
         return self.operations[0].number if self.operations else 1
 
     @property
     def last(self) -> int:
-        """Number of the last operation that was entered; 0 if there was none."""
+        """Number of the last operation entered; 0 if there was none."""
         return self.operations[-1].number if self.operations else 0
 
     def at(self, number: int) -> RecordedOperation:
         return self.operations[number - self.first]
 
     def latest(self, count: int = 0) -> "Channel":
-        """Return a copy with the latest `count` operations; 0: with all of them."""
+        """Return a copy with the latest `count` operations; 0: all of them."""
         return self._replace(operations=list(self.operations)[-count:])
 
 
 Recording = Mapping[str, Channel]
-"""The operations that one rank entered, by a key of the channel that is the same on all ranks."""
+"""Operations that one rank entered, by a key of the channel that is the same on all ranks."""
 
 
 def pack(recording: Recording, last: int) -> bytes:
-    """Pack the last operations of each channel into bytes, small enough for a key-value store."""
+    """Pack the last operations of each channel into few bytes, for a key-value store."""
     return zlib.compress(json.dumps({key: channel.latest(last) for key, channel in recording.items()}).encode())
 
 
 def unpack(packed: bytes) -> Recording:
-    """Return the recording that `pack` packed, with lists for all sequences."""
+    """Return the recording that `pack` packed; all its sequences are lists."""
     channels = {key: Channel(*fields) for key, fields in json.loads(zlib.decompress(packed)).items()}
     return {
         key: channel._replace(operations=[RecordedOperation(*fields) for fields in channel.operations])
@@ -98,8 +98,7 @@ def unpack(packed: bytes) -> Recording:
 def differences(records: Mapping[int, Recording]) -> list[str]:
     """Return, for each channel, a sentence on the first operation in which its ranks differ, the earliest first.
 
-    Args:
-        records: recordings by global rank, without the ranks that gave none.
+    `records` has recordings by global rank, without the ranks that gave none.
     """
     found = []
     for channel, sides in _sides(records):
@@ -116,9 +115,9 @@ def differences(records: Mapping[int, Recording]) -> list[str]:
 
 
 def waits(records: Mapping[int, Recording]) -> list[str]:
-    """Return at most MAX_NAMED channels with an operation that only some ranks entered, the longest wait first.
+    """Describe at most MAX_NAMED operations that only some ranks entered, the longest wait first.
 
-    Messages that were sent but not received come last, because a sender often continues without its receiver.
+    Messages sent but not received come last, because a sender often continues without its receiver.
     """
     found: list[tuple[bool, float, str]] = []
     for channel, sides in _sides(records):
@@ -140,7 +139,7 @@ def report(records: Mapping[int, Recording]) -> str | None:
 
 
 def _sides(records: Mapping[int, Recording]) -> Iterator[tuple[Channel, dict[int, Channel]]]:
-    """Yield each channel with its ranks' sides; an empty one for a rank that never used the channel."""
+    """Yield each channel with its ranks' sides; the side of a rank that never used the channel is empty."""
     channels = {key: channel for record in records.values() for key, channel in record.items()}
     for key, channel in channels.items():
         unused = channel._replace(operations=[])
@@ -148,14 +147,14 @@ def _sides(records: Mapping[int, Recording]) -> Iterator[tuple[Channel, dict[int
 
 
 def _mismatch(channel: Channel, entered: Mapping[int, RecordedOperation]) -> str | None:
-    # One end of a message sends what the other receives, so their verbs and callers differ
+    # The two ends of a message have different verbs and callers
     compared = slice(1, 4) if channel.is_message else slice(5)
     first, *others = (operation[compared] for operation in entered.values())
     return _each(entered) if any(other != first for other in others) else _exchange_mismatch(channel, entered)
 
 
 def _exchange_mismatch(channel: Channel, entered: Mapping[int, RecordedOperation]) -> str | None:
-    """Describe two members of which one sends another number of rows than the other expects; None if all match."""
+    """Describe a sender and a receiver that disagree on the number of rows; None if all agree."""
     members = [(number, rank) for number, rank in enumerate(channel.ranks) if rank in entered and entered[rank].sent]
     for (sender, rank), (receiver, other) in itertools.product(members, members):
         operation = entered[rank]
@@ -168,7 +167,7 @@ def _exchange_mismatch(channel: Channel, entered: Mapping[int, RecordedOperation
 
 
 def _each(entered: Mapping[int, RecordedOperation]) -> str:
-    """Return `rank 3 all-gathers 8 float32 bucket 2 (...), ranks 0, 1 ...`, grouped by operation."""
+    """Return a text such as `rank 3 all-gathers 8 float32 bucket 2 (...), ranks 0, 1 ...`, grouped by operation."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, operation in entered.items():
         by_text[str(operation)].append(rank)
@@ -180,7 +179,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _latest(records: Mapping[int, Recording], ranks: Sequence[int]) -> Iterator[str]:
-    """Describe the last operation that each of the ranks entered, on any channel."""
     for rank in ranks:
         used = [channel for channel in records[rank].values() if channel.operations]
         if used:

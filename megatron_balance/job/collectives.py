@@ -20,16 +20,16 @@ import torch.distributed as dist
 from megatron_balance.job.collective_order import Channel, RecordedOperation, Recording
 
 KEPT = 64
-"""Number of operations of each channel that a training run's recorder keeps."""
+"""Number of operations of each channel that a training run keeps."""
 
 BUCKETED = ("start_param_sync", "start_grad_sync")
-"""Functions of megatron-core's bucket groups, whose buckets often have equal sizes: their numbers are recorded, too."""
+"""Functions of megatron-core's bucket groups. Buckets often have equal sizes, so their numbers are recorded, too."""
 
 _PLUMBING = (str(Path(dist.__file__).parent), contextlib.__file__, __file__)
 _PACKAGE = str(Path(__file__).parents[1])
 
 _RENAMED = hasattr(dist.ProcessGroup, "all_to_all_single")
-"""Whether this torch has the method names of 2.13, which differ from the names in 2.11 and 2.12."""
+"""Whether torch has the method names of 2.13, which differ from the names in 2.11 and 2.12."""
 
 ALL_GATHER = "all_gather_single" if _RENAMED else "_allgather_base"
 ALL_GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
@@ -54,8 +54,8 @@ COLLECTIVES: dict[str, tuple[str, tuple[int, ...]]] = {
     "scatter": ("scatters", (0,)),
     "barrier": ("waits for all", ()),
 }
-"""Methods of ProcessGroup that all members enter, with a verb for people and the positions of the arguments, tensors or
-nested lists of them, whose sizes are equal on all ranks. Other arguments may differ, or exist only on the root."""
+"""Methods of ProcessGroup that all members enter -> a verb for people, and the positions of arguments that have the
+same size on all ranks (tensors or nested lists of them). Other arguments may differ or exist only on the root."""
 
 MESSAGES = {"send": "sends", "recv": "receives"}
 
@@ -73,7 +73,7 @@ def _sizes(tensors: Any) -> tuple[int, ...]:
 
 
 def _split_rows(members: int, output: torch.Tensor, input: torch.Tensor, *splits: Sequence[int]) -> Iterable[Any]:
-    # An empty list of sizes stands for equal sizes
+    # An empty list of sizes means equal sizes
     received, sent = splits[:2]
     yield tuple(sent) or (len(input) // members,) * members
     yield tuple(received) or (len(output) // members,) * members
@@ -84,21 +84,20 @@ UNEVEN: dict[str, Callable[..., Iterable[tuple[int, ...]]]] = {
     "alltoall": lambda members, outputs, inputs, *_: (_sizes(inputs), _sizes(outputs)),
     ALL_TO_ALL: _split_rows,
 }
-"""Collectives in which sizes differ by member: functions of the number of members and the arguments, which return the
-elements or rows that this rank sends to each member, and receives from each."""
+"""Collectives whose sizes differ by member -> a function of the number of members and the arguments. It returns the
+elements or rows that this rank sends to each member, and those that it receives from each."""
 
 
 class Collectives:
     """Recorder of the operations that this process enters inside `recorded`, by channel.
 
-    Args:
-        kept: operations to keep of each channel; None keeps all of them.
+    It keeps the last `kept` operations of each channel; None: all of them.
     """
 
     def __init__(self, kept: int | None = KEPT) -> None:
         self.kept = kept
         self.entered = 0
-        """Number of operations so far, including those no longer kept; concurrent operations may count as one."""
+        """Number of operations so far, including dropped ones; concurrent operations may count as one."""
         self._channels: dict[str, Channel] = {}
         self._plumbing: dict[CodeType, bool] = {}
 
@@ -109,7 +108,7 @@ class Collectives:
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:
         """Record the operations that this process enters inside the block."""
-        # Keep the class's raw attributes: a result of getattr would no longer bind after being put back
+        # Keep the class's raw attributes: a result of getattr would not bind to instances after it is put back
         originals = {name: vars(dist.ProcessGroup)[name] for name in (*COLLECTIVES, *MESSAGES)}
         for name in COLLECTIVES:
             setattr(dist.ProcessGroup, name, self._collective(name))
@@ -148,7 +147,7 @@ class Collectives:
             ends = (group.rank(), peer) if name == "send" else (peer, group.rank())
             key = f"{group.group_name}:{ends[0]}->{ends[1]}"
             if tag and dist.get_backend(group) == "gloo":
-                # NCCL matches messages by order alone; with gloo, threads may send messages that only tags tell apart
+                # NCCL matches messages by order alone. With gloo, threads may send messages that only tags tell apart
                 key += f" tag {tag}"
             sizes = (tensors[0].numel(),)
             number = self._note(key, group, ends, MESSAGES[name], sizes, tensors[0], detail=f"tag {tag}")
@@ -231,7 +230,6 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _buckets(frame: FrameType) -> str:
-    """Name the DDP buckets that a method of a bucket group works on."""
     group = frame.f_locals.get("self")
     numbers = [str(bucket.bucket_id) for bucket in getattr(group, "buckets", ())]
     return f"bucket {' and '.join(numbers)}"

@@ -1,4 +1,4 @@
-"""How the program ends. Exit status 0 means that the task was completed, so only the program itself may set it."""
+"""How the program ends. Exit status 0 means that the task was completed; only the program itself may set it."""
 
 import contextlib
 import os
@@ -14,18 +14,15 @@ INTERRUPTED = 130
 
 
 class Ending(SystemExit):
-    """A SystemExit that the program itself raises: with a message (exit status 1), or with a status."""
+    """A SystemExit that the program itself raises, with a message (exit status 1) or with a status."""
 
     reason = "look at its output"
-    """Why the program ends with a status, in one line for other ranks, which do not see its output."""
+    """Reason for an ending with a status, in one line, for other ranks, which do not see this rank's output."""
 
 
 @contextlib.contextmanager
 def guarded_exit(program: str) -> Iterator[None]:
-    """Let only Exceptions and Endings leave the block.
-
-    Otherwise a SystemExit(0) from a user's module would be taken for success.
-    """
+    """Let only Exceptions and Endings leave the block: a user module's SystemExit(0) would look like success."""
     try:
         yield
     except (Ending, Exception):
@@ -64,13 +61,13 @@ def unbreakable_output() -> Iterator[None]:
             try:
                 stream.flush()
             except OSError:
-                # Discard what cannot be written; otherwise the interpreter would end with exit status 120
+                # Discard the rest; otherwise the interpreter would end with exit status 120
                 with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class _Unbreakable:
-    """A text stream that reports its first error on the other stream and ignores later ones."""
+    """A text stream that reports its first error on the other stream and ignores later errors."""
 
     def __init__(self, stream: Any, name: str, other: Any) -> None:
         self._stream = stream

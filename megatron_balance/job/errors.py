@@ -9,9 +9,9 @@ Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded; the message names the file and the checkpoints that remain.
+    """A checkpoint could not be saved or loaded. Every rank raises it at the same place.
 
-    Every rank raises it at the same place.
+    The message names the file and the checkpoints that remain.
     """
 
 

@@ -15,8 +15,7 @@ Members = tuple[int, ...]
 """A subset of an expert-parallel group, as ascending ranks within the group."""
 
 BACKSTOP_SECONDS = 6.0
-"""Delay of the backend's timeout after `--distributed-timeout-minutes`, which lets the hang guard name the stalled rank
-first."""
+"""Time by which the backend's timeout exceeds `--distributed-timeout-minutes`, for the hang guard to act first."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ class Topology:
 
 
 def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_parallel: int) -> int:
-    """Return how many ranks of an expert-parallel group share a node: its rank i is on its node i // size.
+    """Return the number of ranks of an expert-parallel group on each node: the group's rank i is on its node i // size.
 
     Raises:
-        ValueError: nodes divide the groups into unequal parts.
+        ValueError: the nodes divide the groups into unequal parts.
     """
     # megatron-core numbers expert-tensor-parallel ranks first and expert-parallel ranks next
     block = expert_parallel * expert_tensor_parallel
@@ -58,7 +57,7 @@ def expert_node_size(topology: Topology, expert_parallel: int, expert_tensor_par
 def sequence_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return which of a sequence's 2 * ranks equal chunks a context-parallel rank holds, in its order.
 
-    A token attends to all earlier ones: with a chunk from either end, ranks compute equally much. Transformer Engine
+    A token attends to all earlier tokens, so a chunk from either end gives all ranks the same work. Transformer Engine
     expects this order.
     """
     return rank, 2 * ranks - 1 - rank
@@ -74,7 +73,7 @@ def world() -> dist.ProcessGroup:
 def imagined_job(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, act as one rank of a job whose other ranks do not exist.
 
-    Collectives return at once with meaningless data; the functions below assume the same values on all ranks.
+    Collectives return at once with meaningless data. The functions below assume equal values on all ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -86,7 +85,7 @@ def imagined_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_imagined() -> bool:
-    """Return whether the other ranks of the job do not exist."""
+    """Return whether the job's other ranks do not exist."""
     return dist.get_backend() == "fake"
 
 
@@ -106,7 +105,7 @@ def backend_minutes(timeout_minutes: float) -> float:
 def new_twin(
     group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
 ) -> dist.ProcessGroup:
-    """Create a second group of the same ranks, for operations with a separate order; see `new_sub_groups`."""
+    """Create a second group of the same ranks, whose operations have their own order; see `new_sub_groups`."""
     everyone = tuple(range(group.size()))
     return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
 
@@ -130,12 +129,11 @@ def new_sub_groups(
     """Create the `wanted` subgroups of expert-parallel groups; return those with this rank, and the whole group.
 
     Every rank of the job must call this with the same `wanted`, because all ranks create all groups in the same order.
-    (`use_local_synchronization` involves members only, but it names a group by the number of groups that a rank is in,
-    which differs between pipeline stages.)
+    (`use_local_synchronization` would involve only members. But it names a group after the number of groups that a rank
+    is in, which differs between pipeline stages.) `job` is the default process group.
 
     Args:
-        job: the default process group.
-        timeout_minutes: `--distributed-timeout-minutes`; None for the backend's default.
+        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
     """
     everyone = tuple(range(ep_group.size()))
     shapes = sorted(set(wanted) - {everyone})
@@ -162,7 +160,7 @@ def _new_groups(
 
 
 def _new_group(ranks: list[int], timeout_minutes: float | None, name: str | None) -> dist.ProcessGroup:
-    """Create a group; a rank that is not among `ranks` cannot use the result."""
+    """Create a group; a rank outside `ranks` cannot use the result."""
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout, group_desc=name))
 
@@ -171,16 +169,16 @@ def _new_group(ranks: list[int], timeout_minutes: float | None, name: str | None
 class NodeGroups:
     """An expert-parallel group and its subgroups within and across nodes.
 
-    Rank r of the group has the local rank r % node_size on node r // node_size; the last node may be smaller.
+    Rank r of the group has the local rank r % node_size on node r // node_size. The last node may be smaller.
     """
 
     ep: dist.ProcessGroup
     node_size: int
 
     intra: dist.ProcessGroup | None
-    """The ranks on this rank's node; None if it is the only one."""
+    """The ranks on this rank's node; None if this rank is alone."""
     inter: dist.ProcessGroup | None
-    """The ranks with this rank's local rank on all nodes; None if no other node has one."""
+    """The ranks with this rank's local rank on all nodes; None if this rank is the only one."""
 
     @property
     def node(self) -> int:
@@ -205,7 +203,7 @@ def new_node_groups(
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Call `action` on the job's rank 0 only, and return its result, or raise its error, on every rank."""
+    """Call `action` on the job's rank 0 only; return its result, or raise its error, on every rank."""
     if is_imagined():
         return action()
     outcome: list[Any] = [None, None]

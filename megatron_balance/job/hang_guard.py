@@ -2,15 +2,15 @@
 
 Each rank runs two threads, so that no blocked call delays the exit after a stall:
 
-- The watchdog inspects this process's main thread, or the autograd thread that works for it, and raises the alarm when
-  that thread has waited for too long.
+- The watchdog inspects the main thread, or the autograd thread that works for it, and raises the alarm when that thread
+  has waited for too long.
 - The reporter writes a heartbeat to the job's key-value store once a period, and looks for an alarm. After an alarm,
-  every rank writes a report; the rank that raised it first draws the verdict, and all ranks print it.
+  every rank writes a report. The rank that raised the alarm first draws the verdict, and all ranks print it.
 
-If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. Silence
-alone raises no alarm: a rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. A
-rank raises the alarm only if it waits for longer than the limit, fails, or loses the store. In addition, rank 0 raises
-it if no rank has completed a step for IDLE_LIMITS limits.
+If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. A rank
+raises the alarm only if it waits for longer than the limit, fails, or loses the store. Silence alone raises no alarm: a
+rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. In addition, rank 0 raises the
+alarm if no rank has completed a step for IDLE_LIMITS limits.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ from megatron_balance.job.stall import STEPPING, Activity, Heartbeat, Position, 
 Read = TypeVar("Read")
 
 MAX_PERIOD = 0.5
-"""Seconds between two heartbeats: this, or a tenth of the limit if that is shorter."""
+"""Seconds between two heartbeats; a tenth of the limit if that is shorter."""
 
 REPORT_SECONDS = 3.5
 """Time for the reports after an alarm: several periods, even on machines with more ranks than cores."""
 
 FAREWELL_SECONDS = 1.0
-"""Time for all ranks to print before the first of them exits and the launcher ends the others."""
+"""Time for all ranks to print before the first rank exits and the launcher ends the others."""
 
 BACKSTOP_SECONDS = 9
-"""Time after an alarm after which a rank exits even if a thread blocks."""
+"""Time between an alarm and a rank's exit if a thread blocks."""
 
 IDLE_LIMITS = 10
-"""Number of idle limits after which a job whose ranks all compute counts as stalled; no microbatch takes that long."""
+"""Idle time, in limits, after which a job whose ranks compute counts as stalled. No microbatch takes that long."""
 
 EXIT_STATUS = 1
 
@@ -68,7 +68,7 @@ OPERATIONS = 32
 class HangGuard:
     """Guards the `with` block: an exception in it, another rank's end or a stall ends this process with EXIT_STATUS.
 
-    An exception does not leave the block, because the cleanup after it would shut down a backend whose peers are gone.
+    Exceptions do not leave the block, because the cleanup after it would shut down a backend whose peers are gone.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HangGuard:
         self._collectives = collectives
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
-        # When the main thread last made a step, and when the store last answered
+        # Times of the main thread's last step and of the store's last answer
         self._progress = self._answered = time.monotonic()
         self._idle = 0.0
         self._first_iteration = 0
@@ -117,7 +117,7 @@ class HangGuard:
         self._position = position
 
     def __enter__(self) -> "HangGuard":
-        # NCCL's watchdog may abort the process: then at least print its stacks
+        # NCCL's watchdog may abort the process; its stacks are then at least printed
         faulthandler.enable()
         for thread in self._threads:
             thread.start()
@@ -140,7 +140,7 @@ class HangGuard:
             thread.join(MAX_PERIOD)
 
     def _leave(self, error: Ending) -> NoReturn:
-        """End the process for a reason that is the same on every rank; only rank 0 prints it."""
+        """End the process for a reason that is the same on every rank. Only rank 0 prints it."""
         self._end()
         _print(f"{error.code}\n" if self._rank == 0 else "")
         os._exit(EXIT_STATUS)
@@ -151,11 +151,11 @@ class HangGuard:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._failure = error
         with self._printing:
-            # After the verdict, an exception only shows that another rank has exited already
+            # After the verdict, an exception only shows that another rank has exited
             if not self._printed and not isinstance(error, limits.OutOfResources | KeyboardInterrupt):
                 traceback.print_exception(error)
         self._wake.set()
-        # The threads end the process
+        # The threads end the process during this sleep
         time.sleep(BACKSTOP_SECONDS)
         self._exit()
 
@@ -172,7 +172,7 @@ class HangGuard:
         while not self._wake.wait(self._period):
             now = time.monotonic()
             steps = self._position.steps
-            # The next layer's wait has the same stack but follows another operation
+            # The next layer's wait has the same stack, but the number of operations differs
             here = steps, self._collectives.entered, stack_of(_frame())
             self._count_idle(steps != last_steps, now - before)
             before = now
@@ -193,10 +193,9 @@ class HangGuard:
         self._exit()
 
     def _count_idle(self, stepped: bool, seconds: float) -> None:
-        """Add to the idle time of this rank. The first iteration does not count because it compiles kernels.
+        """Add to this rank's idle time. The first iteration does not count, because it compiles kernels.
 
-        Args:
-            seconds: time since the last call. It is capped: after a suspension of the job it is long, but not idle.
+        `seconds` is the time since the last call. It is capped, because it includes suspensions of the job.
         """
         position = self._position
         within = position.phase in STEPPING
@@ -214,7 +213,7 @@ class HangGuard:
         return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
 
     def _print_verdict(self, sentence: str) -> None:
-        """Print the verdict, once, after all stacks; no stacks if they do not show the cause."""
+        """Print the verdict, once. Print all stacks before it, unless they would not show the cause."""
         with self._printing:
             if self._printed:
                 return
@@ -250,12 +249,12 @@ class HangGuard:
         empty = threading.Event()
 
         def wait() -> None:
-            # A broken device counts as busy: the main thread has not seen its error yet
+            # An error counts as busy: the main thread has not seen it yet
             with contextlib.suppress(RuntimeError):
                 stream.synchronize()
                 empty.set()
 
-        # Any CUDA call may block while the device hangs, and a query would hold the interpreter's lock meanwhile
+        # Any CUDA call may block while the device hangs, and a query in this thread would hold the interpreter's lock
         threading.Thread(target=wait, daemon=True).start()
         return not empty.wait(self._period)
 
@@ -268,7 +267,7 @@ class HangGuard:
                 self._store.set(f"heartbeat/{self._rank}", json.dumps(heartbeat))
                 alarm = self._store.check(["alarm"]) or self._all_idle()
             except RuntimeError:
-                # A run that ends normally may lose the store before it leaves the guarded block
+                # At a normal end, the store may disappear before this rank leaves the guarded block
                 alarm = time.monotonic() - self._answered > REPORT_SECONDS
             else:
                 self._answered = time.monotonic()
@@ -292,7 +291,7 @@ class HangGuard:
         return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in self._heartbeats())
 
     def _conclude(self) -> None:
-        """Write the report, draw the verdict or wait for it, print it, and wait until all ranks have printed it."""
+        """Write the report; draw the verdict or wait for it; print it, and wait until all ranks have printed it."""
         self._report = self._own_report()
         self._store.set(f"report/{self._rank}", json.dumps(self._report))
         packed = collective_order.pack(self._collectives.record(), OPERATIONS)
@@ -318,7 +317,7 @@ class HangGuard:
         reports = self._read_all("report", lambda text: Report(*json.loads(text)))
         sentence = verdict(reports, self._heartbeats(), time.time(), self._limit)
         if any(report is not None and report.is_failure for report in reports):
-            # The other ranks only wait for the one that failed
+            # The other ranks only wait for the failed one
             return sentence
         entered = enumerate(self._read_all("collectives", collective_order.unpack))
         difference = collective_order.report({rank: record for rank, record in entered if record is not None})
@@ -328,12 +327,11 @@ class HangGuard:
         return self._read_all("heartbeat", lambda text: Heartbeat(*json.loads(text)))
 
     def _read_all(self, kind: str, parse: Callable[[bytes], Read]) -> list[Read | None]:
-        """Return every rank's value of this kind; None for a rank that has written none."""
+        """Return every rank's value of this kind; None for a rank that has not written one."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
         return [parse(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
     def _count_up_to(self, key: str, target: int, seconds: float) -> None:
-        """Wait until the counter reaches `target`, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while self._store.add(key, 0) < target and time.monotonic() < deadline:
             time.sleep(0.1)

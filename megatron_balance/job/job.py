@@ -22,7 +22,7 @@ AGREEMENT = "agreement"
 """Prefix of the keys through which ranks compare their settings."""
 
 SPARE_SECONDS = 2.0
-"""Extra time to wait for a connection after its own timeout, because its own error may be more informative."""
+"""Extra time for a connection after its own timeout, because its own error may be more informative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Launch:
     store_rank: int | None = 0
     """The rank whose process holds the key-value store; None if the launcher holds it."""
     address: str | None = None
-    """Host of the key-value store; None if the launcher has not set one."""
+    """Host of the key-value store; None if the launcher sets none."""
     port: int = 0
     """Port of the key-value store."""
     name: str = "job"
-    """Name of this start of the job: the same on all of its ranks, and unique among jobs that may find its store."""
+    """Name of this start of the job: equal on all its ranks, and unique among jobs that may find its store."""
     job: str | None = None
-    """The launcher's name of the job, which survives restarts; None if it has none."""
+    """The launcher's name of the job, which survives restarts; None if there is none."""
     restarts: int = 0
-    """How often torchrun and SLURM have restarted the job."""
+    """Number of restarts of the job by torchrun and SLURM."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -73,7 +73,7 @@ class Launch:
 
 
 def _number(name: str, default: int, least: int, *, end: int | None = None, end_name: str = "") -> int:
-    """Return an environment variable's integer, from `least` up to, if given, `end` - 1."""
+    """Return an environment variable's integer, which must be at least `least` and below `end` (if given)."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -89,7 +89,7 @@ def _number(name: str, default: int, least: int, *, end: int | None = None, end_
 
 
 def _name(world_size: int, local_world_size: int) -> str:
-    """Derive a name for this start of the job from values that are the same on all of its nodes.
+    """Derive a name for this start of the job from values that are equal on all nodes.
 
     Ranks of a killed job may survive for a while and find the next job's store at the same address.
     """
@@ -102,9 +102,9 @@ def _name(world_size: int, local_world_size: int) -> str:
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts += [str(agent.process), agent.started]
     elif nodes.isdecimal() and int(nodes) * local_world_size == world_size:
-        # A single step has started all ranks; otherwise its number would differ between ranks
+        # Only if one step started all ranks; otherwise the step's number would differ between ranks
         parts += [known.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
-    # The launcher's store outlives the attempt: without its number, ranks would find addresses of the last attempt
+    # The launcher's store outlives an attempt: without the restart count, ranks would find addresses of the last one
     return " ".join(["job", *parts, known.get("TORCHELASTIC_RUN_ID", ""), known.get("TORCHELASTIC_RESTART_COUNT", "0")])
 
 
@@ -118,7 +118,7 @@ def node_topology(launch: Launch, node_size: int | None) -> Topology:
 
 @contextlib.contextmanager
 def declining_on_error(launch: Launch) -> Iterator[None]:
-    """If the block fails, also end the ranks that wait for this one in `start`, with the reason."""
+    """If the block fails, also end the ranks that wait in `start` for this rank, with the reason."""
     try:
         yield
     except Ending as ending:
@@ -133,7 +133,7 @@ def declining_on_error(launch: Launch) -> Iterator[None]:
 def _decline(launch: Launch, reason: str) -> None:
     if launch.world_size == 1:
         return
-    # If the store cannot be reached either, report the first problem
+    # If the store cannot be reached either, report only the first problem
     with contextlib.suppress(ValueError, dist.DistError):
         store = dist.PrefixStore(launch.name, _meet(launch, agreement.DECLINE_SECONDS / 60))
         agreement.decline(dist.PrefixStore(AGREEMENT, store), _member(launch), reason)
@@ -197,7 +197,7 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
-    """Return whether a process listens there before the deadline; torch would log stack traces while it waits."""
+    """Return whether a process listens there before the deadline. (If torch waited, it would log stack traces.)"""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -222,7 +222,7 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
         nonlocal reason
         try:
             patience = datetime.timedelta(seconds=seconds)
-            # `agreement` waits for the ranks and names the missing ones; the constructor would only count them
+            # `agree` waits for the ranks and names the missing ones; the constructor would only count them
             settings = {"wait_for_workers": False, "multi_tenant": True, "timeout": patience}
             found.append(dist.TCPStore(address, launch.port, launch.world_size, holds, **settings))
         except RuntimeError as error:

@@ -1,8 +1,7 @@
 """End this rank when its launcher ends: a torchrun agent that is killed leaves its ranks running.
 
-Other launchers (srun, mpirun) end their processes themselves, and a process that was started by hand should continue.
-
-An agent may die within the first second, so this module imports nothing that takes time.
+Other launchers (srun, mpirun) end their processes themselves. A process that was started by hand should continue. An
+agent may die within the first second, so this module imports nothing that takes time.
 """
 
 import contextlib
@@ -19,15 +18,15 @@ PERIOD = 0.5
 """Seconds between two checks of the launcher."""
 
 MESSAGE_SECONDS = 3
-"""Time after which this process ends even if its output is blocked."""
+"""Time after which this process ends even if its output blocks."""
 
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
-"""Variables that torchrun's agent sets for its processes; the agent itself does not have the same values."""
+"""Variables that torchrun's agent sets for its processes; the agent's own values, if any, differ."""
 
 PR_SET_PDEATHSIG = 1
 
 SIGNAL = getattr(signal, "SIGSTKFLT", None)
-"""Signal that the kernel sends when the parent ends. Nothing else uses it. Its number, 16, serves as seconds."""
+"""Signal that the kernel sends when the parent ends. Nothing else uses it. `_ask_the_kernel` needs its number, 16."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Launcher:
     process: int
 
     started: str
-    """Start time in the kernel's units, which distinguishes the agent from a later process with the same number."""
+    """Start time in the kernel's units; distinguishes the agent from a later process with the same number."""
     child: int
-    """Number of the process that the agent started: this process, or a script that started it."""
+    """Number of the process that the agent started: this process, or a script that started this process."""
 
     def has_ended(self) -> bool:
-        """Return whether the agent has ended: the kernel then gives its children another parent."""
+        """Return whether the agent has ended; if so, the kernel has given its child another parent."""
         return _parent(self.child) != self.process
 
 
@@ -59,7 +58,7 @@ def find() -> Launcher | None:
 
 
 def follow() -> None:
-    """Start watching this process's torchrun agent, if it has one, and end this process when the agent ends."""
+    """Watch this process's torchrun agent, if any, in a thread, and end this process when the agent ends."""
     launcher = find()
     if launcher is not None:
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
@@ -78,10 +77,10 @@ def _watch(launcher: Launcher) -> None:
 
 
 def _ask_the_kernel() -> None:
-    """Ask the kernel to end this process 16 seconds after its parent, if the watching thread cannot.
+    """Ask the kernel to end this process 16 seconds after its parent, in case the watching thread cannot.
 
-    The thread needs the interpreter's lock, which indexing a dataset may hold for minutes. The handler is therefore a C
-    library function. A handler receives the signal's number, so the call is `alarm(16)`.
+    The thread needs the interpreter's lock, which indexing a dataset may hold for minutes. So the signal's handler is a
+    C library function. The kernel passes it the signal's number, which makes the call `alarm(16)`.
     """
     if SIGNAL is None:  # another system than Linux
         return
@@ -109,7 +108,7 @@ def _parent(process: int) -> int:
 def _field(process: int, number: int) -> str:
     """Return a field of /proc/PROCESS/stat by its number in proc(5), from 3; empty if there is no such process."""
     try:
-        # The second field, the name in parentheses, may contain any character
+        # The second field, the program's name in parentheses, may contain any character
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[number - 3]
     except (OSError, IndexError):
         return ""

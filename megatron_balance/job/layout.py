@@ -14,10 +14,8 @@ def build_groups(
 ) -> ProcessGroupCollection:
     """Create the process groups of `config`'s layout and seed this rank's random number generators.
 
-    megatron-core also stores them in `parallel_state`; before another layout, call `destroy_groups`.
-
-    Args:
-        order: the dimensions of the layout, those in which neighboring ranks differ first.
+    megatron-core also stores the groups in `parallel_state`; call `destroy_groups` before building another layout.
+    `order` lists the layout's dimensions, starting with the one in which neighboring ranks differ.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -38,5 +36,5 @@ def build_groups(
 
 
 def destroy_groups() -> None:
-    """Destroy the current layout's groups."""
+    """Destroy the groups of the current layout."""
     parallel_state.destroy_model_parallel()

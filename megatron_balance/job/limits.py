@@ -13,14 +13,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 BASE_DESCRIPTORS = {"gloo": 80, "nccl": 120}
 DESCRIPTORS_PER_RANK = {"gloo": 8, "nccl": 0}
-"""File descriptors of a process in a job of one rank, and more of them for each rank: measured for gloo, and without
-NCCL's own."""
+"""File descriptors of a process, and additional ones for each rank. Measured for gloo; NCCL's own not counted."""
 
 STORE_CONNECTIONS = 2
-"""Connections of each rank to the key-value store: the job's, and the hang guard's."""
+"""Connections of each rank to the key-value store: one of the job, one of the hang guard."""
 
 HEADROOM = 8
-"""Factor by which the requested limit exceeds the minimum, where the system allows it."""
+"""Ratio of the requested limit to the minimum, if the system allows it."""
 
 
 class OutOfResources(RuntimeError):
@@ -28,11 +27,7 @@ class OutOfResources(RuntimeError):
 
 
 def open_files(backend: str, world_size: int, holds_store: bool) -> None:
-    """Raise this process's limit of open files to the number that its connections need.
-
-    Raises:
-        ValueError: the system does not allow it.
-    """
+    """Raise this process's limit of open files to what its connections need; ValueError: not allowed."""
     per_rank = DESCRIPTORS_PER_RANK[backend] + STORE_CONNECTIONS * holds_store
     needed = BASE_DESCRIPTORS[backend] + per_rank * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -71,7 +66,7 @@ def shared_memory(workers: int, batch_bytes: int, processes: int, directory: Pat
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn errors about an exhausted resource into OutOfResources with a remedy; let other errors pass unchanged."""
+    """Turn errors about an exhausted resource into OutOfResources with a remedy; pass other errors on."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Find out from a thread's stack, or an exception's traceback, whether a rank waits in a collective."""
+"""Tell from a thread's stack, or an exception's traceback, whether a rank waits in a collective."""
 
 import contextlib
 import itertools
@@ -31,13 +31,13 @@ _ENGINE = re.compile(r"_execution_engine\.run_backward\(")
 def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
     """Return the innermost frame of the thread that does the main thread's work: itself, or an autograd thread.
 
-    On CUDA, an autograd thread runs the backward pass, with its hooks and the Functions written in Python, while the
-    main thread waits in the engine. The autograd thread has frames only while it runs Python.
+    On CUDA, an autograd thread runs the backward pass with its hooks and Python Functions, while the main thread waits
+    in the engine. The autograd thread has frames only while it runs Python.
     """
     own = frames[main]
     if not _ENGINE.search(_source(own)):
         return own
-    # Side streams' threads, the hang guard and writers also run Python, but not the backward pass
+    # Threads of side streams, the hang guard and writers also run Python, but not the backward pass
     devices = [frame for frame in frames.values() if frame is not own and not _started_by_python(frame)]
     return next((frame for frame in devices if waits_in(frame) is not None), devices[0] if devices else own)
 
@@ -59,10 +59,10 @@ def _started_by_python(frame: FrameType) -> bool:
 
 
 def waits_in(frame: FrameType, line: int | None = None) -> str | None:
-    """Name the collective, or the wait for the device, that a thread with this innermost frame is in; None if neither.
+    """Name the collective or wait for the device that a thread with this innermost frame is in; None if there is none.
 
-    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its line (by
-    default the current one) waits for a handle or copies a tensor from the device.
+    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its line
+    (default: the current one) waits for a handle or copies a tensor from the device.
     """
     collective = _collective(frame, line)
     if collective is None and _WAITS_FOR_DEVICE.search(_source(frame, line)):
@@ -71,7 +71,7 @@ def waits_in(frame: FrameType, line: int | None = None) -> str | None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether other ranks caused an exception: a lost connection, or a collective's timeout."""
+    """Return whether other ranks caused an exception: a lost connection or a collective's timeout."""
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or "gloo" in str(error) or _raising_collective(error) is not None
     )
@@ -84,7 +84,7 @@ def error_place(error: BaseException) -> str:
     # gloo's messages start with a position in its source
     text = cleaned(re.sub(r"\[\S+:\d+\] ", "", text), MAX_ERROR_CHARACTERS)
     if not isinstance(error, Exception):
-        # Such as SystemExit, whose text is not informative
+        # For example SystemExit, whose text is not informative
         return f"{text} raised in {raised_in(error)}"
     return text if collective is None else f"{collective} ({text})"
 
@@ -117,11 +117,11 @@ def _collective(frame: FrameType, line: int | None) -> str | None:
 
 def _in_torch_distributed(frame: FrameType) -> bool:
     path = Path(frame.f_code.co_filename)
-    # The recorder's functions are between torch.distributed and its backends
+    # The recorder's functions run between torch.distributed and its backends
     within = path.name in _COLLECTIVE_FILES and path.parent.name == "distributed"
     return within or frame.f_code.co_filename == collectives.__file__
 
 
 def _source(frame: FrameType, line: int | None = None) -> str:
-    # A running frame may be between two lines
+    # A running frame may be between two lines and have no line number
     return linecache.getline(frame.f_code.co_filename, line or frame.f_lineno or 0)

@@ -1,4 +1,4 @@
-"""Decide which rank holds up a job, from the reports of all ranks about themselves."""
+"""Decide from the reports of all ranks which rank holds up a job."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ MAX_NAMED = 4
 
 @dataclass
 class Position:
-    """Where a rank's main thread is, and a counter of its progress. Only the main thread writes it."""
+    """Where a rank's main thread is, with a counter of its progress. Only the main thread writes it."""
 
     iteration: int = 0
     phase: str = "start"
     steps: int = 0
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
-        """Note that the main thread begins `phase`; `iteration` is given if it is new."""
+        """Note that the main thread begins `phase`; give `iteration` if it is new."""
         self.phase = phase
         self.iteration = self.iteration if iteration is None else iteration
         self.steps += 1
@@ -28,13 +28,11 @@ class Position:
 
 
 STEPPING = ("forward-backward", "optimizer", "evaluation")
-"""Phases with many steps. Other phases, such as the start or a checkpoint, have no limit on their duration."""
+"""Phases with many steps. Other phases, such as the start or a checkpoint, may last arbitrarily long."""
 
 
 class Heartbeat(NamedTuple):
-    """The sign of life that a rank writes once a period: its Unix time, and the seconds without a step where many are
-    due.
-    """
+    """Sign of life that a rank writes once a period: its Unix time, and its idle seconds in a phase with many steps."""
 
     iteration: int
     phase: str
@@ -43,16 +41,15 @@ class Heartbeat(NamedTuple):
 
 
 Activity = Literal["waited", "busy", "failed", "interrupted"]
-"""Whether a rank waited in a collective or for the device, ran other code, failed with its own exception, or was ended
-by a user."""
+"""Whether a rank waited in a collective or for the device, ran other code, failed by itself, or was ended by a user."""
 
 
 class Report(NamedTuple):
-    """A rank's report about itself after any rank has raised the alarm.
+    """A rank's report about itself after an alarm.
 
     Attributes:
         place: name of the collective, the code or the exception.
-        idle: seconds since the main thread's last sign of progress.
+        idle: seconds since the main thread's last progress.
         time: Unix time of the report in seconds.
     """
 
@@ -81,19 +78,19 @@ _VERBS: dict[Activity, str] = {
 
 
 def is_interruption(sentence: str) -> bool:
-    """Return whether a verdict says that a user has ended the job."""
+    """Return whether a verdict says that a user ended the job."""
     return _VERBS["interrupted"] in sentence
 
 
 def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | None], now: float, limit: float) -> str:
     """Name the ranks that hold up the job, in one sentence.
 
-    The first of these that exist are named: ranks that failed or do not answer; ranks that have been busy with
+    The first of these groups that has members is named: ranks that failed or do not answer; ranks that were busy with
     something other than communication for more than half of `limit`; ranks that are an iteration behind.
 
     Args:
-        reports: every rank's report; None for a rank that gave none in time.
-        heartbeats: every rank's last heartbeat; None for a rank that never gave one.
+        reports: every rank's report; None if it gave none in time.
+        heartbeats: every rank's last heartbeat; None if it never gave one.
         now: Unix time in seconds.
         limit: seconds after which a wait counts as a stall.
     """

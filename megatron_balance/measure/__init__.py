@@ -1,6 +1,6 @@
-"""How fast this cluster communicates and computes.
+"""Measures how fast this cluster communicates and computes.
 
-measure      times a cluster and fits a ClusterProfile, and where it is kept
+measure      measures a cluster, fits a ClusterProfile, and stores it
 operations   the timed operations, on synthetic tensors
-stopwatch    how operations are timed that all ranks of a group run together
+stopwatch    times operations that all ranks of a group run together
 """

@@ -32,35 +32,34 @@ from megatron_balance.profile.cluster_profile import (
 Lines = TypeVar("Lines")
 
 SIZES = tuple(4**power << 13 for power in range(6))
-"""Bytes of the messages that are timed: 8 KiB to 8 MiB. glibc allocates 32 MiB and more anew each time, which takes
-longer than copying them."""
+"""Bytes of the timed messages: 8 KiB to 8 MiB. From 32 MiB, glibc allocates anew each time, slower than the copy."""
 
 LARGE_SIZES = (*SIZES, 64 << 20, 256 << 20)
-"""Sizes for fast links, on which 8 MiB take hardly longer than an empty message."""
+"""Sizes for fast links, on which 8 MiB hardly take longer than an empty message."""
 
 COUNTS = (1, 2, 4, 8, 16)
-"""Numbers of small messages in a batch that is timed."""
+"""Numbers of small messages in a timed batch."""
 
 SAME_RATE = 0.1
-"""Ranks whose rates differ by less from the mean are equally fast: the difference may be noise."""
+"""Ranks count as equally fast if their rates differ by less than this from the mean: the difference may be noise."""
 
 PARALLEL_SIZES = 5
 """Number of sizes for each line of `measure_parallel`."""
 
 REPEATS = 9
-"""Number of measurements of a few operations; their `middle` counts."""
+"""Number of measurements where few operations are timed; their `middle` counts."""
 
 PASSES = 9
-"""Number of times that all communication is measured; the `middle` counts. The machine may be slower for seconds."""
+"""Number of passes over all communication; the `middle` counts. The machine may be slower for seconds."""
 
 TURNS = 3
-"""Number of measurements in each pass, and of passes that measure computation."""
+"""Number of measurements in each pass, and number of passes over computation."""
 
 LOAD_SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
-"""Batches of a Trans or an Agg, and the experts that a rank sends and receives."""
+"""Shapes of the timed Trans and Agg: batches, and experts that a rank sends and receives."""
 
 MOST_SENT = 64 << 20
-"""Maximum bytes that a rank sends: the loads of all sizes have their memory at the same time."""
+"""Maximum bytes that a rank sends, because the loads of all sizes are in memory at the same time."""
 
 Log = Callable[[str], None]
 """Receives one line for the user."""
@@ -86,7 +85,7 @@ def measure(
     All expert-parallel groups measure at the same time, because they communicate at the same time in training.
 
     Args:
-        job: the default process group, whose ranks have to create all sub-groups together.
+        job: the default process group, whose ranks must create all sub-groups together.
         node_size, passes, dtype, shares, codecs: as in GroupBench.
         tokens: at least four numbers of tokens per rank to time the passes with.
         device: device of the messages.
@@ -122,7 +121,7 @@ def measure(
 
 
 def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -> Lines:
-    """Call a function on every rank, and return the first rank's result or raise its ValueError."""
+    """Call a function on every rank; return the first rank's result or raise its ValueError."""
     outcomes: list[Any] = [None]
     try:
         outcomes[0] = measure_lines()
@@ -135,10 +134,10 @@ def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -
 
 
 def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
-    """Return the members that each kind of group is measured with.
+    """Return the members with which each kind of group is measured.
 
-    `intra` is the first node, `inter` the first rank of every node, `ep` all ranks. Nodes of one rank each have no
-    `intra`, and a single node has no `inter`: all ranks take its place, so that its line is the line of `ep`.
+    `intra` is the first node, `inter` the first rank of every node, `ep` all ranks. If nodes have one rank, there is no
+    `intra`, and for a single node no `inter`. All ranks then take its place, so its line equals that of `ep`.
     """
     everyone = tuple(range(num_ranks))
     found = {"intra": everyone[:node_size], "inter": everyone[::node_size], "ep": everyone}
@@ -154,7 +153,7 @@ def fit_profile(
     tokens: Sequence[int],
     log: Log | None = None,
 ) -> ClusterProfile:
-    """Return the profile of the cluster that `bench` times. `fit` draws lines over bytes, and over tokens for experts.
+    """Return the profile of the cluster that `bench` times: `fit` lines over bytes, and over tokens for experts.
 
     Raises:
         ValueError: there are too few sizes or numbers of tokens for a line.
@@ -207,23 +206,20 @@ def loads(sizes_bytes: Sequence[int]) -> list[Load]:
 
 
 class BatchLines(NamedTuple):
-    """Seconds of a Trans or an Agg; the lines have the same errors."""
+    """Seconds of a Trans or an Agg. Both lines have the same errors."""
 
     line: Fit
-    """A batch in which a rank sends and receives one message, over bytes."""
+    """A batch in which a rank sends and receives one message, by bytes."""
     launch: Fit
-    """A batch of empty messages, over the number that a rank sends and receives."""
+    """A batch of empty messages, by the number that a rank sends and receives."""
     start: float
-    """Seconds beyond those of batches."""
+    """Seconds in addition to the batches."""
 
 
 def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> BatchLines:
-    """Fit the seconds to start, of a batch, of a message and of a byte by least squares of relative errors.
+    """Fit the seconds of a start, a batch, a message and a byte, none negative, by least squares of relative errors.
 
-    None is negative. Several numbers of batches and messages tell them apart.
-
-    Raises:
-        ValueError: there are less than four sizes.
+    Loads with different numbers of batches and messages make the four separable. ValueError: less than four sizes.
     """
     sizes = sorted({load.num_bytes for load in given})
     if len(sizes) < 4:
@@ -240,8 +236,8 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
 
 
 def _positive(terms: np.ndarray) -> list[float]:
-    """Return the seconds of a unit of each term, given the terms [loads, 4] per second of each load."""
-    # In one unit, because a byte takes a millionth of a message's seconds
+    """Return the seconds per unit of each term; `terms` [loads, 4] are divided by each load's measured seconds."""
+    # Scale the terms, because a byte takes a millionth of a message's seconds
     scale = terms.max(0)
     return (scipy.optimize.nnls(terms / scale, np.ones(len(terms)))[0] / scale).tolist()
 
@@ -271,7 +267,7 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
 
 
 def _middles(calls: Sequence[Callable[[], Sequence]], passes: int) -> list[np.ndarray]:
-    """Call all functions in each pass; return the `middle` of each one's results over the passes."""
+    """Call all functions in each pass; return the `middle` of each function's results over the passes."""
     found = [[call() for call in calls] for _ in range(passes)]
     return [middle(np.array(results)) for results in zip(*found, strict=True)]
 
@@ -281,8 +277,7 @@ def experts_speed(
 ) -> tuple[tuple[float, ...], Throughput, Throughput]:
     """Return the ranks' rates, and the forward and backward pass of a rank with the rate 1.
 
-    If all rates are equal within the noise, there are none, and the passes are those of the slowest rank. T counts the
-    numbers of tokens per rank.
+    If all rates are equal up to noise, return none, and the slowest rank's passes. T counts numbers of tokens per rank.
     """
     speed_TD = 1 / (forward_TD + backward_TD)
     speed_D = np.median(speed_TD / speed_TD.mean(1, keepdims=True), axis=0)
@@ -309,9 +304,9 @@ def measure_parallel(
         stopwatch: the stopwatch of all shards of all hosts.
         mp, esp: see ParallelLines.
         calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
-        ranges: by line, the fewest and the most bytes that it has to predict. A line through sizes of all magnitudes
-            would be too coarse to compare schedules that hardly differ.
-        log: receives a line of text per line measured; None on ranks that do not log.
+        ranges: line -> fewest and most bytes to predict. A line through sizes of all magnitudes would be too coarse to
+            compare schedules that hardly differ.
+        log: receives a line of text per measured line; None on ranks that do not log.
     """
 
     def measure_lines() -> ParallelLines:

@@ -22,25 +22,25 @@ Call = Callable[[], object]
 
 
 class Passes(NamedTuple):
-    """The forward and backward pass of one rank's experts, or both directions of a codec."""
+    """Forward and backward pass of one rank's experts, or both directions of a codec."""
 
     forward: Call
     backward: Call
-    """The backward pass of the latest forward pass."""
+    """Backward pass of the latest forward pass."""
 
 
 class Load(NamedTuple):
-    """What every rank sends and receives in a Trans or an Agg."""
+    """Messages that every rank sends and receives in a Trans or an Agg."""
 
     batches: int
-    """Each has a piece of every expert."""
+    """Number of batches; each has a piece of every expert."""
     experts: int
     num_bytes: int
     """Bytes of an expert."""
 
 
 def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
-    """Return a call in which ranks of every other run of `step` ranks send to the rank `step` after them."""
+    """Return a call in which every other run of `step` ranks sends to the next run, rank by rank."""
     received = torch.empty_like(buffer)
     rank = group.rank()
     size = group.size()
@@ -53,7 +53,7 @@ def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
 
 
 def messages(group: dist.ProcessGroup, buffer: torch.Tensor, steps: Sequence[int]) -> Call:
-    """Return a call in which each rank sends its buffer to the rank that is each of `steps` after it."""
+    """Return a call in which each rank sends its buffer to the ranks at distances `steps` after it."""
     received = [torch.empty_like(buffer) for _ in steps]
     rank = group.rank()
     size = group.size()
@@ -82,7 +82,7 @@ def idle() -> None:
 
 
 def even_exchange(exchange: AllToAll, buffer: torch.Tensor) -> Call:
-    """Return a call in which each rank sends equal parts of its buffer to the others, and keeps another such part."""
+    """Return a call in which each rank exchanges equal parts of its buffer with all others, and copies such a part."""
     size = exchange.group.size()
     each = -(-len(buffer) // (size - 1))
     splits_DD = torch.full((size, size), each)
@@ -98,12 +98,12 @@ def _all_gather(group: dist.ProcessGroup, buffer: torch.Tensor, _: int) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class SyntheticSlots:
-    """A rank's slots, as many guests as experts, whose tensors are weights and gradients at once."""
+    """A rank's slots, as many guests as experts; their tensors are weights and gradients at once."""
 
     slots: Sequence[Sequence[torch.Tensor]]
 
     def ready(self) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
     def own(self, home_experts: Sequence[int]) -> None:
         """The experts stay."""
@@ -116,7 +116,7 @@ class SyntheticSlots:
 
 
 def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
-    """Return a plan in which every rank sends its experts to ranks at distances that are multiples of `step`."""
+    """Return a plan in which every rank sends its experts to ranks at multiples of the distance `step`."""
     peers = max(1, num_ranks // step - 1)
     routes = [
         (rank * load.experts + index, rank, (rank + step * (1 + index % peers)) % num_ranks)
@@ -131,7 +131,7 @@ def plan(num_ranks: int, step: int, load: Load) -> tuple[TransPlan, Placement]:
 def transfer(
     kind: str, group: dist.ProcessGroup, step: int, load: Load, slots: Sequence[Sequence[torch.Tensor]]
 ) -> Call:
-    """Return a call that runs the Trans or the Agg of `plan`, given the tensors of as many experts as guests."""
+    """Return a call that runs the Trans or Agg of `plan`, given the tensors of as many experts as guests."""
     run = getattr(TransAgg(group), kind)
     return functools.partial(run, *plan(group.size(), step, load), SyntheticSlots(slots))
 
@@ -143,16 +143,16 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
     "all_gather": _all_gather,
     "all_reduce": lambda group, buffer, _: lambda: dist.all_reduce(buffer, group=group),
 }
-"""Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a step between ranks."""
+"""Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a distance of ranks."""
 
 
 def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
-    """Return passes over `tokens` rows that are shared evenly among the experts, in their dtype and on their device."""
+    """Return passes over `tokens` rows, shared evenly among the experts, in their dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
     slots = len(weight_SOH)
     hidden = weight_SOH.shape[-1]
     tokens_per_slot = torch.tensor([(tokens + slot) // slots for slot in range(slots)])
-    # Not the default generator: measuring must not change the training
+    # Not the default generator, because measuring must not change the training
     generator = torch.Generator(weight_SOH.device).manual_seed(0)
     new = {"dtype": weight_SOH.dtype, "device": weight_SOH.device, "generator": generator}
     rows_RH = torch.randn(tokens, hidden, **new).requires_grad_()
@@ -161,7 +161,7 @@ def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
     outputs: list[torch.Tensor] = []
 
     def forward() -> None:
-        # Otherwise each pass would add its gradient to the last one
+        # Otherwise gradients would accumulate
         for tensor in (rows_RH, probs_R, *experts.parameters()):
             tensor.grad = None
         outputs[:] = [experts(rows_RH, tokens_per_slot, probs_R)]
@@ -173,7 +173,7 @@ def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
 
 
 def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> Passes:
-    """Return the compression of `tokens` rows and the decompression of their payload, as passes."""
+    """Return the compression of `tokens` rows, and the decompression of their payload, as passes."""
     generator = torch.Generator(device).manual_seed(0)
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
     payload = codec.encode(rows_RH)
@@ -186,8 +186,8 @@ def schedule_call(
     """Return the operation whose time a line of ParallelLines predicts, on about `num_bytes` bytes.
 
     Args:
-        dispatch: of megatron for `gathered`; of s1 or s2 for `all_to_all`; of s2 with a group for simultaneous
-            exchanges for the lines of tensor-parallel ranks.
+        dispatch: megatron's for `gathered`; s1's or s2's for `all_to_all`; s2's with a group for simultaneous exchanges
+            for the lines of tensor-parallel ranks.
         line: a name in ParallelLines.
     """
     groups = dispatch.groups
@@ -228,7 +228,7 @@ def _sorting(rows: torch.Tensor, hosts: int) -> Call:
 
     def both_directions() -> None:
         order = row_order(routing, len(rows))
-        # The gradient of copies is a sum, and that of a sum is copies
+        # The gradient of a copy is a sum, and the gradient of a sum is a copy
         for _ in ("forward", "backward"):
             combine(gather_rows(rows, order), order)
 

@@ -1,6 +1,6 @@
 """Times operations that all ranks of a group run together.
 
-Here, a member is a rank's number inside its expert-parallel group.
+A member is a rank's number inside its expert-parallel group.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ SMALL_BYTES = 256
 """Bytes of a message whose latency is measured."""
 
 EVICTING_BYTES = 8 * 2**20
-"""More than a core's own caches."""
+"""More bytes than a core's own caches hold."""
 
 
 def middle(seconds: np.ndarray) -> np.ndarray:
-    """Return the interquartile mean over the first axis: without the least and the most quarter, or one of each.
+    """Return the interquartile mean over the first axis; at least the minimum and maximum are left out.
 
-    Threads that wait for each other wake up at once or some milliseconds later. Between such modes a median jumps.
+    Threads that wait for each other wake up at once or some milliseconds later. A median jumps between such modes.
     """
     left_out = max(len(seconds) // 4, int(len(seconds) > 2))
     return np.sort(seconds, axis=0)[left_out : len(seconds) - left_out].mean(0)
 
 
 QUEUING_CYCLES = 8_000_000
-"""About 4 ms of a device, in which the host queues a call."""
+"""About 4 ms on a device, during which the host queues a call."""
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times operations that all ranks of a group run together; all of them make the same calls."""
+    """Times operations that all ranks of a group run together; all ranks make the same calls."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -58,24 +58,23 @@ class Stopwatch:
     """Number of times that a call is timed."""
 
     def typical(self, calls: Sequence[Call], together: int = 1) -> list[float]:
-        """Return each call's seconds on its slowest rank, the `middle` of its repeats; the same on every rank.
+        """Return each call's seconds on its slowest rank, the `middle` of its repeats; equal on every rank.
 
-        The calls take turns, so that other load on the machine affects all of them. Their order differs from repeat to
-        repeat, except for runs of `together` consecutive calls, because a call that follows a long one takes longer.
+        The calls take turns, so that other load on the machine affects all of them. Their order is random in each
+        repeat, because a call after a long one takes longer. Runs of `together` consecutive calls keep their order.
         """
         seconds = self._repeat(calls, together)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.group)
         return middle(seconds.cpu().numpy()).tolist()
 
     def typical_by_rank(self, calls: Sequence[Call], together: int = 1) -> np.ndarray:
-        """Return the `middle` seconds of each call on each rank, [calls, ranks]; the same on every rank."""
+        """Return the `middle` seconds of each call on each rank, [calls, ranks]; equal on every rank."""
         own = torch.from_numpy(middle(self._repeat(calls, together).cpu().numpy())).to(self.device)
         found = own.new_empty(self.group.size() * len(calls))
         dist.all_gather_into_tensor(found, own, group=self.group)
         return found.view(-1, len(calls)).T.cpu().numpy()
 
     def _repeat(self, calls: Sequence[Call], together: int) -> torch.Tensor:
-        """Return [repeats, calls] float64: this rank's seconds."""
         for call in calls:
             call()
         seconds = np.zeros((self.repeats, len(calls)))
@@ -88,7 +87,7 @@ class Stopwatch:
 
     @functools.cached_property
     def _other_memory(self) -> torch.Tensor:
-        """What a processor writes between two calls, as other work does, so that its caches lack the calls' data."""
+        """Memory that a CPU writes between two calls, as other work does, so that caches lack the calls' data."""
         return torch.zeros(EVICTING_BYTES if self.device.type == "cpu" else 0, dtype=torch.uint8, device=self.device)
 
     def _meet(self) -> None:
@@ -103,8 +102,8 @@ class Stopwatch:
             start = time.perf_counter()
             call()
             return time.perf_counter() - start
-        # The host's clock would stop when the work is queued, not when it is done. The device begins when the host has
-        # queued everything: in training, too, the host is ahead most of the time
+        # The host's clock would stop when the work is queued, not when it is done. The device begins after the host has
+        # queued everything, because the host is mostly ahead in training, too
         torch.cuda._sleep(QUEUING_CYCLES)
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
@@ -122,7 +121,7 @@ class GroupBench:
     stopwatch: Stopwatch
     """The stopwatch of the expert-parallel group."""
     groups: Mapping[Members, dist.ProcessGroup]
-    """The `sub_groups` that this rank is a member of; it idles while other groups measure."""
+    """The `sub_groups` of this rank; it idles while other groups measure."""
     passes: Callable[[int], Passes]
     """Returns the passes of this rank's experts over a number of tokens."""
     dtype: torch.dtype
@@ -130,11 +129,11 @@ class GroupBench:
     node_size: int
     """Number of members on one node."""
     shares: Sequence[float] = (1.0,)
-    """Share of each tensor in the weights of an expert; each is sent in a message of its own."""
+    """Each tensor's share of an expert's weights; each tensor is sent in its own message."""
     all_to_alls: Mapping[str, AllToAll] = field(default_factory=dict)
     """All-to-alls of the whole group, by name."""
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
-    """By the codec's name, a function that returns compression and decompression of a number of rows."""
+    """Codec's name -> function that returns the compression and decompression of a number of rows."""
 
     @property
     def tensors(self) -> int:
@@ -169,7 +168,6 @@ class GroupBench:
         return torch.zeros(-(-num_bytes // self.dtype.itemsize), dtype=self.dtype, device=self.stopwatch.device)
 
     def _slots(self, operation: str, load: Load) -> list[list[torch.Tensor]]:
-        """Return the tensors of a load's experts and of as many guests."""
         dtype = torch.float32 if operation == "agg" else self.dtype
         lengths = [max(1, round(share * load.num_bytes / dtype.itemsize)) for share in self.shares]
         new = {"dtype": dtype, "device": self.stopwatch.device}

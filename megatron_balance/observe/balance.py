@@ -14,7 +14,7 @@ from megatron_balance.cost.model import balance_gain, balance_ratio
 from megatron_balance.device import host_memory
 
 PERCENTILES = (50, 75, 90, 95)
-"""Percentiles over layers that TensorBoard shows."""
+"""Percentiles over layers in TensorBoard."""
 
 LARGEST_GAIN = 1000.0
 """Upper limit of RB, because a plot cannot show infinity."""
@@ -23,44 +23,43 @@ LARGEST_GAIN = 1000.0
 class LayerReport(NamedTuple):
     """Balance, bytes and times of one MoE layer in one iteration.
 
-    The fields in SPORADIC, which are about placements that change now and then, are means over this iteration and those
-    before it that have no report.
+    Fields in SPORADIC concern placements, which change now and then. Their values are means over this iteration and the
+    preceding iterations without a report.
     """
 
     ratio_before: float
-    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) without balancing, that is, if owners in their initial order
-    computed all tokens; 1 is even."""
+    """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) if the initial owners computed all tokens; 1 is even."""
     ratio_after: float
-    """The same ratio with the placement that was used."""
+    """The same ratio with the iteration's placement."""
     rb: float
-    """Pro-Prophet's RB, the ratio of the standard deviations before and after balancing; at most LARGEST_GAIN."""
+    """Pro-Prophet's RB: standard deviation before balancing over that after it; at most LARGEST_GAIN."""
     hosts_added: float
-    """Number of (expert, rank) pairs where a rank computed an expert that it does not own."""
+    """Number of (expert, rank) pairs in which the rank computes the expert without owning it."""
     trans_bytes: float
     agg_bytes: float
-    """Bytes moved by Trans and Agg, over all links."""
+    """Bytes moved by Trans and by Agg, over all links."""
     plan_seconds: float
     plan_wait_seconds: float
     trans_wait_seconds: float
     agg_wait_seconds: float
-    """Seconds that the computation waited for Plan, Trans and Agg: the parts of them that were not overlapped."""
+    """Seconds for which computation waited for Plan, Trans and Agg, that is, their parts that were not overlapped."""
     predicted_seconds: float
-    """Time of the layer by the cost model, with the calibration of the iterations before."""
+    """Time of the layer by the cost model, calibrated with the preceding iterations."""
     measured_seconds: float
-    """The layer's exchanges and experts, and its waits for Trans and Agg."""
+    """Time of the layer's exchanges and experts, and of its waits for Trans and Agg."""
     prediction_error: float
-    """Fraction of tokens that were predicted for the wrong expert or source (`predictor.prediction_error`)."""
+    """Fraction of tokens predicted for the wrong expert or source (`predictor.prediction_error`)."""
     expert_load_min: float = 1.0
     expert_load_max: float = 1.0
     expert_load_std: float = 0.0
-    """Tokens of the layer's experts over their mean: the least, the most, and the standard deviation."""
+    """Tokens of the layer's experts over their mean: minimum, maximum, and standard deviation."""
     experts_moved: float = 0.0
     """Number of experts that changed their owner after the iteration."""
     transfer_bytes: float = 0.0
-    """Bytes moved with these experts, optimizer state included, over all links."""
+    """Bytes moved with those experts, including optimizer state, over all links."""
     predicted_exchange_seconds: float = 0.0
     measured_exchange_seconds: float = 0.0
-    """The layer's exchanges, without the predicted time that a rank waits in them for slower ones."""
+    """The layer's exchanges, minus the predicted time for which this rank waits in them for slower ranks."""
     predicted_experts_seconds: float = 0.0
     measured_experts_seconds: float = 0.0
     """Computation of a rank's own tokens."""
@@ -68,7 +67,7 @@ class LayerReport(NamedTuple):
     measured_trans_seconds: float = 0.0
     predicted_agg_seconds: float = 0.0
     measured_agg_seconds: float = 0.0
-    """Trans and Agg, hidden or not, until a rank's own part is complete."""
+    """Trans and Agg, overlapped or not, until this rank's own part is complete."""
 
 
 COLUMNS = len(LayerReport._fields) + 1
@@ -81,13 +80,13 @@ SPORADIC = (
 
 
 def evenness(before_BD: np.ndarray, after_BD: np.ndarray) -> tuple[float, float, float]:
-    """Return `ratio_before`, `ratio_after` (of the microbatches' heaviest ranks) and `rb` (of the whole iteration)."""
+    """Return `ratio_before` and `ratio_after` (heaviest rank of each microbatch), and `rb` (whole iteration)."""
     gain = min(balance_gain(before_BD.sum(0), after_BD.sum(0)), LARGEST_GAIN)
     return balance_ratio(before_BD), balance_ratio(after_BD), gain
 
 
 def spread(tokens_E: np.ndarray) -> tuple[float, float, float]:
-    """Return `expert_load_min`, `expert_load_max` and `expert_load_std` for the tokens per expert."""
+    """Return `expert_load_min`, `expert_load_max` and `expert_load_std` of the tokens per expert."""
     mean = tokens_E.mean()
     if not mean:
         return 1.0, 1.0, 0.0
@@ -97,7 +96,7 @@ def spread(tokens_E: np.ndarray) -> tuple[float, float, float]:
 def sum_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> torch.Tensor:
     """Start to add up the reports of layers 1 to `num_layers`; every rank of the job calls this.
 
-    The table that it returns, for `means`, is complete when the device has done all work that is queued by now.
+    Return the table for `means`. It is complete once the device has done all work queued by now.
     """
     rows = [[*own[layer], 1.0] if layer in own else [0.0] * COLUMNS for layer in range(num_layers + 1)]
     total = host_memory.to_current_device(rows, torch.float64)
@@ -115,7 +114,7 @@ def means(table: torch.Tensor) -> dict[int, LayerReport]:
 
 
 def mean_over_ranks(own: Mapping[int, LayerReport], num_layers: int) -> dict[int, LayerReport]:
-    """Wait for the device and return the result of both functions above; every rank of the job calls this."""
+    """Wait for the device and return all ranks' mean reports; every rank of the job calls this."""
     table = sum_over_ranks(own, num_layers)
     torch.cuda.synchronize()
     return means(table)
@@ -134,9 +133,7 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]], lengths: Sequenc
     """Return the log line's fields about balance, ending in a bar, averaged over iterations of layer -> report.
 
     Load ratios are means over layers; hosts, experts moved, planning time, waits and bytes are sums over layers.
-
-    Args:
-        lengths: number of iterations whose SPORADIC fields each report averages; None: 1.
+    `lengths` has the number of iterations in the mean of each report's SPORADIC fields; None: 1.
     """
 
     def averaged(name: str) -> float:
@@ -166,7 +163,7 @@ def calibration_field(factors: Factors) -> str:
 
 
 def tensorboard_scalars(reports: Mapping[int, LayerReport], factors: Factors) -> dict[str, float]:
-    """Return an iteration's numbers under Megatron's names; in `moe/{name}_layer_{i}`, the first layer is number 0."""
+    """Return an iteration's scalars by Megatron's tags; in `moe/{name}_layer_{i}`, layers count from 0."""
     scalars = {f"moe/calibration_{name}": factor for name, factor in factors._asdict().items()}
     for name in LayerReport._fields:
         values = {layer: getattr(report, name) for layer, report in reports.items()}
@@ -177,7 +174,7 @@ def tensorboard_scalars(reports: Mapping[int, LayerReport], factors: Factors) ->
 
 
 def _count(mean: float) -> str:
-    """Format a mean of counts: without decimals if it is whole, otherwise with one, or with one significant digit."""
+    """Format a mean of counts: without decimals if whole, otherwise with one decimal or one significant digit."""
     if mean == int(mean):
         return str(int(mean))
     return f"{mean:.1f}" if mean >= 0.05 else f"{mean:.1g}"

@@ -1,4 +1,4 @@
-"""The factors by which plans were calibrated, as JSON lines (`--balance-calibrate`).
+"""Calibration factors of plans, as JSON lines (`--balance-calibrate`).
 
 {"ranks": 4, "layers": 2}
 {"iteration": 1, "exchange": 1.0, "experts": 1.0, "trans": 1.0, "agg": 1.0}
@@ -19,14 +19,14 @@ from megatron_balance.observe.optional import AppendedFile
 NAME = "calibration.jsonl"
 
 MAX_BYTES = 256 * MIB
-"""Maximum size of a file that is replayed: two million iterations."""
+"""Maximum size of a replayed file: two million iterations."""
 
 HIGHEST = 2**31
-"""Limit of the integers in a file."""
+"""Maximum of the integers in a file."""
 
 
 class Job(NamedTuple):
-    """Number of processes, and number of MoE layers: the same in the run that replays a record."""
+    """Number of processes and of MoE layers: equal in a recorded run and the run that replays its record."""
 
     ranks: int
     layers: int
@@ -35,8 +35,7 @@ class Job(NamedTuple):
 class CalibrationLog:
     """Writes `calibration.jsonl` into the directory of `--balance-log-dir`.
 
-    Args:
-        first_iteration: iteration where the run starts or resumes; earlier ones of an existing file are kept.
+    An existing file keeps its iterations before `first_iteration`, where the run starts or resumes.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -56,7 +55,7 @@ class CalibrationLog:
             self._file.add(header)
 
     def add(self, iteration: int, factors: Factors) -> None:
-        """Add the factors that plans made in an iteration contain."""
+        """Add the factors of the plans made in an iteration."""
         self._file.add(json.dumps({"iteration": iteration, **factors._asdict()}).encode() + b"\n")
 
     def flush(self, last: bool = False) -> None:
@@ -79,7 +78,7 @@ class CalibrationRecord:
         return self.first + len(self.factors) - 1
 
     def at(self, iteration: int) -> Factors:
-        """Return the factors of an iteration; after the record's end, its last ones."""
+        """Return the factors of an iteration; after the end of the record, its last factors."""
         assert iteration >= self.first
         return self.factors[min(iteration, self.last) - self.first]
 
@@ -96,7 +95,7 @@ def read_record(path: str, job: Job) -> CalibrationRecord:
     """Read a file of CalibrationLog.
 
     Raises:
-        ValueError: it cannot be read, is damaged, or is from a run with other ranks or layers.
+        ValueError: it cannot be read, is damaged, or is from a run with other numbers of ranks or layers.
     """
     flag = f"--balance-calibrate {path}"
     header, *lines = read_text(path, MAX_BYTES, "--balance-calibrate").splitlines() or [""]

@@ -1,4 +1,4 @@
-"""One MoE layer's finished iteration, and what the log says about it."""
+"""Report about one MoE layer's finished iteration, for the log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ Interval = tuple[clock.Mark, clock.Mark]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FinishedIteration:
-    """One layer's finished iteration on one rank; the device may not have reached its marks yet."""
+    """One layer's finished iteration on one rank. The device may not have reached its marks yet."""
 
     placement: Placement
     plan: TransPlan
-    """The rounds of Trans, and of Agg in reverse."""
+    """Rounds of Trans; Agg runs them in reverse."""
     rank_seconds: Callable[[], tuple[np.ndarray, np.ndarray]]
-    """Returns [D] the seconds after which each rank completes its part of Trans, and of Agg; not calibrated."""
+    """Returns [D] the seconds until each rank has completed its part of Trans, and of Agg; not calibrated."""
     loads: Sequence[np.ndarray]
     """[D, E] int32 of each microbatch."""
     spans: Sequence[tuple[str, Interval]]
@@ -35,11 +35,11 @@ class FinishedIteration:
     plan_seconds: float
     prediction_error: float
     unreported: Mapping[str, float]
-    """Sums of the `sporadic` values of earlier iterations without a report."""
+    """Sums of the `sporadic` values of preceding iterations without a report."""
     experts_moved: int = 0
     """Experts that changed their owner after the iteration."""
     transfer_bytes: float = 0.0
-    """Bytes that one replica's ranks sent for them."""
+    """Bytes that the ranks of one replica sent to move those experts."""
 
     @property
     def counts_BDE(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class FinishedIteration:
         return np.stack(self.loads, dtype=np.int64)
 
     def sporadic(self, cost: CostModel) -> dict[str, float]:
-        """Return the SPORADIC fields of the iterations without a report, and the number of these iterations."""
+        """Return the sums of SPORADIC fields since the last report, and the number of these iterations."""
         values = {
             "iterations": 1,
             "hosts_added": self.placement.added_hosts,
@@ -69,7 +69,7 @@ def layer_report(
     """Return the report of an iteration that the device has finished, compared with the `initial` placement.
 
     Args:
-        plain: the cost model that has chosen the routes of Trans, without calibration.
+        plain: the cost model without calibration, which chose the routes of Trans.
         calibrated: the cost model with `factors`, for the iteration's number of microbatches.
         rank: this rank in the expert-parallel group.
     """
@@ -87,7 +87,7 @@ def layer_report(
     exchanging = _seconds(last.spans, "A2A")
     own = float((after_BD[:, rank] / calibrated.rate_D[rank]).sum())
     predicted = calibrated.forward_seconds(own) + calibrated.backward_seconds(own)
-    # The slowest rank of each microbatch does not wait in its exchanges; the others do
+    # In each microbatch's exchanges, every rank but the slowest waits
     waiting = time.forward + time.backward - predicted
     trans_D, agg_D = last.rank_seconds()
     return LayerReport(
@@ -113,7 +113,7 @@ def layer_report(
 
 
 def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: Placement, after: Placement) -> str:
-    """Return the expected effect of a layer's new placement, as a line for the log."""
+    """Return a line for the log about the expected effect of a layer's new placement."""
     times = [cost.layer_time(expected_BDE, placement) for placement in (before, after)]
     parts = zip(times[0]._fields, *times, strict=True)
     changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
@@ -122,5 +122,5 @@ def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: 
 
 
 def _seconds(spans: Sequence[tuple[str, Interval]], *operations: str) -> float:
-    """Return the seconds of some operations; the device must have reached the marks."""
+    """Return the total seconds of some operations; the device must have reached the marks."""
     return sum((clock.seconds(*interval) for operation, interval in spans if operation in operations), 0.0)

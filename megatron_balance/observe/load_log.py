@@ -1,8 +1,8 @@
 """Files with the load matrices and placements of every iteration (`--balance-log-dir`).
 
-One rank of each expert-parallel group writes `loads_rank00000_iter0000000.npz`, named after the rank and the first
+One rank of each expert-parallel group writes `loads_rank00000_iter0000000.npz`, named by the rank and the first
 iteration. It contains the arrays `iterations` [B] int64 and, for every MoE layer n, `layer_<n>` [B, D, E] int64 and
-`placement_<n>` [B] str, where B counts the iterations.
+`placement_<n>` [B] str, where B counts the file's iterations.
 """
 
 import re
@@ -29,8 +29,8 @@ class LoadLog:
     Args:
         directory: created if it does not exist.
         rank: rank of this process in the whole job.
-        first_iteration: iteration where the run starts or resumes; this rank's files that begin there or later are
-            removed, because their iterations will be repeated.
+        first_iteration: iteration where the run starts or resumes. This rank's files from
+            there on are removed, because their iterations will be repeated.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -53,9 +53,8 @@ class LoadLog:
     def add(self, iteration: int, layers: Mapping[int, tuple[ArrayLike, Placement]]) -> None:
         """Add one iteration; iterations ascend.
 
-        Args:
-            layers: load matrix [D, E] (on the host) of every MoE layer of this rank, and the placement with which its
-                tokens were routed; the same layers in every call.
+        `layers` has, for every MoE layer of this rank, the load matrix [D, E] on the host and the placement with which
+        its tokens were routed. All calls have the same layers.
         """
         self._iterations.append(iteration)
         for layer, (counts_DE, placement) in layers.items():
@@ -87,14 +86,14 @@ class LoadLog:
 
 @dataclass(frozen=True, eq=False)
 class LoggedLoads:
-    """The loads that one rank logged, from all its files; iterations ascend."""
+    """All loads that one rank logged; iterations ascend."""
 
     iterations: np.ndarray
     """Iteration numbers, [B] int64."""
     counts: dict[int, np.ndarray]
-    """Tokens of each source rank for each expert: MoE layer -> [B, D, E] int64."""
+    """MoE layer -> tokens of each source rank for each expert, [B, D, E] int64."""
     placements: dict[int, np.ndarray]
-    """Placements in the format of `Placement.parse`: MoE layer -> [B] str."""
+    """MoE layer -> placements in the format of `Placement.parse`, [B] str."""
 
 
 class _LogFile(NamedTuple):
@@ -107,10 +106,10 @@ class _LogFile(NamedTuple):
 def read_loads(directory: Path) -> dict[int, LoggedLoads]:
     """Read all files of a directory; return rank -> loads, in ascending order of ranks.
 
-    If a run was resumed, the iterations after that point are those of the resumed run.
+    Iterations that a resumed run repeated are those of the resumed run.
 
     Raises:
-        ValueError: there are no files, or `LoadLog` did not write one of them; the error names the path.
+        ValueError: there are no files, or one of them is not from `LoadLog`; the error names the path.
     """
     files = sorted(_files(directory)) if directory.is_dir() else []
     if not files:
@@ -127,7 +126,7 @@ def _files(directory: Path) -> Iterator[_LogFile]:
 
 
 def _join(files: list[_LogFile]) -> LoggedLoads:
-    """Join the files of one rank, each up to the first iteration of the next one."""
+    """Join the files of one rank, each up to the first iteration of the next file."""
     parts: list[dict[str, np.ndarray]] = []
     for file, end in zip(files, [*(file.first for file in files[1:]), np.inf], strict=True):
         arrays = _read(file.path)

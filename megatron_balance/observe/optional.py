@@ -16,11 +16,11 @@ RETRY_SECONDS = 30.0
 """Seconds between attempts to write after a failure."""
 
 MOST_BYTES = 2**26
-"""Maximum size of the records kept in memory while writing fails; above it, the oldest are dropped."""
+"""Maximum size of records in memory while writing fails; beyond it, the oldest are dropped."""
 
 
 class Attempts:
-    """Attempts to write the output of `flag`, which log when they begin to fail and when they succeed again."""
+    """Attempts to write the output of `flag`, which log when writing begins to fail and when it works again."""
 
     def __init__(self, flag: str) -> None:
         self.flag = flag
@@ -30,7 +30,7 @@ class Attempts:
     def run(self, write: Callable[[], None], last: bool = False) -> bool:
         """Call `write` and return whether it succeeded; an OSError is a failure.
 
-        After a failure, `write` is not called for RETRY_SECONDS, except if `last`.
+        For RETRY_SECONDS after a failure, do not call `write`, unless this is the `last` attempt.
         """
         if self.failing and not last and time.monotonic() < self._next:
             return False
@@ -61,9 +61,7 @@ def writable(flag: str) -> Iterator[None]:
 class AppendedFile:
     """A file to which records are appended, each completely or not at all.
 
-    Args:
-        flag: the flag and its value, for the log.
-        size: number of bytes of an existing file to keep.
+    `flag` is the flag and its value, for the log; `size` is the number of bytes of an existing file to keep.
     """
 
     def __init__(self, path: Path, flag: str, size: int = 0) -> None:
@@ -75,10 +73,9 @@ class AppendedFile:
 
     @classmethod
     def continued(cls, path: Path, flag: str, belongs: Callable[[bytes, bool], bool]) -> "AppendedFile":
-        """Open a file of lines, without its first line that is incomplete or does not belong, and those after it.
+        """Open a file of lines; drop the first line that is incomplete or does not belong, and all lines after it.
 
-        Args:
-            belongs: called with a line and whether it is the first one.
+        `belongs` receives a line and whether it is the first one.
 
         Raises:
             ValueError: the file cannot be written to.
@@ -96,7 +93,7 @@ class AppendedFile:
         return cls(path, flag, size)
 
     def __len__(self) -> int:
-        """Return the number of records that have not been written yet."""
+        """Return the number of records not written yet."""
         return len(self._pending)
 
     def add(self, record: bytes) -> None:
@@ -107,19 +104,15 @@ class AppendedFile:
             self._bytes -= len(self._pending.popleft())
 
     def flush(self, last: bool = False) -> None:
-        """Write the records added since the last flush; keep them for the next one if writing fails."""
+        """Write the records added since the last flush; if writing fails, keep them for the next flush."""
         if self._pending:
             self.attempts.run(self.write, last)
 
     def write(self) -> None:
-        """Write the pending records.
-
-        Raises:
-            OSError: they could not be written; the file is restored as far as possible.
-        """
+        """Write the pending records; OSError: writing failed, and the file was restored as far as possible."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:
-            # Remove the part of a record that a failed attempt may have left; a new file is empty
+            # Remove a partial record that a failed attempt may have left. If the file is new, it is empty
             size = min(self.size, os.fstat(file.fileno()).st_size)
             os.ftruncate(file.fileno(), size)
             try:

@@ -1,6 +1,6 @@
-"""Profilers of some iterations (`--profile`): PyTorch's, or the one that the process runs under, such as nsys.
+"""Profilers of some iterations (`--profile`): PyTorch's, or one that runs the process, such as nsys.
 
-`record_function` marks spans of host work for them.
+`record_function` marks spans of host work for profilers.
 """
 
 import contextlib
@@ -17,19 +17,17 @@ _NO_SPAN = contextlib.nullcontext()
 
 
 def record_function(name: str) -> contextlib.AbstractContextManager:
-    """Return a span of this name, as `torch.profiler.record_function`; an empty one unless a profiler is running.
+    """Return `torch.profiler.record_function(name)` if a profiler is running, and otherwise an empty span.
 
-    torch's own span takes the host 10 to 20 us even if nothing records it, and a layer has 18 of them.
+    torch's own span takes the host 10 to 20 us even without a profiler, and a layer has 18 spans.
     """
     return torch.profiler.record_function(name) if autograd_profiler._is_profiler_enabled else _NO_SPAN
 
 
 class TorchProfiler:
-    """Writes a trace of the iterations from `profile_step_start` until before `profile_step_end`.
+    """Writes a trace to `directory`, from iteration `profile_step_start` until before `profile_step_end`.
 
-    Args:
-        directory: for the trace.
-        done: number of finished iterations.
+    `done` is the number of finished iterations.
     """
 
     def __init__(self, config: ProfilingConfig, directory: Path, rank: int, done: int) -> None:
@@ -37,7 +35,7 @@ class TorchProfiler:
         self._directory = directory
         self._attempts = Attempts(f"--use-pytorch-profiler: --tensorboard-dir {directory}")
         self._handler = tensorboard_trace_handler(str(directory), worker_name=f"rank{rank}")
-        # As in Megatron-LM, step 0 is before the first iteration: the trace shows iteration N as ProfilerStep#N
+        # As in Megatron-LM, step 0 precedes the first iteration: the trace shows iteration N as ProfilerStep#N
         before = max(0, config.profile_step_start - done)
         warmup = min(1, before)
         active = config.profile_step_end - done - before
@@ -51,14 +49,14 @@ class TorchProfiler:
         self._profile.step()
 
     def after_step(self, iteration: int) -> None:
-        """End an iteration, and begin the next one; write the trace after the last one."""
+        """End an iteration and begin the next one; after the last one, write the trace."""
         if self._profile is not None:
             self._profile.step()
             if iteration >= self._last:
                 self.close()
 
     def close(self) -> None:
-        """Stop, and write the trace if it has not been written."""
+        """Stop, and write the trace unless it has been written."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -80,7 +78,7 @@ class CudaProfiler:
         self.after_step(done)
 
     def after_step(self, iteration: int) -> None:
-        """Start or stop, if it is time to."""
+        """Start or stop if the iteration is one of the two."""
         if iteration == self._config.profile_step_start:
             torch.cuda.profiler.start()
             self._open.callback(torch.cuda.profiler.stop)
@@ -89,18 +87,16 @@ class CudaProfiler:
             self.close()
 
     def close(self) -> None:
-        """Stop, unless it has stopped already."""
+        """Stop unless stopped already."""
         self._open.close()
 
 
 def build_profiler(
     config: ProfilingConfig, directory: str | None, rank: int, done: int
 ) -> TorchProfiler | CudaProfiler | None:
-    """Start and return the profiler of this rank; None if the rank is not profiled any more.
+    """Start and return this rank's profiler; None if the rank is not profiled or its profile is over.
 
-    Args:
-        directory: for traces of PyTorch's profiler.
-        done: number of finished iterations.
+    `directory` is for traces of PyTorch's profiler; `done` is the number of finished iterations.
     """
     if not config.profile or rank not in config.profile_ranks or done >= config.profile_step_end:
         return None

@@ -1,4 +1,4 @@
-"""progress.txt in `--save` (`--log-progress`): when the jobs of a run started, and how far each checkpoint is."""
+"""progress.txt in `--save` (`--log-progress`): starts of a run's jobs, and the progress of each checkpoint."""
 
 import contextlib
 import datetime
@@ -16,7 +16,7 @@ SAVED = "Saved checkpoint"
 
 
 class ProgressLog:
-    """Appends lines to `directory`/progress.txt in Megatron's form, first the line of this job; one rank has it.
+    """Appends lines to `directory`/progress.txt in Megatron's form, beginning with this job's start, on one rank.
 
     Args:
         samples: number of samples that earlier jobs of the run have consumed.
@@ -39,11 +39,7 @@ class ProgressLog:
             self._first = first_job(read_text(path, MOST_BYTES), world_size) or self._job
 
     def saved(self, iteration: int, samples: int) -> None:
-        """Add the line of a checkpoint.
-
-        Args:
-            samples: number of samples that the run had consumed at this iteration.
-        """
+        """Add the line of a checkpoint; the run has consumed `samples` samples at this iteration."""
         operations = samples * self._flops
         job, cumulative = (
             (operations - before) / max(time.time() - since, 1e-3) / self.world_size / 1e12
@@ -66,11 +62,8 @@ class ProgressLog:
 def first_job(text: str, world_size: int) -> tuple[float, float] | None:
     """Return the start of the first job since the number of ranks last changed, and the operations before it.
 
-    Args:
-        text: progress.txt; lines of another form are skipped.
-
-    Returns:
-        seconds since the epoch, and floating-point operations; None if there is no such job.
+    Lines of `text`, a progress.txt, that have another form are skipped. The result is seconds since the epoch and
+    floating-point operations; None if there is no such job.
     """
     found = None
     saved = 0.0

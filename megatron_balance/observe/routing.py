@@ -35,12 +35,12 @@ def _hook_routers(model: Sequence[torch.nn.Module], hook: Callable[..., None]) -
 
 
 def _counts(router: TopKRouter) -> bool:
-    """Return whether the current pass counts: with recomputation, the first one runs without gradients."""
+    """Return whether the current pass counts. Recomputation's first pass, without gradients, does not."""
     return router.training and torch.is_grad_enabled()
 
 
 class LoadRecorder:
-    """Counts, for each MoE layer, the tokens routed to each expert in this rank's latest training forward pass."""
+    """Records, for each MoE layer, the tokens per expert in this rank's latest training forward pass."""
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
         self.counts: dict[int, torch.Tensor] = {}
@@ -55,7 +55,7 @@ class LoadRecorder:
         own = {}
         for layer, counts_E in sorted(self.counts.items()):
             total_E = counts_E.clone()
-            # Tokens are split over data-parallel ranks, and over tensor-parallel ranks by sequence
+            # Data-parallel ranks have different tokens, and tensor-parallel ranks different parts of each sequence
             dist.all_reduce(total_E, group=groups.tp_dp_cp)
             own[layer] = total_E.tolist()
         stages: list[dict[int, list[int]]] = [{}] * groups.pp.size()
@@ -76,7 +76,7 @@ class LoadRecorder:
 
 
 class _RouterCall(NamedTuple):
-    """A router call, whose tensors are still on the device; `complete`: whether each token has exactly K experts."""
+    """A router's call; tensors are still on the device. `complete`: whether every token has exactly K experts."""
 
     step: int
     layer: int
@@ -87,11 +87,11 @@ class _RouterCall(NamedTuple):
 class RoutingTrace:
     """Writes `router_trace_rank{rank}.jsonl`: one record per MoE layer and training microbatch.
 
-    As upstream, calls in which tokens were dropped are not recorded, because the format cannot represent them.
+    As in Megatron-LM, a call that dropped tokens is not recorded, because the format cannot represent it.
 
     Args:
         step: returns the iteration in progress, from 0.
-        first_step: step where the run starts or resumes; earlier steps of an existing trace are kept.
+        first_step: step where the run starts or resumes; an existing trace keeps its earlier steps.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -118,7 +118,7 @@ class RoutingTrace:
         _hook_routers(model, self._note)
 
     def flush(self, last: bool = False) -> None:
-        """Write the calls since the last flush; called after every iteration, so that a resumed trace is complete."""
+        """Write the calls since the last flush. It runs after every iteration, so that a resumed trace is complete."""
         for call in self._calls:
             if call.complete.item():
                 record = {
@@ -139,7 +139,7 @@ class RoutingTrace:
         if not _counts(router):
             return
         map_TE = output[1]
-        # These tensors are small enough to keep until `flush`, and computing them does not wait for the device
+        # These tensors are small enough to keep until `flush`. Computing them does not wait for the device
         choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
         complete = (map_TE.sum(1) == router.topk).all()
         self._calls.append(_RouterCall(self.step(), number_of(router) - 1, choices_TK, complete))

@@ -1,8 +1,8 @@
 """Trace of a rank's activities for Perfetto and chrome://tracing (`--balance-timeline`).
 
 Each rank writes `rank00000.json` in the Trace Event Format: a process per rank, a thread per stream, a complete event
-per span. If spans on a stream overlap, the stream gets more threads, because Perfetto drops overlapping events. Files
-of several ranks share a time axis, and can be merged by concatenating `traceEvents`.
+per span. A stream with overlapping spans gets more threads, because Perfetto drops overlapping events. Files of several
+ranks share a time axis, and can be merged by concatenating their `traceEvents`.
 """
 
 import json
@@ -22,13 +22,13 @@ from megatron_balance.observe.optional import Attempts, writable
 
 Stream = Literal["computation", "waits", "communication", "planning"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-"""All streams, in the order of their rows."""
+"""Streams in the order of their rows."""
 
 _ERA_SECONDS = 2**23
-"""Times are relative to a multiple of this (97 days), the same on all ranks, so that a double is exact to 1 ns."""
+"""Times are relative to a multiple of this (97 days), equal on all ranks, so that a double is exact to 1 ns."""
 
 _TICKS = 8
-"""Times are whole eighths of a microsecond, so that sums and nanoseconds are exact, and neighbors never overlap."""
+"""Times are whole eighths of a microsecond, so that sums and nanoseconds are exact and neighbors never overlap."""
 
 # Thread ids reserved for each stream, and the maximum size of a file
 _THREADS = 1000
@@ -37,7 +37,7 @@ MAX_BYTES = 512 * MIB
 
 @dataclass(frozen=True, eq=False)
 class TraceSpan:
-    """An activity on one stream, such as "L3 TRANS.1/2"; its marks are on the device or on the host."""
+    """An activity on one stream, such as "L3 TRANS.1/2". Its marks are on the device or on the host."""
 
     iteration: int
     stream: Stream
@@ -45,14 +45,14 @@ class TraceSpan:
     start: clock.Mark
     end: clock.Mark
     issued: clock.Mark | None = None
-    """Mark where the host issued it, if it started later."""
+    """Mark at which the host issued the activity, if it started later."""
     num_bytes: int = 0
     """Bytes sent by this rank."""
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A span in a file; times are microseconds since the file's base, in whole eighths."""
+    """A span in a file; times are in microseconds since the file's base, in whole eighths."""
 
     rank: int
     iteration: int
@@ -67,9 +67,7 @@ class TraceEvent:
 class Timeline:
     """Keeps the spans of the latest iterations and writes all of them to one file at every `flush`.
 
-    Args:
-        rank: rank of this process in the whole job.
-        iterations: number of iterations to keep.
+    `rank` is this process's rank in the whole job; `iterations` is the number of iterations to keep.
 
     Raises:
         ValueError: the directory cannot be written to.
@@ -83,8 +81,8 @@ class Timeline:
         flag = f"--balance-timeline {directory}"
         self._attempts = Attempts(flag)
         self._pending: dict[int, tuple[clock.Mark, list[TraceSpan]]] = {}
-        """Spans of an iteration, whose marks the device may not have reached yet, and a mark close to theirs: the
-        device measures the time between two marks as a float32, whose precision decreases with their distance."""
+        """By iteration: its spans, whose marks the device may not have reached yet, and a mark close to theirs. The
+        device measures the time between two marks as a float32, which is less precise the further they are apart."""
         self._finished: dict[int, list[TraceEvent]] = {}
         with writable(flag):
             self._write()
@@ -100,11 +98,11 @@ class Timeline:
     def flush(self, last: bool = False) -> None:
         """Wait for the device and write the latest iterations, if any were added; a file appears only when complete.
 
-        Each flush reads the wall clock again: over days, the device's and the hosts' clocks drift apart.
+        Each flush reads the wall clock again, because the clocks of device and hosts drift apart over days.
         """
         if not self._pending and not self._attempts.failing:
             return
-        # The device has finished all work, so its mark has no delay
+        # The device has finished all work, so its next mark has no delay
         torch.cuda.synchronize()
         wall, host, device = time.time() - self._base, time.perf_counter(), clock.mark()
         torch.cuda.synchronize()
@@ -138,8 +136,6 @@ class Timeline:
 
 
 def _trace_events(rank: int, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
-    """Return one rank's events: names of the process and its threads, then each thread's spans in ascending order."""
-
     def metadata(thread: int, kind: str, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args}
 
@@ -168,7 +164,7 @@ def load_timeline(path: Path) -> list[TraceEvent]:
     """Read the spans of a file, or of several merged files, thread by thread.
 
     Raises:
-        ValueError: `Timeline` did not write the file; the error names the path.
+        ValueError: the file is not from `Timeline`; the error names the path.
     """
     content = read_object(path, MAX_BYTES)
     try:

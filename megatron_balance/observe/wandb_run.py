@@ -1,4 +1,4 @@
-"""Numbers of a run in Weights & Biases (`--wandb-project`), by the package wandb, which is optional."""
+"""Scalars of a run in Weights & Biases (`--wandb-project`), with the optional package wandb."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,10 @@ from megatron_balance.messages import cleaned
 
 
 class WandbRun:
-    """A run in Weights & Biases; wandb sends its numbers from a process of its own.
+    """A run in Weights & Biases; wandb sends its numbers from a separate process.
 
     Args:
-        directory: for wandb's local files; created if it is missing.
+        directory: for wandb's local files; created if missing.
         name: of the run; None: wandb chooses one.
         settings: shown as the run's configuration.
 
@@ -33,14 +33,14 @@ class WandbRun:
             raise ValueError(f"--wandb-project {project}: {cleaned(error).rstrip('.')}; {remedy}") from error
 
     def add_scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Add numbers by their tags, and the consumed samples as `samples vs steps`; iterations must not decrease."""
+        """Add numbers by their tags, and consumed samples as `samples vs steps`; iterations must not decrease."""
         by_samples = {} if samples is None else {"samples vs steps": samples}
         self._run.log({**values, **by_samples}, step=iteration)
 
     def close(self, failed: bool = False) -> None:
-        """Wait until all numbers are sent, or written if wandb is offline; mark the run as finished or failed."""
+        """Wait until all numbers are sent (or written, if wandb is offline); mark the run as finished or failed."""
         import wandb
 
         self._run.finish(exit_code=int(failed))
-        # In the end, it waits for the process that writes, which `finish` does not always do
+        # Waits for wandb's writing process, which `finish` does not always do
         wandb.teardown(exit_code=int(failed))

@@ -1,9 +1,9 @@
-"""Decides the next placement of each layer. Arrays in, values out.
+"""Decides the next placement of each layer: arrays in, values out.
 
     predictor        the next iteration's load, from past iterations
     manager          the placement of one layer over time: asks the policy, validates and adopts its plan
-    ownership        which experts change their owner (Transfer)
-    hosting          the hosts of a layer's experts during a search, and its seconds under many alternatives
+    ownership        experts that change their owner (Transfer)
+    hosting          the hosts of a layer's experts during a search, and the layer's seconds under many alternatives
     leveling         Pro-Prophet's greedy search for even loads
     fit              moves of tokens from ranks above their capacity to ranks below it, with few guests
     policies/        one file per policy

@@ -1,15 +1,16 @@
-"""Moves of tokens from ranks with more than their capacity to ranks with less, with few guests.
+"""Moves of tokens from ranks above their capacity to ranks below it, with few guests.
 
-Everything is in whole tokens. Fits differ in the order of their moves:
+All amounts are whole tokens. Fits differ in the order of their moves:
 
-BUSIEST: the rank furthest above its capacity gives to the roomiest one. So the first moves of such a fit are themselves
-    a plan, whose busiest rank has what the last of them left.
-FILLING: the same, but a guest takes over as many tokens as it has room for, even if that leaves the source below its
-    capacity, so that it can take guests itself. As in Walker's alias method, a receiver is then full after few moves,
-    so that slots suffice more often.
-LEAST_FIRST: the rank least above its capacity gives first. The receiver has the least room that takes all of the move,
-    if there is such a rank, and otherwise the most. As in best-fit packing, this mostly needs fewer guests.
-WHOLE: the rank furthest above its capacity gives until it does not exceed it, to receivers as in LEAST_FIRST.
+BUSIEST: the rank furthest above its capacity gives to the rank with the most room. So any first moves of this fit are a
+  plan, whose busiest rank has the load that the last of these moves leaves.
+FILLING: like BUSIEST, but a guest takes as many tokens as it has room for, even if the source falls below its capacity;
+  the source can then take guests itself. As in Walker's alias method, few moves fill a receiver, so slots suffice more
+  often.
+LEAST_FIRST: the rank least above its capacity gives first. The receiver is the rank with the least room that takes all
+  of the move, if there is one, and otherwise the one with the most room. As in best-fit packing, this mostly needs
+  fewer guests.
+WHOLE: the rank furthest above its capacity gives until it is within it, to receivers as in LEAST_FIRST.
 """
 
 from typing import Annotated, NamedTuple
@@ -20,12 +21,12 @@ from megatron_balance.cost.core import SendingPrices, few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
-"""Costs of guests are compared in whole parts of that of a guest on its owner's node, so that devices agree."""
+"""Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
 
 BUSIEST, FILLING, LEAST_FIRST, WHOLE = ORDERS = range(4)
 
 NOTHING = -(2**62)
-"""Excess of ranks that have nothing left to give."""
+"""Excess of ranks with nothing left to give."""
 
 _Row = Annotated[np.ndarray, "int64[::1]"]
 _Table = Annotated[np.ndarray, "int64[:,::1]"]
@@ -35,17 +36,17 @@ class Overload(NamedTuple):
     """Tokens that ranks may give away, and their room for more."""
 
     tokens_DS: _Table
-    """Tokens of the experts that a rank may give away, in any order; 0: no such expert."""
+    """Tokens of the experts that each rank may give away, in any order; 0: no such expert."""
     experts_DS: _Table
     """Numbers of these experts."""
     above_D: _Row
-    """Tokens by which each rank exceeds its capacity; below 0, the room that it has."""
+    """Tokens by which each rank exceeds its capacity; negative: its room."""
     slots_D: _Row
-    """Number of guests that a rank can take."""
+    """Number of guests that each rank can take."""
     node_size: int
     """Number of consecutive ranks that share a node."""
     far: int
-    """Cost of a guest on another node than the owner's, in PARTS; 0: there are none."""
+    """Cost, in PARTS, of a guest on another node than the owner's; 0: such guests are not allowed."""
 
 
 class TokenMoves(NamedTuple):
@@ -68,8 +69,7 @@ class Fitted(NamedTuple):
 
     moves: TokenMoves
     excess: _Row
-    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; at most 0 if all
-    fit."""
+    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; <= 0: none."""
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ class Fitted(NamedTuple):
 
 @compiled("int64(int64[::1], int64, int64)")
 def _largest(values: np.ndarray, first: int, after: int) -> int:
-    """Return the index of the largest value of a range, the last one of equals."""
+    """Return the index of the largest value of a range; the last one wins ties."""
     found = first
     for index in range(first + 1, min(after, len(values))):
         if values[index] >= values[found]:
@@ -89,7 +89,7 @@ def _largest(values: np.ndarray, first: int, after: int) -> int:
 
 @compiled("int64(int64[::1], int64, int64, int64)")
 def _giver(above_D: np.ndarray, busiest: int, last: int, order: int) -> int:
-    """Return the rank that gives next, after the last one; of equals in LEAST_FIRST, the first one."""
+    """Return the rank that gives next, after `last`; in LEAST_FIRST, the first rank wins ties."""
     if order != LEAST_FIRST:
         return last if order == WHOLE and above_D[last] > 0 else busiest
     found = busiest
@@ -101,10 +101,7 @@ def _giver(above_D: np.ndarray, busiest: int, last: int, order: int) -> int:
 
 @compiled("int64(int64[::1], int64, int64, int64, int64)")
 def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size: int) -> int:
-    """Return the rank of a range with the least room for all wanted tokens, or -1.
-
-    Of equals, it is on the last node, and there the first rank.
-    """
+    """Return the rank of a range with the least room for all wanted tokens, or -1. Ties: last node, first rank."""
     found = -1
     for rank in range(first, min(after, len(room_D))):
         if room_D[rank] >= wanted and (
@@ -118,11 +115,11 @@ def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size
 
 @compiled("Fitted(Overload, int64)", Fitted, Overload)
 def fit(overload: Overload, order: int) -> Fitted:
-    """Move tokens until no rank exceeds its capacity, or no rank that does can give any away.
+    """Move tokens until no rank exceeds its capacity, or the ranks that do have nothing left to give.
 
-    A move takes the rank's largest expert, or as much of it as the rank exceeds its capacity by. The receiver is on the
-    owner's node, unless one on another node takes over more tokens for its cost. Of equal ranks and experts, the last
-    one comes first; of nodes with equal room, the first one; see also `_giver` and `_tightest`.
+    A move takes the rank's largest expert, or the part of it by which the rank exceeds its capacity. The receiver is on
+    the owner's node, unless a receiver on another node takes over more tokens relative to its cost. Ties between ranks
+    and experts go to the last one, ties between nodes to the first one; see also `_giver` and `_tightest`.
     """
     tokens_DS = overload.tokens_DS.copy()
     experts_DS = overload.experts_DS
@@ -170,7 +167,7 @@ def fit(overload: Overload, order: int) -> Fitted:
         if far and most_N[home] < wanted:
             roomiest = int(most_N.argmax())
             if min(wanted, most_N[roomiest]) * PARTS > most_N[home] * far:
-                # Another node takes over more for the cost of a guest
+                # Another node takes over more tokens for the cost of a guest
                 node = roomiest
         moved = min(wanted, most_N[node])
         if not moved:
@@ -202,10 +199,10 @@ def fit(overload: Overload, order: int) -> Fitted:
 def sending_times(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, node_size: int, far: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M + 1] how long the busiest rank sends or receives, and [M + 1] how long a piece takes on other links.
+    """Return [M + 1] the time that the busiest rank sends or receives, and [M + 1] that of a piece on other links.
 
-    They are the arguments of `SendingModel.seconds_of` for the first guests, from none to all. An owner sends its
-    expert once, and guests send it on. `far` is the time of an expert between nodes; within a node it is 1.
+    They are the arguments of `SendingModel.seconds_of` for the first 0, 1, ... guests. An owner sends its expert once,
+    and guests pass it on. `far` is the time of an expert between nodes; within a node, it is 1.
     """
     busiest = np.zeros(len(expert_M) + 1)
     extra = np.zeros(len(expert_M) + 1)
@@ -242,10 +239,10 @@ def cheapest(
     sending_1: np.ndarray,
     negligible: float,
 ) -> TokenMoves:
-    """Return these moves, or those of a fit that leaves no rank above its capacity, whose guests are sent soonest.
+    """Return the moves whose guests are sent soonest: these moves, or those of a fit with no rank above its capacity.
 
-    If others are fewer and take negligibly longer, they are returned. A few guests of one rank may take longer than
-    more guests of several. The given guests are sent, too; `sending_1` is `SendingModel.prices_1`.
+    Fewer moves win if they take only negligibly longer. (A few guests of one rank may take longer than more guests of
+    several ranks.) The given guests are sent, too. `sending_1` is `SendingModel.prices_1`.
     """
     best = moves
     least = np.inf

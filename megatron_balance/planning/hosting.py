@@ -1,4 +1,4 @@
-"""The hosts of a layer's experts during a search, and the seconds of the layer under them and under many alternatives.
+"""The hosts of a layer's experts during a search, and the layer's seconds under these hosts and many alternatives.
 
 K counts the experts whose hosts an alternative changes.
 """
@@ -16,8 +16,8 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 
 DOUBT = 2.0
-"""Searches over many ranks assume that Trans and Agg take at most this many times as long as on the busiest rank alone.
-In 126 plans for 48 and 64 ranks, it was at most 1.30."""
+"""Bound on the ratio of the time of Trans and Agg to their time on the busiest rank alone, in searches over many ranks.
+In 126 plans for 48 and 64 ranks, the ratio was at most 1.30."""
 
 
 def prepare() -> None:
@@ -28,12 +28,12 @@ def prepare() -> None:
 
 @dataclass(frozen=True, eq=False)
 class LayerLoad:
-    """The values that a search does not change."""
+    """Values that are constant during a search."""
 
     cost: CostModel
     counts_EBD: np.ndarray
     placement: Placement
-    """The placement in use, with the owners and the guest slots."""
+    """The placement in use, which gives the owners and the guest slots."""
 
     @classmethod
     def of(cls, counts: np.ndarray, placement: Placement, cost: CostModel) -> "LayerLoad":
@@ -58,27 +58,27 @@ class LayerLoad:
 
     @cached_property
     def mean(self) -> float:
-        """Tokens per rank if all ranks computed equally long."""
+        """Tokens per rank if all ranks computed for the same time."""
         return float(self.tokens_E.sum() / self.cost.rate_D.sum())
 
     def seconds(self, costs: CandidateCosts) -> np.ndarray:
-        """Return [A]: seconds of the layer by Eq. 6 or 8, with Trans and Agg as on the busiest rank."""
+        """Return [A]: seconds of the layer by Eq. 6 or 8, with the busiest rank's Trans and Agg."""
         return self.cost.time_of(costs.exchanging_A, costs.computed_A, costs.trans_A, costs.agg_A).total
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hosting:
-    """The hosts of a layer's experts, and what follows from them."""
+    """The hosts of a layer's experts, and sums that follow from them."""
 
     layer: LayerLoad
     shares_ED: np.ndarray
     """[E, D] int64: as `Tables.shares_ED`."""
     primary_E: np.ndarray
-    """The host of tokens of ranks that are not hosts; if it is no host, that of `Placement.rehost`."""
+    """Host of tokens whose source rank is not a host; if it is no host itself, `Placement.rehost` chooses."""
     loads_FBD: np.ndarray
     """Sum of the experts' loads."""
     sent_D: np.ndarray
-    """Time of all experts in Trans: see `SendingModel.link_times`."""
+    """Time of all experts in Trans (`SendingModel.link_times`)."""
     extra_E: np.ndarray
     """Time on the other links of each expert's chain."""
 
@@ -117,7 +117,7 @@ class Hosting:
         )
 
     def changed(self, expert_A: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray) -> "Hosting":
-        """Return the hosting in which experts, each of them once, have other hosts."""
+        """Return the hosting with other hosts for some experts, each listed once."""
         layer = self.layer
         loads_FBD = np.zeros_like(self.loads_FBD)
         sent_D = np.zeros_like(self.sent_D)
@@ -144,8 +144,8 @@ class Hosting:
     ) -> CandidateCosts:
         """Return the costs of alternatives that each give K different experts (-1: none) other hosts.
 
-        The longest chain may be one of those before the change. `begins_A` says whether an alternative is on its own
-        (None: all are); otherwise it comes after the one before it.
+        The longest chain may be one from before the change. `begins_A`: whether an alternative starts from this hosting
+        (None: all do) or from the preceding alternative.
         """
         begins_A = np.ones(expert_KA.shape[1], dtype=bool) if begins_A is None else begins_A
         changes = expert_KA, shares_KAD, primary_KA, begins_A
@@ -159,11 +159,11 @@ class Hosting:
     def involved_seconds(
         self, alternatives: CandidateCosts, expert: int, rank: int, involved_AD: np.ndarray
     ) -> np.ndarray:
-        """Return [A] the time of the ranks involved in alternatives, Trans and Agg included.
+        """Return [A] the time of the ranks involved in alternatives, including Trans and Agg.
 
-        Other ranks count with the mean: with several slow ranks, relieving one alone would not change the maximum. What
-        the slow `rank` computes of other experts beyond the mean does not count either, because these experts are next;
-        it is taken off `alternatives.work_ABD`.
+        Other ranks count with the mean: if several ranks are slow, relieving one of them would not change the maximum.
+        The slow `rank`'s work beyond the mean on other experts does not count either, because those experts are next;
+        it is subtracted from `alternatives.work_ABD`.
         """
         cost = self.layer.cost
         found_A = np.zeros(len(involved_AD))
@@ -173,13 +173,13 @@ class Hosting:
 
     @cached_property
     def _now(self) -> CandidateCosts:
-        """The costs under these hosts, as the only alternative."""
+        """Costs under these hosts, as the only alternative."""
         nothing = np.full((1, 1), -1)
         return self.under(nothing, np.zeros((1, 1, len(self.sent_D)), dtype=np.int64), nothing)
 
     @property
     def work_BD(self) -> np.ndarray:
-        """Seconds of each rank in each microbatch: see `CandidateCosts.work_ABD`."""
+        """Seconds of each rank in each microbatch (`CandidateCosts.work_ABD`)."""
         return self._now.work_ABD[0]
 
     @cached_property
@@ -200,7 +200,7 @@ class Hosting:
 
     @cached_property
     def floor(self) -> float:
-        """Lower bound on the seconds with more guests: even loads, no exchange, the experts already sent."""
+        """Lower bound on the seconds with more guests: even loads, no exchange, only the experts already sent."""
         now = self._now
         return float(self.layer.cost.time_of(0.0, self.layer.mean, now.trans_A, now.agg_A).total[0])
 
@@ -220,13 +220,13 @@ class Hosting:
         return self.layer.placement.guest_slots - self.guests_ED.sum(0)
 
     def slowest(self) -> tuple[int, int]:
-        """Return the microbatch and the rank with the most seconds above the mean."""
+        """Return the microbatch and rank with the most seconds above the mean."""
         over_BD = self.work_BD - self.work_BD.mean(-1, keepdims=True)
         microbatch, rank = divmod(int(over_BD.argmax()), over_BD.shape[-1])
         return microbatch, rank
 
     def hosts(self) -> list[Sequence[int]]:
-        """Return the ranks that compute each expert, as `Placement.rehost` takes them."""
+        """Return the ranks that compute each expert, in the form of `Placement.rehost`."""
         hosts: list[Sequence[int]] = [*zip(self.layer.owner_E.tolist(), strict=True)]
         ranks = np.arange(len(self.sent_D))
         for expert in (self.shares_ED != self.layer.owned_ED).any(1).nonzero()[0].tolist():

@@ -1,7 +1,7 @@
-"""The greedy search of Pro-Prophet's Algorithm 1, where hosts share an expert's tokens by a fixed rule.
+"""The greedy search of Pro-Prophet's Algorithm 1; hosts share an expert's tokens by a fixed rule.
 
 The search takes the heaviest rank's heaviest expert, and gives it the fewest guests (the paper's D - n) with which its
-hosts have room for their shares. It counts only tokens; `fastest` times every step of several searches.
+hosts have room for their shares. It counts only tokens. `fastest` times every step of several searches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from megatron_balance.device.compiled import compiled
 from megatron_balance.planning.hosting import Hosting
 
 ANYWHERE, ALL_NODES, NEAR = 0, 1, 2
-"""Where an expert gets guests: on the lightest ranks, on one rank of each node first, on its owner's node only."""
+"""Ranks on which an expert gets guests: the lightest ones; first one on each node; only those on its owner's node."""
 
 ROUNDING = 1e-9
 """Share of an expert below which room is rounding."""
@@ -23,7 +23,7 @@ _Numbers = Annotated[np.ndarray, "float64[::1]"]
 
 
 class Copies(NamedTuple):
-    """Experts that get guests, one after the other."""
+    """Experts that get guests, in order."""
 
     expert_M: Annotated[np.ndarray, "int64[::1]"]
     primary_M: Annotated[np.ndarray, "int64[::1]"]
@@ -32,7 +32,7 @@ class Copies(NamedTuple):
 
 
 class UnevenLoad(NamedTuple):
-    """What a search starts from: owners alone compute their experts."""
+    """Initial state of a search: owners alone compute their experts."""
 
     rate_D: _Numbers
     """Relative speed of each rank."""
@@ -40,13 +40,12 @@ class UnevenLoad(NamedTuple):
     """Number of guests that each rank may take."""
     node_size: int
     experts_DS: Annotated[np.ndarray, "int64[:,::1]"]
-    """The experts of each rank that get guests if need be, by `tokens_E`, ascending."""
+    """Experts of each rank that may get guests, ascending by `tokens_E`."""
     tokens_E: _Numbers
     loads_D: _Numbers
     """Tokens that each rank computes."""
     tokens_ED: Annotated[np.ndarray, "float64[:,::1]"]
-    """Tokens of each source rank: a guest computes its own, as under `local_first`. Without rows, all hosts compute
-    equally many."""
+    """Tokens from each source rank: a guest computes its own tokens, as under `local_first`. No rows: equal shares."""
 
 
 @compiled(None)
@@ -64,13 +63,13 @@ def _heaviest(room_D: np.ndarray, rate_D: np.ndarray) -> int:
 
 @compiled(None)
 def _able(room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, reach: int) -> tuple[np.ndarray, int]:
-    """Return the ranks that may take an expert, in order, and the least number that should."""
+    """Return the ranks that may take an expert, in order, and the minimum number of guests."""
     ranks = len(room_D)
     home = owner // node_size
     able = 0
     able_R = np.empty(ranks, np.int64)
     for d in range(ranks):
-        # The owner's room is below 0
+        # The owner's room is negative
         if room_D[d] > 0 and free_D[d] > 0 and (reach != NEAR or d // node_size == home):
             able_R[able] = d
             able += 1
@@ -92,9 +91,9 @@ def _able(room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, re
 
 @compiled(None)
 def _even(able_R: np.ndarray, least: int, room_D: np.ndarray, size: float, kept: float, given_R: np.ndarray) -> int:
-    """Choose the fewest guests with room for equal shares, or those whose room is exceeded least: return their number.
+    """Choose the fewest guests with room for equal shares, or else those with the smallest excess; return their number.
 
-    `kept` is what the owner may keep; `given_R` is set to the tokens that each guest computes.
+    The owner may keep `kept` tokens. Set `given_R` to the tokens that each guest computes.
     """
     most = kept - size
     number = 0
@@ -125,10 +124,10 @@ def _local(
     tokens_D: np.ndarray,
     given_R: np.ndarray,
 ) -> int:
-    """Choose the fewest guests that compute their own tokens, or one guest that computes all but the owner's.
+    """Choose the fewest guests that compute their own tokens, or one guest that computes all but the owner's tokens.
 
-    The former are the ranks with most of the expert's tokens; they come first in `able_R`. Return their number, or -1
-    for the latter, which is then the first in `able_R`.
+    In the first case, the guests are the ranks with most of the expert's tokens; put them first in `able_R` and return
+    their number. In the second case, put the guest first in `able_R` and return -1.
     """
     left = size
     number = 0
@@ -159,7 +158,7 @@ def _local(
 
 @compiled("Copies(UnevenLoad, float64, int64)", Copies, UnevenLoad)
 def level(load: UnevenLoad, busiest: float, reach: int) -> Copies:
-    """Return copies in order, until no rank is above its limit or those that are have no other experts.
+    """Return copies in order, until no rank is above its limit, or the ranks above it have no other experts.
 
     `busiest` is the number of tokens that a rank of rate 1 may compute.
     """
@@ -188,7 +187,7 @@ def level(load: UnevenLoad, busiest: float, reach: int) -> Copies:
         kept = size + room_D[owner]
         primary = owner
         if kept * ranks < size:
-            # The owner's other experts alone exceed the limit: all of them are reduced alike
+            # The owner's other experts alone exceed the limit, so reduce all its experts in proportion
             kept = size * busiest / (busiest - excess)
         able_R, least = _able(room_D, free_D, owner, load.node_size, reach)
         if len(load.tokens_ED):
@@ -218,8 +217,8 @@ def leveled(alone: Hosting, free_D: np.ndarray, targets: Sequence[float], *, eve
 
     Args:
         free_D: number of guests that each rank may take.
-        targets: loads of the heaviest rank over the mean that searches aim at.
-        even: whether hosts share tokens evenly under any split.
+        targets: target loads of the heaviest rank, over the mean.
+        even: whether hosts share tokens evenly, whatever the split.
     """
     layer = alone.layer
     cost = layer.cost
@@ -244,7 +243,7 @@ def leveled(alone: Hosting, free_D: np.ndarray, targets: Sequence[float], *, eve
 
 
 def _totals(alone: Hosting) -> Iterator[np.ndarray]:
-    """Yield loads [E, D] that stand for all microbatches: their sum, and each owner's heaviest one, as large as all."""
+    """Yield loads [E, D] that represent all microbatches: their sum, and each owner's heaviest one, scaled."""
     counts_EBD = alone.layer.counts_EBD
     yield counts_EBD.sum(1)
     if counts_EBD.shape[1] > 1:
@@ -256,7 +255,7 @@ def _totals(alone: Hosting) -> Iterator[np.ndarray]:
 
 
 def fastest(alone: Hosting, searches: Iterable[Copies], min_gain: float, number: int) -> list[Hosting]:
-    """Return at most `number` hostings on the way of different searches, the fastest first.
+    """Return at most `number` hostings that different searches pass through, the fastest first.
 
     Further copies must save the share `min_gain` of the seconds.
     """

@@ -1,4 +1,4 @@
-"""Holds one MoE layer's placement for iteration j and decides the one for j+1."""
+"""Holds one MoE layer's placement in iteration j, and decides the placement in iteration j + 1."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -22,17 +22,17 @@ INVALID = bytes(16)
 """Digest of a decision without a placement."""
 
 GIVEN_UP = bytes(15) + b"\1"
-"""Digest of a decision without a placement, after which the policy is not asked again in this run."""
+"""Digest of a decision without a placement after which the policy is not asked again in this run."""
 
 MOST_COSTS = 8
-"""Number of cost models that a manager keeps."""
+"""Number of cost models that a manager caches."""
 
 REMEMBERED = 8
 """Number of plans that decide whether the next one is used: two periods of W7, one of the workload burst."""
 
 
 class PolicyFailure(Exception):
-    """A policy produced no placement. The text completes "the policy ...": what it did, a colon and details."""
+    """A policy produced no placement. The text completes "the policy ...": its action, a colon and details."""
 
     def __init__(self, problem: str, final: bool = False) -> None:
         """`final`: the policy cannot be asked again."""
@@ -41,18 +41,17 @@ class PolicyFailure(Exception):
 
 
 class LastPlan(NamedTuple):
-    """The last plan of a policy, used or not, and what earlier ones were worth."""
+    """The last plan of a policy, used or not, and the gains of earlier plans."""
 
     placement: Placement | None = None
-    """None: no plan was made yet."""
+    """None: there is no plan yet."""
     gains: tuple[float, ...] = ()
-    """Share of the layer's seconds that the plans before this one saved; negative if they cost more."""
+    """Shares of the layer's seconds that earlier plans saved; negative if they cost more."""
 
     def gains_with(self, counts: np.ndarray, cost: CostModel) -> tuple[float, ...]:
-        """Return the gains of the last REMEMBERED plans, with the gain of this plan under the loads that came.
+        """Return the gains of the last REMEMBERED plans, including this plan's gain under the actual loads.
 
-        Args:
-            counts: as in `Policy.plan`, of the iteration that the plan was made for.
+        `counts` are the loads of the iteration that the plan was made for, as in `Policy.plan`.
         """
         if self.placement is None:
             return self.gains
@@ -66,13 +65,13 @@ NO_PLAN = LastPlan()
 
 
 def pays(gains: Sequence[float]) -> bool:
-    """Return whether plans saved more than they cost: also True before there are two."""
+    """Return whether plans saved at least as much as they cost; True if there are less than two."""
     return len(gains) < 2 or sum(gains) >= 0
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The policy's choice; it takes effect once all ranks have made the same one."""
+    """The policy's choice. It takes effect once all ranks have made the same choice."""
 
     expected_BDE: np.ndarray
     """[B, D, E] the loads that the plan is for, as in `Policy.plan`."""
@@ -80,15 +79,15 @@ class Decision:
     placement: Placement | None
     _: KW_ONLY
     problem: str | None = None
-    """Why there is no placement: see PolicyFailure."""
+    """Reason if there is no placement; see PolicyFailure."""
     settlement: Settlement | None = None
-    """Why owners change; None: transfers are off."""
+    """Reason for changes of owners; None: transfers are off."""
     wanted: frozenset[int] = frozenset()
     """Experts that would change their owner if the loads stayed as expected."""
     final: bool = False
     """Whether the policy must not be asked again."""
     last_plan: LastPlan = NO_PLAN
-    """The policy's plan, even if it is not used because the last ones did not pay."""
+    """The policy's plan, even if it is not used because earlier plans did not pay."""
 
     @property
     def digest(self) -> bytes:
@@ -100,7 +99,7 @@ class Decision:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question:
-    """Everything that a plan depends on, fixed when planning starts, because training continues during planning."""
+    """All inputs of a plan, fixed when planning starts, because training continues during planning."""
 
     policy: Policy
     expected_BDE: np.ndarray
@@ -108,22 +107,22 @@ class Question:
     placement: Placement
     """The placement in use."""
     cost: CostModel
-    """Cost model for the iteration's number of microbatches, calibrated."""
+    """Calibrated cost model for the iteration's number of microbatches."""
     transport: SendingModel
-    """Chooses routes and pieces of Trans and Agg. It is not calibrated, because the order of sums depends on them, and
-    a resumed run chooses them again."""
+    """Chooses routes and pieces of Trans and Agg. It is not calibrated: the order of sums depends on routes and pieces,
+    and a resumed run must choose them again."""
     held: Mapping[Guest, int]
     """Number of iterations that each guest has been on its rank."""
     ages: Mapping[int, int]
-    """Number of iterations for which experts have been wanted elsewhere."""
+    """Number of iterations for which plans have wanted experts elsewhere."""
     transfers: bool
     """Whether experts may change owners."""
     latest_BDE: np.ndarray | None
     """[B, D, E] the loads of the latest iteration; None before the first one."""
     last_plan: LastPlan
-    """The last plan, for these loads."""
+    """The last plan, for the loads `latest_BDE`."""
     beside: tuple[float, float] | None
-    """Forward and backward seconds of the computation with which a part of Trans, and of Agg, overlaps; None: they are
+    """Forward and backward seconds of the computation that overlaps with a part of Trans and of Agg; None: they are
     executed as a whole."""
 
     def answer(self) -> Decision:
@@ -143,7 +142,7 @@ class Question:
         return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
 
     def _planned(self) -> Placement:
-        """Return the policy's answer, or raise a PolicyFailure."""
+        """Return the policy's placement, or raise a PolicyFailure."""
         try:
             answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
         except PolicyFailure:
@@ -162,10 +161,7 @@ def _cost_of(cost: CostModel, microbatches: int, factors: Factors) -> CostModel:
 
 
 class Manager:
-    """The placement of one MoE layer over time.
-
-    If the policy raises or returns an invalid placement, the last valid placement stays.
-    """
+    """The placement of one MoE layer over time. If the policy fails, the last valid placement stays."""
 
     def __init__(
         self,
@@ -179,7 +175,7 @@ class Manager:
     ) -> None:
         """
         Args:
-            owners: every expert on its owner alone, and the guest slots to fill.
+            owners: the placement without guests, which gives the guest slots to fill.
             interval: number of iterations from one plan to the next.
             transfers: whether experts may change owners (see `ownership.settle`).
         """
@@ -197,7 +193,7 @@ class Manager:
         """Experts that plans want elsewhere, and the iteration since which they do."""
         self.history = History()
         self.factors = UNCALIBRATED
-        """Calibration of the cost model that plans are made with."""
+        """Calibration of the cost model for plans."""
         self._cost_of = lru_cache(MOST_COSTS)(partial(_cost_of, cost))
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
@@ -207,7 +203,7 @@ class Manager:
         self.iterations = 0
 
     def observe(self, counts_BDE: np.ndarray) -> float | None:
-        """Record an iteration's loads and return their `prediction_error`; None if there was no prediction."""
+        """Record an iteration's loads and return the `prediction_error`; None if there was no prediction."""
         expected_BDE = self.expected_BDE
         self.iterations = self.iterations + 1
         self.held = lasting(self.held, self.placement)
@@ -217,7 +213,7 @@ class Manager:
         return None if expected_BDE is None else prediction_error(expected_BDE, counts_BDE)
 
     def cost_of(self, microbatches: int, factors: Factors | None = None) -> CostModel:
-        """Return the cost model of iterations with this number of microbatches, calibrated as plans are by default."""
+        """Return the cost model for this number of microbatches, with the calibration of plans by default."""
         return self._cost_of(microbatches, self.factors if factors is None else factors)
 
     def is_due(self, ahead: int) -> bool:
@@ -225,7 +221,7 @@ class Manager:
         return (self.iterations - ahead) % self.interval == 0
 
     def question(self, expected_BDE: np.ndarray, microbatches: int) -> Question:
-        """Return the question to plan from, for loads that add up to those of all microbatches."""
+        """Return the question of a plan for loads that add up to those of all microbatches."""
         return Question(
             policy=self.policy,
             expected_BDE=expected_BDE.copy(),
@@ -250,13 +246,13 @@ class Manager:
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
         self.last_plan = decision.last_plan
         if decision.placement != self.placement:
-            # The same object as long as nothing changes: what has been prepared for it is kept
+            # Keep the object if nothing changes: it caches prepared values
             self.placement = decision.placement
 
     def state(self) -> dict[str, Any]:
-        """Return lists, numbers and strings for a checkpoint between iterations, from which `restore` is exact.
+        """Return lists, numbers and strings for a checkpoint between iterations; `restore` is exact.
 
-        The latest and the expected load follow from the history.
+        The history determines the latest and the expected load.
         """
         return {
             "placement": str(self.placement),
@@ -269,7 +265,7 @@ class Manager:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a result of `state`."""
         self.placement = Placement.parse(state["placement"])
         self.history = History.from_plain(state["history"])
         self.latest_BDE = self.history.parts

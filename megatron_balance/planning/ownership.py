@@ -1,12 +1,12 @@
-"""Guest or Transfer: which experts change their owner.
+"""Guest or Transfer: decides which experts change their owner.
 
-A guest costs Trans and Agg in every iteration. A Transfer, which moves the expert's parameters and optimizer state to
-another rank, costs messages once. Every home slot holds an expert, so owners are exchanged in pairs.
+A guest costs Trans and Agg in every iteration. A Transfer moves the expert's parameters and optimizer state to another
+rank, which costs messages once. Every home slot holds an expert, so owners are exchanged in pairs.
 
-A Transfer is proposed for a guest that stays on its rank, and for two experts that their owners compute, where the
-layer is faster if each owner computes the other's expert (DEMI's migration). It happens at break-even: once it would
-have saved the seconds that it costs, since it was first proposed. For any later load, guests and Transfers together
-cost at most twice as much as the better of the two (ski rental).
+A Transfer is proposed in two cases: for a guest that stays on its rank; and for two experts computed by their owners if
+the layer is faster when each owner computes the other's expert (DEMI's migration). It happens at break-even, when it
+would have saved its cost since it was first proposed. So for any future load, guests and Transfers together cost at
+most twice as much as the better of the two (ski rental).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ from megatron_balance.planning.hosting import Hosting, LayerLoad
 from megatron_balance.planning.policies.interface import owners_host
 
 BUDGET = 12
-"""Number of placements that one plan may time, which bounds planning time at any size."""
+"""Maximum number of placements that one plan times, which bounds planning time at any size."""
 
 EXAMINED = 4
-"""Number of placements that are timed for one exchange that makes a guest an owner."""
+"""Maximum number of placements timed for one exchange that makes a guest an owner."""
 
 MOST_SWAPS = 8
 """Maximum number of exchanges between owners that one plan proposes."""
 
 HEAVY, LIGHT, PARTNERS = 4, 4, 4
-"""Number of a heavy rank's experts, of light ranks, and of each light rank's experts that an exchange is sought for."""
+"""Numbers of a heavy rank's experts, of light ranks, and of each light rank's experts, to seek exchanges among."""
 
 LEAST_GAIN = 1e-3
 """Share of the layer's time that an exchange between owners must save, because loads change in every iteration."""
@@ -58,18 +58,18 @@ class Swap(NamedTuple):
     """An exchange of owners between two experts."""
 
     experts: tuple[int, int]
-    """The guest, which moves to the rank that computes it, and the expert whose home slot it takes."""
+    """The expert that moves to `ranks[1]` (a guest there, if any), and the expert whose home slot it takes."""
     ranks: tuple[int, int]
     """The owners of both before the exchange."""
 
 
 @dataclass(frozen=True)
 class Settlement:
-    """Exchanges in order, and what they save and cost. Without exchanges, owners stay."""
+    """Exchanges in order, with savings and costs. Without exchanges, owners stay."""
 
     exchanges: tuple[Swap, ...] = ()
     saved_seconds: float = 0.0
-    """Seconds of the layer that one iteration with the current load saves."""
+    """Seconds of the layer saved in one iteration with the current load."""
     lifetime: int = 0
     """Number of iterations for which the load is expected to stay the same."""
     transfer_seconds: float = 0.0
@@ -77,7 +77,7 @@ class Settlement:
 
     @property
     def gain(self) -> float:
-        """Seconds saved over the lifetime, less those of the exchanges."""
+        """Seconds saved over the lifetime, minus the seconds of the exchanges."""
         return self.lifetime * self.saved_seconds - self.transfer_seconds
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def owner_changes(before: Home, after: Home) -> tuple[OwnerChange, ...]:
 
 
 def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]:
-    """Return the number of iterations that each guest of the placement has been on its rank, after one more."""
+    """Return how many iterations each guest of the placement has been on its rank, after one more iteration."""
     guests = [(expert, rank) for rank, row in enumerate(placement.guests) for expert in row if expert != EMPTY]
     return {guest: held.get(guest, 0) + 1 for guest in guests}
 
@@ -113,7 +113,7 @@ class Settled(NamedTuple):
 
     placement: Placement
     settlement: Settlement
-    """The exchanges that happen now."""
+    """Exchanges that happen now."""
 
     wanted: frozenset[int]
     """Experts that would change their owner if the load never changed again."""
@@ -128,10 +128,10 @@ def settle(
 ) -> Settled:
     """Return the placement with owners exchanged where the cost model predicts a gain over the expected lifetime.
 
-    A guest is expected to stay as long as it has already stayed, and another exchange to pay in as many iterations as
-    it was proposed for. Several exchanges may be needed before any seconds are saved, because the slowest rank or link
-    decides. Exchanges between owners are sought in addition to the guests, and instead of them, because the policy may
-    add guests again later.
+    A guest is expected to stay as long as it has stayed so far. Other exchanges are expected to pay for as many
+    iterations as they have been proposed. Several exchanges may be needed before any seconds are saved, because the
+    slowest rank or link decides. Exchanges between owners are sought both in addition to the guests and instead of
+    them, because the policy may add guests again later.
 
     Args:
         counts_BDE: [B, D, E] the loads that the placement is for.
@@ -145,7 +145,7 @@ def settle(
     wanted = frozenset[int]()
     limit = cost.layer_seconds(counts_BDE, settled) if guests.exchanges else time.total
     starts = [settled]
-    # Guests that slow the layer down are the policy's affair, and no reason for a Transfer
+    # Guests that slow the layer down are the policy's responsibility, and no reason for a Transfer
     if not settled.is_identity and cost.layer_seconds(counts_BDE, alone := owners_host(settled)) >= limit:
         starts.append(alone)
     for start in starts:
@@ -174,7 +174,7 @@ def _transfer_seconds(cost: CostModel, changes: Iterable[OwnerChange]) -> float:
 
 
 def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
-    """Return the placement after exchanges between owners, of experts that their owners alone compute."""
+    """Return the placement after exchanges between owners, of experts that only their owners compute."""
     hosts = [*placement.hosts]
     primary = [*placement.primary]
     quotas = [*placement.quotas]
@@ -198,17 +198,17 @@ def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
 
 
 def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float) -> Iterator[tuple[Swap, float]]:
-    """Yield exchanges between owners, one after the other, and the seconds of the layer after each.
+    """Yield exchanges between owners in sequence, each with the seconds of the layer after it.
 
-    Each exchange makes the rank that is slowest in a microbatch faster, and its partner faster than that rank was. All
-    microbatches together take the slower of the two fewer seconds.
+    Each exchange makes the slowest rank of a microbatch faster, and leaves its partner faster than that rank was.
+    Summed over microbatches, the slower of the two ranks also takes fewer seconds.
     """
     sending = cost.sending(placement)
     floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
     if floor >= limit * (1 - LEAST_GAIN):
-        # Even loads without any exchange of tokens would not be faster
+        # Even perfectly even loads without exchanges of tokens would not be faster
         return
-    # The state's own owners stay as they are. So its seconds of Trans do not count, and those of `sending` do
+    # The hosting treats the current owners as fixed, so its seconds of Trans do not apply; use those of `sending`
     state = Hosting.of(LayerLoad.of(counts_BDE, placement, cost))
     owner_E = owners(placement)
     hosted = zip(placement.hosts, placement.owners, strict=True)
@@ -247,7 +247,7 @@ def _hosted(pairs: np.ndarray, hosts: np.ndarray, num_ranks: int) -> tuple[np.nd
 def _pairs(
     owner_E: np.ndarray, is_free_E: np.ndarray, tokens_ED: np.ndarray, heaviest: int, seconds_D: np.ndarray
 ) -> np.ndarray:
-    """Return [A, 2]: experts of the heaviest rank, and experts of light ranks or of those with most of their tokens."""
+    """Return [A, 2]: experts of the heaviest rank, with experts of light ranks or of their tokens' main source."""
     tokens_E = tokens_ED.sum(1)
     found = []
     own = (is_free_E & (owner_E == heaviest)).nonzero()[0]
@@ -264,14 +264,14 @@ def _pairs(
 def _own_guests(
     placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel, time: LayerTime
 ) -> tuple[Settlement, Placement]:
-    """Return exchanges that make guests owners, each with fewer guests and no more seconds, and the placement then."""
+    """Return exchanges that make guests owners with fewer guests and no more seconds, and the placement after them."""
     best = Settlement()
     settled = placement
     reached = Settlement()
     start = placement
     seconds = time.total
     budget = BUDGET
-    # No set of exchanges saves more than all of Trans and Agg, or costs less than one exchange
+    # No exchanges save more than all of Trans and Agg, or cost less than one exchange
     least = cost.transfer_seconds([(0, 0)])
     held = {guest: stay for guest, stay in held.items() if stay * (time.trans + time.agg) > least}
     while held and budget > 0:
@@ -300,8 +300,9 @@ def _own_guests(
 def _candidates(
     placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel
 ) -> Iterator[tuple[Swap, Placement]]:
-    """Yield exchanges that leave fewer guests: those first that relieve the busiest rank in Trans, or whose guests
-    stayed longest, then home experts with the fewest tokens.
+    """Yield exchanges that leave fewer guests.
+
+    Order: least time of the busiest rank in Trans, guests that stayed longest, home experts with the fewest tokens.
     """
     guests = sorted(guest for guest in held if guest[0] in placement.guests[guest[1]])
     if not guests:
@@ -323,15 +324,15 @@ def _candidates(
 
 
 def _exchanged(placement: Placement, exchange: Swap) -> Placement | None:
-    """Return the placement with the two experts' owners exchanged, if it has fewer guests and they fit the slots.
+    """Return the placement with two experts' owners exchanged; None unless it has fewer guests and they fit the slots.
 
-    The expert that gave up its home slot is computed by its new owner, not the old one.
+    The expert that gives up its home slot is computed by its new owner instead of its old one.
     """
     (expert, other) = exchange.experts
     (source, target) = exchange.ranks
     before = placement.hosts[other]
     ranks = tuple(source if rank == target else rank for rank in before)
-    # The guest becomes an owner, and the old owner a guest if it computes the expert
+    # The guest becomes an owner; its old owner becomes a guest if it computes the expert
     more = len({*ranks} - {source}) - len({*before} - {target}) + (source in placement.hosts[expert]) - 1
     staying = len({*placement.guests[source]} - {expert, other, EMPTY})
     if more >= 0 or staying + (source in placement.hosts[expert]) > placement.guest_slots:

@@ -1,11 +1,11 @@
 """A user's policy (`--balance-policy package.module:Class`) in a separate process.
 
-Whatever the policy does there (leave the interpreter, crash, loop, hold the interpreter's lock, take all memory), the
-rank continues. The process starts from a clean command line: it has none of the rank's threads, sockets and device
-memory, and imports neither the entry point nor torch. It ends with the rank.
+Whatever the policy does there (exit, crash, loop, hold the interpreter's lock, exhaust memory), the rank continues. The
+process starts from a clean command line: it has none of the rank's threads, sockets and device memory, and imports
+neither the entry point nor torch. It ends with the rank.
 
-The rank sends questions as pickles. An answer is JSON: a problem or null, and a text: first the policy's split, later a
-placement. The process runs this module.
+The rank sends questions as pickles. An answer is JSON: a problem or null, and a text. The first text is the policy's
+split, later ones are placements. The process runs this module.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from megatron_balance.planning.policies.interface import Policy
 _PR_SET_PDEATHSIG = 1
 
 _LAST_SECONDS = 5.0
-"""Seconds that a process has to end after it closed its pipe."""
+"""Seconds for a process to end after it has closed its pipe."""
 
 
 class PolicyProcess(Policy):
@@ -107,7 +107,6 @@ class PolicyProcess(Policy):
         return text
 
     def _ending(self) -> str:
-        """Wait for the end of the process; return what happened to it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(_LAST_SECONDS)
             if status < 0:
@@ -124,7 +123,7 @@ def _end(process: subprocess.Popen, pipe: Connection) -> None:
 
 
 def start_policy(name: str, **options: Any) -> Policy:
-    """Return a policy by its name, or a PolicyProcess for `package.module:Class`, which may not be ready yet.
+    """Return a policy by its name, or a PolicyProcess (perhaps not ready yet) for `package.module:Class`.
 
     Raises:
         ValueError: see `load_policy`.
@@ -133,9 +132,9 @@ def start_policy(name: str, **options: Any) -> Policy:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answer the questions of the rank, the process `parent`, over the socket that is open as `descriptor`."""
+    """Answer the questions of the rank, process `parent`, over the open socket `descriptor`."""
     _end_with(parent)
-    # The rank handles the end of the job
+    # Ignore signals, because the rank handles the end of the job
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -146,7 +145,7 @@ def serve(descriptor: int, parent: int) -> None:
             policy = load_policy(name, **options)
             _reply(pipe, None, split_of(policy))
         except ValueError as error:
-            # It names the flag
+            # The error names the flag
             return _reply(pipe, cleaned(error, 400))
         except BaseException as error:  # report whatever the policy raises, SystemExit too
             return _reply(pipe, f"raised {described(error)}")

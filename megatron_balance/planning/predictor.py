@@ -29,9 +29,8 @@ class Predictor:
     def observe(self, state: "History", counts_BDE: np.ndarray) -> "History":
         """Return the history after one more iteration.
 
-        Args:
-            counts_BDE: [B, D, E] tokens of the iteration's microbatches, or of groups of them. A new number of ranks or
-                of experts starts a new history.
+        `counts_BDE` are the tokens of its microbatches, or of groups of them. A new number of ranks or experts starts a
+        new history.
         """
         parts = np.array(counts_BDE, dtype=np.int64)
         latest = parts.sum(0)
@@ -48,8 +47,8 @@ class Predictor:
     def predict(self, state: "History") -> np.ndarray | None:
         """Return [B, D, E] int64 expected tokens, or None before the first observation.
 
-        Every source rank is expected to route as many tokens as in the latest iteration, and microbatches are expected
-        to share them as in that iteration.
+        Every source rank is expected to route as many tokens as in the latest iteration, with the same proportions
+        between microbatches.
         """
         if state.latest is None:
             return None
@@ -63,14 +62,14 @@ class Predictor:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """Past loads of one layer, as a predictor needs them; empty at first."""
+    """Past loads of one layer that a predictor needs; empty at first."""
 
     recent: tuple[np.ndarray, ...] = ()
     """[B] arrays of [D, E] int64, oldest first."""
     mean: np.ndarray | None = None
     """[D, E] float64 moving average."""
     parts: np.ndarray | None = None
-    """[B, D, E] int64: the latest load by microbatch, which add up to the last of `recent`."""
+    """[B, D, E] int64: the latest load by microbatch; their sum is the last of `recent`."""
 
     @property
     def latest(self) -> np.ndarray | None:
@@ -98,8 +97,7 @@ class History:
 def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float:
     """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong.
 
-    It is half the sum of absolute differences over the number of actual tokens; 0 if there are none. Microbatches are
-    added up.
+    It is half the sum of absolute differences, over the number of actual tokens (0 without tokens).
     """
     tokens = int(np.sum(actual_BDE))
     wrong_DE = np.abs(np.sum(predicted_BDE, axis=0) - np.sum(actual_BDE, axis=0))
@@ -120,10 +118,10 @@ def _shared(total_DE: np.ndarray, parts_BDE: np.ndarray | None) -> np.ndarray:
 
 
 def _extrapolate(recent_BDE: np.ndarray) -> np.ndarray:
-    """Return the value of the least-squares line through B iterations, one step after the last."""
+    """Return the value, one step after the last, of the least-squares line through B iterations."""
     size = len(recent_BDE)
     steps_B = np.arange(size) - (size - 1) / 2
-    # The prediction is linear in the observations, so the regression is one weight per iteration
+    # The prediction is linear in the observations: one weight per iteration
     weights_B = 1 / size + steps_B * (steps_B[-1] + 1) / (steps_B**2).sum()
     return np.tensordot(weights_B, recent_BDE, axes=1)
 
@@ -133,7 +131,7 @@ def _with_row_sums(expected_DE: np.ndarray, sums_D: np.ndarray) -> np.ndarray:
     totals_D = expected_DE.sum(1)
     scale_D = np.divide(sums_D, totals_D, out=np.zeros_like(totals_D, dtype=np.float64), where=totals_D > 0)
     scaled_DE = expected_DE * scale_D[:, None]
-    # A row without expected tokens spreads its sum evenly
+    # Spread the sum of a row without expected tokens evenly
     scaled_DE[totals_D <= 0] = (sums_D[totals_D <= 0] / expected_DE.shape[1])[:, None]
     floor_DE = np.floor(scaled_DE).astype(np.int64)
     missing_D = sums_D - floor_DE.sum(1)

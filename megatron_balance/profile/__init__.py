@@ -1,4 +1,4 @@
-"""How fast a cluster is: the constants of cost models, as data. Nothing here measures.
+"""Speed of a cluster as data: the constants of cost models. Nothing here measures.
 
 cluster_profile   ClusterProfile: times of communication and computation, as JSON in a file
 cluster           a profile derived from a description of the hardware (configs/clusters/*.yaml)

@@ -1,6 +1,6 @@
-"""Clusters as described by papers and data sheets (configs/clusters/*.yaml), and the profile that follows from them.
+"""Clusters as papers and data sheets describe them (configs/clusters/*.yaml), and the profiles derived from them.
 
-Every number comes with its source. tools/bench/measured_cluster.py writes files with measured rates of a GPU.
+Every number has a source. tools/bench/measured_cluster.py writes files with a GPU's measured rates.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Gpu:
     memory_gb: SourcedNumber | None = None
     """10^9 bytes."""
     memory_gb_per_second: SourcedNumber | None = None
-    """10^9 bytes per second that the device reads and writes in its memory."""
+    """10^9 bytes per second that the device reads from and writes to its memory."""
     fp32_tflops: SourcedNumber | None = None
     half_tflops: SourcedNumber | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
@@ -43,14 +43,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between GPUs: within a node, one GPU's share; between nodes, one adapter."""
+    """A link between GPUs. Within a node: one GPU's share; between nodes: one adapter."""
 
     name: str
     gb_per_second: SourcedNumber
     """10^9 bytes per second in each direction."""
     latency_us: SourcedNumber | None = None
     adapters: SourcedNumber | None = None
-    """Number of network adapters per node; default: one."""
+    """Number of network adapters per node; default: 1."""
 
 
 Cell = str | float
@@ -62,15 +62,14 @@ ENDS = ("value", "spread")
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Measured numbers of one kind that depend on sizes, such as rates of products by their rows and widths."""
+    """Measured numbers of one kind that depend on sizes, such as rates of products by rows and widths."""
 
     name: str
     unit: str
     source: str
-    """Where all numbers of the table come from."""
+    """Source of all numbers in the table."""
     columns: tuple[str, ...]
-    """What a number depends on. Then `value`, the median, and `spread`, half the distance between the quartiles as a
-    part of the median."""
+    """Sizes that a number depends on; then `value`, the median, and `spread`, half the interquartile range over it."""
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class Cluster:
     node: Link
     """Link between any two GPUs of a node."""
     pair: Link | None = None
-    """Link between the first and the second GPU of a node, the third and the fourth, ..."""
+    """Link between the first and second GPU of a node, the third and fourth, and so on."""
     network: Link | None = None
     """Link between nodes."""
     measured: tuple[Table, ...] = ()
@@ -99,24 +98,24 @@ class Cluster:
 
     @property
     def num_nodes(self) -> float | None:
-        """Number of nodes; None if it is not limited."""
+        """Number of nodes; None if unlimited."""
         counts = self.of_gpus("nodes")
         return sum(counts) if counts else None
 
     @property
     def memory(self) -> float | None:
-        """Bytes of the smallest memory of a GPU; None if one is not given."""
+        """Bytes of the smallest GPU memory; None if any is not given."""
         sizes = self.of_gpus("memory_gb")
         return 1e9 * min(sizes) if sizes else None
 
     @property
     def memory_bandwidth(self) -> float | None:
-        """Bytes per second of the slowest memory of a GPU; None if one is not given."""
+        """Bytes per second of the slowest GPU memory; None if any is not given."""
         rates = self.of_gpus("memory_gb_per_second")
         return 1e9 * min(rates) if rates else None
 
     def of_gpus(self, name: str) -> list[float]:
-        """Return a number of all kinds of GPUs; none if one is not given."""
+        """Return a number of all kinds of GPUs; empty if any is not given."""
         numbers: list[SourcedNumber | None] = [getattr(gpu, name) for gpu in self.gpus]
         return [] if None in numbers else [number.value for number in numbers if number is not None]
 
@@ -148,11 +147,11 @@ RANGES = {
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
 
 LARGEST_CELL = 1e15
-"""Largest number in a table of measured ones; none is negative."""
+"""Largest number in a table; the smallest is 0."""
 
 
 def is_cluster(path: Path) -> bool:
-    """Return whether a file of `--balance-profile` describes a cluster, and is no measured profile."""
+    """Return whether a file of `--balance-profile` describes a cluster, rather than being a measured profile."""
     return path.suffix in (".yaml", ".yml")
 
 
@@ -237,11 +236,11 @@ def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: i
 
 
 def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
-    """Return the profile of a job on this cluster; numbers missing in the file, mostly latencies, are `builtin`'s.
+    """Return the profile of a job on this cluster; `builtin` gives numbers missing in the file, mostly latencies.
 
-    A job takes the first nodes, in the order of the file; without numbers of nodes, all have the slowest kind of GPU. A
-    backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). The messages of all expert-parallel groups
-    that leave a node share its adapters, and a message uses at most one adapter.
+    A job takes the first nodes, in the order of the file. Without numbers of nodes, all nodes have the slowest GPU. A
+    backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). A node's adapters are shared by the messages
+    of all expert-parallel groups that leave the node; a message uses at most one adapter.
 
     Args:
         hidden, ffn: width of the model, and inner width of a rank's part of one expert.
@@ -293,7 +292,6 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
 
 
 def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
-    """Return the TFLOP/s of each rank's GPU."""
     name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
     rates = cluster.of_gpus(name)
     if not rates:

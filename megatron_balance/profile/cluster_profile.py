@@ -39,7 +39,7 @@ class Fit(NamedTuple):
     residual: float
     """Root mean square of (fitted - measured) / measured."""
     held_out: float
-    """The same error for a line that is fitted to every other size and predicts the sizes in between."""
+    """The same error of a line fitted to every other size, at the sizes in between."""
 
     def seconds(self, num_bytes: float) -> float:
         return self.alpha + self.beta * num_bytes
@@ -64,7 +64,7 @@ def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """Return alpha and beta, both at least zero: a negative value is noise, and would make sending more look faster."""
+    """Return alpha and beta, at least 0 each: a negative value is noise, and would make larger messages look faster."""
     scaled = np.stack([1 / times, sizes / times], axis=1)
     alpha, beta = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0].tolist()
     if alpha < 0:
@@ -92,7 +92,7 @@ class Throughput(NamedTuple):
 
 
 class CodecTimes(NamedTuple):
-    """Time of a codec for one rank's rows of this model."""
+    """Times of a codec for one rank's rows of this model."""
 
     encode: Throughput
     decode: Throughput
@@ -112,51 +112,50 @@ class ParallelLines(NamedTuple):
     esp: int
     """Number of shards of an expert."""
     all_to_all: Fit
-    """EP&ESP-AlltoAll, as a function of the bytes that a rank sends, including those that it keeps."""
+    """EP&ESP-AlltoAll, by the bytes that a rank sends, including those that it keeps."""
     gathered: Fit
-    """EP-AlltoAll and ESP-AllGather, there and back, as a function of the bytes of the rows of one rank."""
+    """EP-AlltoAll and ESP-AllGather, there and back, by the bytes of one rank's rows."""
     all_gather: Fit | None = None
-    """MP-AllGather, as a function of the bytes of the gathered buffer."""
+    """MP-AllGather, by the bytes of the gathered buffer."""
     simultaneous: Fit | None = None
     """EP&ESP-AlltoAll overlapped with an MP-AllGather of its results (SAA), by the bytes of `all_to_all`."""
     sorting: Fit | None = None
-    """Copying rows by expert and summing the returned rows, and their gradients, by the bytes of the rows."""
+    """Copying rows by expert, summing returned rows, and the gradients of both, by the bytes of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """Constants of one cluster and one shape of expert, which are saved as JSON."""
+    """Constants of one cluster and one shape of expert, saved as JSON."""
 
     num_ranks: int
     """D, the expert-parallel size that the profile is for."""
     node_size: int
     """Number of expert-parallel ranks on one node."""
     links: Mapping[str, Mapping[str, Fit]]
-    """links[collective][group kind], as a function of bytes: those of the message or buffer; for an all-to-all (the
-    default one), those that the busiest rank sends to others or receives; for an all-gather, those gathered.
+    """links[collective][group kind], by bytes: of the message or buffer; for the (default) all-to-all, those that the
+    busiest rank sends to others or receives; for an all-gather, those gathered.
 
-    In p2p, trans and agg, every rank sends and receives one message; in one_way, half of the ranks send one to the
-    other half. In the group `ep`, all these messages go to another node at the same time, if there are several."""
+    In p2p, trans and agg, every rank sends and receives one message. In one_way, half of the ranks send one to the
+    other half. In the group `ep`, all these messages go to another node at the same time if there are several nodes."""
     messages: Mapping[str, Fit]
-    """messages[intra or inter]: seconds of a batch of small messages as a function of their number: alpha is the
-    launch, beta the seconds of each message. The number is that of the rank that sends or receives the most."""
+    """messages[intra or inter]: seconds of a batch of small messages, by the busiest rank's number of messages: alpha
+    is the launch, beta the seconds of each message."""
     launches: Mapping[str, Mapping[str, Fit]]
-    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, as a function of the number that a
-    rank sends and receives."""
+    """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, by a rank's number of them."""
     forward: Throughput
     backward: Throughput
     starts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))
     """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches."""
     tensors: int = 1
-    """Number of tensors of an expert. Each is a message of its own, and cutting an expert adds one for every cut."""
+    """Number of tensors of an expert. Each is a message of its own; every cut of an expert adds one message."""
     rates: tuple[float, ...] = ()
-    """[D] relative speed of each rank's computation: a rank needs `forward` / rate seconds. Empty: all 1."""
+    """[D] relative speed of each rank: its computation takes `forward` / rate seconds. Empty: all 1."""
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
-    """Times of the measured codecs, which are those of `--moe-comm-codec`."""
+    """Times of the measured codecs of `--moe-comm-codec`."""
     parallel: ParallelLines | None = None
-    """Measured only if the run can choose between parallel schedules."""
+    """None unless the run can choose between parallel schedules."""
 
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
@@ -182,21 +181,20 @@ class ClusterProfile:
 
 
 def _as_json(value: Any) -> Any:
-    """Return named tuples and mappings as objects, and other tuples as arrays."""
     if isinstance(value, Mapping) or hasattr(value, "_asdict"):
         return {name: _as_json(one) for name, one in (value if isinstance(value, Mapping) else value._asdict()).items()}
     return [_as_json(one) for one in value] if isinstance(value, tuple) else value
 
 
 LAUNCHING = Fit(20e-6, 5e-6, 0.0, 0.0)
-"""Seconds of the thread that launches a batch of NCCL's sends and receives, where nothing was measured."""
+"""Host seconds to launch a batch of NCCL's sends and receives, if nothing was measured."""
 
 
 def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
     """Return constants of a plausible GPU cluster, so that runs without a measured profile repeat on any machine.
 
-    Every rank has its own adapter. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers, and at half
-    of that with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
+    Every rank has its own adapter. An expert's two matrix products run at 200 TFLOP/s with 2-byte numbers, and half as
+    fast with wider ones; a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3).
 
     Args:
         hidden, ffn: width of the model, and inner width of one expert.
@@ -219,10 +217,10 @@ def builtin(num_ranks: int, node_size: int, hidden: int, ffn: int, dtype_bytes: 
 
 
 INSTANT = Fit(0.0, 0.0, 0.0, 0.0)
-"""The thread that launches takes no time."""
+"""The host launches batches in no time."""
 
 MESSAGE = 0.1
-"""Share of a lone message's latency that each further message of its batch adds, where nothing was measured."""
+"""Each further message of a batch adds this share of a lone message's latency, if nothing was measured."""
 
 
 def from_links(
@@ -237,15 +235,15 @@ def from_links(
     host: Fit = INSTANT,
     rates: tuple[float, ...] = (),
 ) -> ClusterProfile:
-    """Return the profile that follows from the links of a cluster, without measurements.
+    """Return the profile implied by a cluster's links, without measurements.
 
-    Operations of the whole group pass the slowest link once, an all-reduce twice: it is a reduce and a broadcast. In an
+    Operations of the whole group pass the slowest link once, an all-reduce twice (a reduce and a broadcast). In an
     all-to-all, the fraction (D - node_size) / (D - 1) of the bytes that a rank sends leaves its node.
 
     Args:
         near, far: a message within a node, and between nodes while no other rank of the node sends.
         shared: a message between nodes while all ranks of the node send.
-        host: seconds of the thread that launches a batch of Trans or Agg, by its messages, if they exceed the links'.
+        host: host seconds to launch a batch of Trans or Agg, by its messages; they count if they exceed the links'.
     """
     far, shared = (far, shared) if num_ranks > node_size else (near, near)
     crossing = (num_ranks - node_size) / max(1, num_ranks - 1) if num_ranks > node_size else 0.0
@@ -307,14 +305,14 @@ _NAMES = {
     "launches.": LEVELS,
     "starts": ROUNDS,
 }
-"""Keys of each object, and of the objects in it; those of others may have any names."""
+"""Keys of each object and of its inner objects; all other objects may have any keys."""
 
 _BY_MESSAGE = ("launches.", "messages.")
-"""Lines whose beta is the seconds of a message, not of a byte."""
+"""Lines whose beta is in seconds per message instead of per byte."""
 
 
 def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
-    """Read a profile; raise ValueError if the file is damaged or for another version, number of ranks or node size."""
+    """Read a profile; ValueError: it is damaged, or for another version, number of ranks or node size."""
     where = f"--balance-profile {path}"
     content = read_object(path, MAX_BYTES, "--balance-profile")
     if content.get("version") != VERSION:
@@ -359,7 +357,7 @@ def _parse(wanted: Any, content: Any, where: str = "") -> Any:
 
 
 def _keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    """Return `content` in the order of `names`, after checking that it is an object with exactly these keys."""
+    """Check that `content` is an object with exactly the keys `names`, and return it in their order."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
     if wrong := sorted(content.keys() ^ set(names)):

@@ -10,8 +10,8 @@ def non_expert_seconds(
 ) -> tuple[float, float]:
     """Return the forward and backward seconds of one block's non-MoE part, T_FNEC and T_BNEC of Eq. 8.
 
-    The device is assumed to compute this part at the rate of experts, which is high, so that the time available for
-    overlap is rather underestimated.
+    The device is assumed to compute this part as fast as experts, which are fast, so the time to overlap with is rather
+    underestimated.
 
     Args:
         tokens: tokens of one microbatch, on all ranks that share its attention.
@@ -27,7 +27,7 @@ def non_expert_seconds(
 
 def attention_flops(config: TransformerConfig, seq_length: int) -> float:
     """Return the floating-point operations of one token's causal self-attention, forward."""
-    # On average, a token attends to half of the sequence: scores, and the values that they weight
+    # On average, a token attends to half of the sequence, with two products: the scores, and the weighted values
     return 2 * attention_weights(config) + seq_length * attended_width(config)
 
 

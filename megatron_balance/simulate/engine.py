@@ -1,8 +1,8 @@
 """Executes the programs of all teams of a job, event by event.
 
-A program is an iterator of commands. All ranks of its team execute them in order, each at its own time. Collectives
-begin when all their ranks have come to them, and when the collectives before them on the same lane are over; then they
-share the resources that they need fairly (`speeds`). A collective has one end for all its ranks.
+A program is an iterator of commands. All ranks of its team execute them in order, each at its own time. A collective
+begins when all its ranks have reached it and the preceding collectives on the same lane have ended. Concurrent
+collectives share resources fairly (`speeds`). A collective ends at the same time on all its ranks.
 
 In shapes, R counts the ranks of a team, N resources, and C collectives in progress.
 """
@@ -20,17 +20,17 @@ DONE = 1e-12
 """A collective counts as finished when less than this fraction remains (rounding)."""
 
 FULL = 1e-12
-"""Share of a resource that rounding may leave unused."""
+"""Share of a resource that may remain unused due to rounding."""
 
 
 class Work(NamedTuple):
-    """What a collective needs: seconds without any resource, and then seconds of each resource, all at once."""
+    """Needs of a collective: a latency without any resource, then time on all its resources at once."""
 
     latency: float
     resources: np.ndarray
     """[N] int64 numbers of the resources, each at most once."""
     seconds: np.ndarray
-    """[N] seconds that each of them works, above zero. A collective that is alone takes those of its busiest one."""
+    """[N] seconds of work of each resource, above zero. A collective that runs alone takes the longest of them."""
 
     @property
     def alone(self) -> float:
@@ -52,17 +52,17 @@ class Start(NamedTuple):
     """Start a collective in the background. Every rank may continue at once."""
 
     key: Hashable
-    """Names the collective among all teams; those that start the same key take part in the same collective."""
+    """Identifies the collective among all teams; teams that start the same key take part in the same collective."""
     label: str
     work: Work
     lane: str = "exchange"
-    """The team's collectives of one lane run one after another, in the order of their commands."""
+    """A team's collectives on one lane run one after another, in the order of their commands."""
     teams: int = 1
     """Number of teams that take part."""
 
 
 class Wait(NamedTuple):
-    """Every rank waits until a collective that its team has started is over."""
+    """Every rank waits until a collective that its team has started ends."""
 
     key: Hashable
 
@@ -76,7 +76,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Every rank waits for the message that was sent to it."""
+    """Every rank waits for the message sent to it."""
 
     key: Hashable
 
@@ -87,20 +87,20 @@ Program = Iterator[Command]
 
 
 class Observer(Protocol):
-    """Is told what happened, in any order of time."""
+    """Receives all activities, in no particular order of time."""
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
         """The team's ranks computed."""
 
     def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
-        """The team's ranks waited for something that started at `start`, a number or one for each rank."""
+        """The team's ranks waited for something that started at `start`: a number, or one for each rank."""
 
     def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
         """A collective of these teams was in progress."""
 
 
 class DeadlockError(RuntimeError):
-    """No team can continue; the message says what each one waits for."""
+    """No team can continue; the message says what each team waits for."""
 
 
 @dataclass(eq=False)
@@ -109,18 +109,18 @@ class _Collective:
     teams: list[int] = field(default_factory=list)
     """Teams that have started it."""
     ready: float = 0.0
-    """When the last rank came to it."""
+    """Time at which the last rank reached it."""
     start: float = 0.0
     end: float | None = None
     waiting: list[int] = field(default_factory=list)
     """Teams that wait for its end."""
     left: float = 1.0
-    """Part of the bytes that is not sent yet."""
+    """Fraction of the bytes not sent yet, at time `since`."""
     speed: float = 0.0
     since: float = 0.0
-    """When `left` was true."""
+    """Time of the last change of `left`."""
     version: int = 0
-    """Number of changes of the speed; ends expected before the latest one are void."""
+    """Number of changes of the speed; an end expected before the latest change is void."""
 
 
 @dataclass(eq=False)
@@ -132,10 +132,10 @@ class _Team:
 
 
 class Engine:
-    """Executes programs. Collectives are in the order of their times, and programs run ahead as far as they can."""
+    """Executes programs. Collectives are processed in order of time; programs run ahead as far as possible."""
 
     def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, observer: Observer) -> None:
-        """Create an engine for the number of ranks and the program of each team; resources are numbered from 0."""
+        """Create an engine for each team's number of ranks and program; resources are numbered from 0."""
         self._teams = [_Team(program, np.zeros(ranks)) for ranks, program in programs]
         self._observer = observer
         self._lanes: defaultdict[tuple[int, str], deque[_Collective]] = defaultdict(deque)
@@ -149,10 +149,10 @@ class Engine:
         self._users: list[list[_Collective]] = [[] for _ in range(num_resources)]
         """Collectives in progress on each resource."""
         self.busy_seconds = np.zeros(num_resources)
-        """Seconds for which each resource has worked, if nothing is shared."""
+        """Seconds of work of each resource, as if nothing were shared."""
 
     def run(self) -> float:
-        """Execute all programs and return the time at which the last rank is done, or raise DeadlockError."""
+        """Execute all programs and return the time at which the last rank ends, or raise DeadlockError."""
         while self._runnable or self._events:
             while self._runnable:
                 self._advance(self._runnable.popleft())
@@ -168,7 +168,7 @@ class Engine:
         return max(float(team.now_R.max()) for team in self._teams)
 
     def _advance(self, number: int) -> None:
-        """Run a team's program until it has to wait for something whose time is not known."""
+        """Run a team's program until it must wait for something whose time is unknown."""
         team = self._teams[number]
         while True:
             command = team.blocked or next(team.program, None)
@@ -181,7 +181,7 @@ class Engine:
                 return
 
     def _execute(self, number: int, team: _Team, command: Command) -> bool:
-        """Execute a command; return False if it has to be repeated later."""
+        """Execute a command; return False if it must be repeated later."""
         if isinstance(command, Compute):
             begin_R = team.now_R
             team.now_R = team.now_R + command.seconds_R
@@ -217,7 +217,7 @@ class Engine:
         self._offer(found, 0.0)
 
     def _offer(self, collective: _Collective, now: float) -> None:
-        """Let a collective begin if all its teams have come to it and it is the first one on their lanes."""
+        """Let a collective begin if all its teams have reached it and it is the first on their lanes."""
         command = collective.command
         first = all(self._lanes[team, command.lane][0] is collective for team in collective.teams)
         if first and len(collective.teams) == command.teams:
@@ -227,7 +227,7 @@ class Engine:
         heapq.heappush(self._events, (time, next(self._order), kind, collective, collective.version))
 
     def _begin(self, collective: _Collective, now: float) -> None:
-        """Begin a collective, or its bytes after its latency."""
+        """Begin a collective: first its latency, then its work on resources."""
         latency, resources, seconds = collective.command.work
         if collective.version == 0:
             collective.start = now
@@ -251,7 +251,7 @@ class Engine:
         resources = command.work.resources
         for resource in resources.tolist():
             self._users[resource].remove(collective)
-        # Collectives compare by identity
+        # Collectives are compared by identity
         sharers = {one: None for resource in resources.tolist() for one in self._users[resource]}
         while sharers:
             for one in self._share(sharers.popitem()[0], now):
@@ -265,7 +265,7 @@ class Engine:
         self._runnable += collective.waiting
 
     def _share(self, collective: _Collective, now: float) -> list[_Collective]:
-        """Change and return the collectives that share resources with this one, directly or indirectly, and itself."""
+        """Update and return this collective and those that share resources with it, directly or indirectly."""
         together = [collective]
         found = {collective}
         for one in together:
@@ -297,13 +297,13 @@ def _speeds(together: Sequence[_Collective]) -> list[float]:
 
 
 def speeds(use_CN: np.ndarray) -> np.ndarray:
-    """Return [C] the speed of each collective, at most 1, with max-min fair progress.
+    """Return [C] each collective's speed, at most 1, by max-min fairness.
 
-    All collectives progress equally fast until a resource is used up. Those that need it keep their speed, and the
-    others go on, up to speed 1.
+    The speeds of all collectives grow equally until a resource is used up. Then the collectives on this resource keep
+    their speed, and the others continue to grow, up to 1.
 
     Args:
-        use_CN: share of each resource that a collective uses at speed 1, 1 for its busiest one.
+        use_CN: share of each resource that a collective uses at speed 1; 1 for its busiest resource.
     """
     speed_C = np.zeros(len(use_CN))
     grows_C = np.ones(len(use_CN), dtype=bool)

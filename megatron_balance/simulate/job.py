@@ -1,4 +1,4 @@
-"""A job whose iterations are simulated: its stages and teams, and how their placements follow from loads."""
+"""A simulated job: its stages and teams, and placements that follow from loads."""
 
 import copy
 import dataclasses
@@ -24,11 +24,11 @@ from megatron_balance.timeline.layer_state import rounds_of
 from megatron_balance.timeline.planner import plan_for
 
 Key = tuple[int, int, int]
-"""StageSchedule, team in the stage, MoE layer."""
+"""Number of the pipeline stage, team in the stage, MoE layer."""
 
 
 class LoadSource(Protocol):
-    """Where loads come from."""
+    """Source of loads."""
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
         """Return [B, D, E] int64: the load of each microbatch of a team, with a row for each host of its experts."""
@@ -41,18 +41,18 @@ class SimulatedStage:
 
     stage: StageSchedule
     ranks: Sequence[np.ndarray]
-    """Ranks in the job of each team, ascending."""
+    """Job ranks of each team, ascending."""
     models: Sequence[LayerModel] = ()
-    """What the MoE layers of each team have in common; nothing if the stage has no MoE layers."""
+    """Model of each team's MoE layers; empty if the stage has none."""
     managers: Mapping[int, Manager] = field(default_factory=dict)
-    """A manager for each MoE layer, before the first iteration; its policy does nothing in a run without one."""
+    """A manager for each MoE layer, before the first iteration; in a run without a policy, it makes no plans."""
     overlaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Seconds of the computation that hides a layer's Trans and Agg, as in `rounds_of`."""
+    """Seconds of the computation that can hide a layer's Trans and Agg, as in `rounds_of`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimulatedJob:
-    """Everything about a job that does not change from one iteration to the next."""
+    """The constants of a job: everything that is equal in all iterations."""
 
     fabric: Fabric
     stages: Sequence[SimulatedStage]
@@ -60,11 +60,11 @@ class SimulatedJob:
     plans: bool
     """Whether there is a policy."""
     exact: bool = False
-    """Whether plans are for the load of the iteration in progress, and known before its rows are sent."""
+    """Whether plans are for the load of the iteration in progress and are ready before its rows are sent."""
     moves_owners: bool = False
-    """Whether experts may change owners; all teams of a stage then have one placement, for their mean load."""
+    """Whether experts may change owners; if so, all teams of a stage share a placement, for their mean load."""
     plan_seconds: float | None = None
-    """Seconds of a plan; None: those of this machine."""
+    """Seconds of a plan; None: as measured on this machine."""
 
 
 class Result(NamedTuple):
@@ -72,19 +72,19 @@ class Result(NamedTuple):
 
     seconds: float
     recorder: Recorder
-    """What the ranks did."""
+    """Activities of the ranks."""
     busy_R: np.ndarray
-    """Seconds for which each of the fabric's resources worked."""
+    """Seconds of work of each of the fabric's resources."""
 
 
 @dataclass(eq=False)
 class Simulation:
-    """Simulates one iteration of a job after another; placements follow from the loads of earlier ones."""
+    """Simulates consecutive iterations of a job; placements follow from the loads of earlier iterations."""
 
     job: SimulatedJob
     loads: LoadSource
     progress: Callable[[str], None] = lambda text: None
-    """Receives a line of progress."""
+    """Receives lines about progress."""
     _managers: dict[Key, Manager] = field(default_factory=dict)
     _trans_plans: dict[Key, TransPlan] = field(default_factory=dict)
 
@@ -95,13 +95,13 @@ class Simulation:
                     self._managers[stage.stage.number, team, number] = copy.copy(manager)
 
     def run(self, iterations: int, spans_of: Collection[int] = ()) -> Result:
-        """Simulate at least one iteration and return the last one, with the spans of some ranks."""
+        """Simulate one or more iterations; return the last one, with the spans of some ranks."""
         for number in range(iterations - 1):
             self.iteration(number)
         return self.iteration(iterations - 1, spans_of)
 
     def iteration(self, number: int, spans_of: Collection[int] = ()) -> Result:
-        """Simulate one iteration; iterations follow each other."""
+        """Simulate one iteration; calls must be in order."""
         programs = []
         teams_ranks = []
         ends = []
@@ -128,7 +128,7 @@ class Simulation:
     def _layer(
         self, stage: SimulatedStage, layer: int, number: int, index: int
     ) -> tuple[list[LayerWork], list[Callable[[], object]]]:
-        """Return a layer's work of each team, and functions that end the iteration and adopt the next plans."""
+        """Return each team's work in a layer, and functions that end the iteration and adopt the next plans."""
         job = self.job
         works = []
         ends = []
@@ -155,7 +155,6 @@ class Simulation:
         return works, ends
 
     def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
-        """Return what one manager decides in an iteration with this load."""
         job = self.job
         manager = self._managers[key]
         observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
@@ -175,7 +174,6 @@ class Simulation:
         return _Decided(placement, transfers, planned, end, changes)
 
     def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[OwnerChange]) -> Work:
-        """Return the work of experts that change owners on all teams at the same time."""
         if not changes:
             return NOTHING
         cost = self._managers[key].cost
@@ -186,7 +184,7 @@ class Simulation:
         return at_once([model.network.moving(cost.network, bytes_DD, seconds) for model in stage.models])
 
     def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None], Placement | None]:
-        """Return the time of a plan that is due, the function that adopts it, and its placement."""
+        """Return the time of a plan if one is due, the function that adopts it, and its placement."""
         if not manager.is_due(0 if self.job.exact else 1):
             return NOTHING, lambda: None, None
         assert manager.expected_BDE is not None
@@ -209,14 +207,13 @@ class _Decided(NamedTuple):
     transfers: TransPlan
     """Trans of the placement in force."""
     planned: Work
-    """The time of the next plan."""
+    """Time of the next plan."""
     end: Callable[[], object]
     """Ends the iteration and adopts the plan."""
     moves: Sequence[OwnerChange]
-    """Experts that have other owners after the iteration."""
+    """Experts with other owners after the iteration."""
 
 
 def _part(manager: Manager, others: tuple[float, float], plan: TransPlan, action: Action) -> TransPlan:
-    """Return the rounds of a Trans, an Agg or a part of one, as `PlacementRounds.of` does."""
     beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
     return rounds_of(action, plan, beside)

@@ -1,6 +1,6 @@
-"""An MoE layer of a team in one iteration: from its loads and its placement to what it computes and sends.
+"""An MoE layer of a team in one iteration: loads and placement -> computation and messages.
 
-In the shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of hosts).
+In shapes, B counts microbatches, C chunks, H hosts of experts, and D the ranks of the team (all shards of hosts).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,38 +26,38 @@ Parts = Callable[[Action], TransPlan]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowExchange:
-    """The collectives of a team's parallel schedule (flow/parallel_schedule.py), in which rows travel through a layer.
+    """Collectives that carry rows through a layer in a team's parallel schedule (flow/parallel_schedule.py).
 
-    They take as long as `--moe-parallel-schedule auto` predicts (flow/schedule_choice.py). Rows of a host have equal
-    parts on all of its shards.
+    Their times are those that `--moe-parallel-schedule auto` predicts (flow/schedule_choice.py). All shards of a host
+    have equal shares of its rows.
     """
 
     network: TeamNetwork
     profile: ClusterProfile
-    """Of all ranks of the team."""
+    """Profile of all ranks of the team."""
     models: tuple[ExchangeModel, ...]
-    """All-to-alls to choose the fastest from, among all ranks if `direct`, or else among hosts."""
+    """All-to-alls to choose the fastest from: among all ranks if `direct`, otherwise among hosts."""
     steps: Sequence[TokenStep] = SCHEDULES["megatron"]
     shards: int = 1
-    """Number of shards of an expert, which are consecutive ranks."""
+    """Number of shards of an expert; they are on consecutive ranks."""
     copies: int = 1
     """Number of consecutive ranks with the same tokens."""
     simultaneous: bool = False
-    """Whether s2 gathers rows while it receives others (SAA)."""
+    """Whether s2 gathers rows while it still receives others (SAA)."""
     token_bytes: float = 0.0
-    """Bytes of a rank's tokens of a microbatch."""
+    """Bytes of one rank's tokens in a microbatch."""
     topk: int = 1
     """Rows of a token."""
     row_bytes: float = 0.0
-    """Bytes of a row, as shards gather it."""
+    """Bytes of a row in the shards' gathers."""
 
     @property
     def direct(self) -> bool:
-        """Whether rows go to all shards of their expert in one all-to-all."""
+        """Whether one all-to-all sends rows to all shards of their expert."""
         return TokenStep.EP_ESP_ALL_TO_ALL in self.steps
 
     def repeated(self, counts_BHE: np.ndarray) -> np.ndarray:
-        """Return the rows that hosts send, given those of their parts: of all tokens, unless the schedule splits."""
+        """Return the rows that hosts send, given those of their own tokens: with copies, unless the schedule splits."""
         if TokenStep.MP_SPLIT in self.steps or self.copies == 1:
             return counts_BHE
         together = max(1, self.copies // self.shards)
@@ -66,22 +66,22 @@ class RowExchange:
         return self.copies // together * sums.repeat(together, 1)
 
     def exchange(self, bytes_HH: np.ndarray) -> Work:
-        """Return the work of one all-to-all: the first one of a pass, or the second one without SAA."""
+        """Return the work of one all-to-all: the first of a pass, or the second without SAA."""
         if self.direct and self.shards > 1:
-            # Each shard sends its part of the host's rows to every shard of their hosts
+            # Each shard sends its share of the host's rows to every shard of the target hosts
             bytes_HH = bytes_HH.repeat(self.shards, 0).repeat(self.shards, 1) / self.shards
         elif not self.gathers_tokens:
             bytes_HH = bytes_HH / self.shards
         return min((self.network.exchange(model, bytes_HH) for model in self.models), key=lambda work: work.alone)
 
     def returning(self, exchange: Work, chunks: int) -> Work:
-        """Return the work of the second all-to-all of a chunk, given the first one."""
+        """Return the work of a chunk's second all-to-all, given the first one."""
         if not self.simultaneous or exchange is NOTHING:
             return exchange
         return self.network.together(exchange, self._gather(self.copies, self.topk * self.token_bytes / chunks))
 
     def among_shards(self, rows_H: np.ndarray) -> tuple[Work, Work]:
-        """Return the collectives of shards after rows arrive, and before results return, for rows of each host."""
+        """Return the shards' collectives after rows arrive and before results return, given the rows of each host."""
         most = float(rows_H.max())
         if self.shards == 1 or self.direct or not most:
             return NOTHING, NOTHING
@@ -94,7 +94,7 @@ class RowExchange:
         return gather, gather
 
     def ends(self) -> tuple[Work, Work]:
-        """Return what ranks gather before the first exchange of a pass, and after the last one."""
+        """Return the gathers before the first exchange of a pass and after the last one."""
         if self.gathers_tokens:
             return self._gather(self.shards, self.shards * self.token_bytes), NOTHING
         if TokenStep.MP_SPLIT not in self.steps or self.copies == 1 or self.simultaneous:
@@ -115,7 +115,7 @@ class RowExchange:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerModel:
-    """What the MoE layers of a team have in common."""
+    """What the MoE layers of a team have in common: the same cost model and exchange."""
 
     cost: CostModel
     rows: RowExchange
@@ -130,7 +130,7 @@ class LayerModel:
         return self.rows.network
 
     def work(self, counts_BHE: np.ndarray, placement: Placement, parts: Parts, plan: Work, planner: int) -> LayerWork:
-        """Return the layer's work; `plan` is the time of the thread of rank `planner` that makes the next plan."""
+        """Return the layer's work; the thread of rank `planner` spends `plan` on the next plan."""
         traffic_BHH = self.cost.traffic(counts_BHE, placement).astype(np.float64)
         transport = self.cost.transport
         network = self.network
@@ -148,7 +148,6 @@ class LayerModel:
         return [self._direction(traffic_HH, line, *mean) for traffic_HH in traffic_BHH]
 
     def _choice(self, traffic_HH: np.ndarray, line: Throughput) -> tuple[int, Order]:
-        """Return the number of chunks and their order with the shortest time for this traffic."""
         found: list[tuple[float, int, Order]] = []
         for chunks in self.degrees:
             exchange = self._exchange(traffic_HH / chunks)
@@ -184,7 +183,7 @@ class LayerModel:
         )
 
     def _coding(self, traffic_HH: np.ndarray) -> float:
-        """Return half of the seconds in which the busiest rank compresses and decompresses."""
+        """Return half of the seconds for which the busiest rank compresses and decompresses."""
         part = 1.0 if self.rows.direct or self.rows.gathers_tokens else 1.0 / self.rows.shards
         return 0.5 * self.cost.coding * float(traffic_HH.sum(1).max()) * part
 

@@ -1,7 +1,7 @@
-"""The loads that a simulated run meets: drawn from a distribution, from a workload, or from a recorded run.
+"""Loads of a simulated run: drawn from a distribution, from a workload, or from a recorded run.
 
-Tokens are drawn from the popularity of experts for every team, microbatch and source rank, so teams have different
-loads of one kind, as replicas of a run do.
+Every team, microbatch and source rank draws its own tokens from the popularity of experts. So teams have different
+loads from the same distribution, as replicas of a run do.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ DISTRIBUTIONS = {
     "zipf": lambda rank_E, generator, value: (1.0 + rank_E) ** -value,
     "lognormal": lambda rank_E, generator, value: np.exp(value * generator.standard_normal(len(rank_E))),
 }
-"""Name -> popularity of experts in random order; the value is the exponent, or the standard deviation."""
+"""Name -> popularity of experts in random order; the value is the exponent or the standard deviation."""
 
 SAMPLE = 512
-"""Tokens of a source rank from which the popularity under a workload is taken."""
+"""Tokens per source rank that determine the popularity under a workload."""
 
 Popularity = Callable[[int, int], np.ndarray]
 """Iteration, layer -> [D, E] share of each expert in each source rank's choices."""
@@ -36,7 +36,7 @@ class DrawnLoads:
     seed: int = 0
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """Return [B, D, E] int64: the load of each microbatch of a team. Each expert gets a token once at most."""
+        """Return [B, D, E] int64: the load of each microbatch of a team. A token never chooses an expert twice."""
         shares_DE = self.popularity(iteration, layer)
         generator = np.random.default_rng((self.seed, iteration, layer, team))
         chosen = generator.multinomial(self.tokens * self.topk, shares_DE, (microbatches, len(shares_DE)))
@@ -44,7 +44,7 @@ class DrawnLoads:
 
 
 def _at_most(counts_BDE: np.ndarray, most: int) -> np.ndarray:
-    """Return the counts with those above `most` spread over the experts that have fewest."""
+    """Move the excess above `most` to the experts with the fewest tokens, in place; return the counts."""
     for counts_E in counts_BDE.reshape(-1, counts_BDE.shape[-1]):
         excess = int(np.maximum(counts_E - most, 0).sum())
         if excess:
@@ -59,10 +59,7 @@ def _at_most(counts_BDE: np.ndarray, most: int) -> np.ndarray:
 def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> Popularity:
     """Return the popularity of `zipf:EXPONENT`, `lognormal:SIGMA` or a name of `workloads.NAMES`.
 
-    Layers have their own popular experts, which stay popular.
-
-    Raises:
-        ValueError: the text is none of these.
+    Each layer has its own popular experts, which stay popular. ValueError: the text is none of these.
     """
     name, _, value = text.partition(":")
     if name in NAMES and not value:
@@ -92,7 +89,7 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
 
 @dataclass(frozen=True, eq=False)
 class EvenLoads:
-    """Loads in which every expert receives the same from every source rank, as far as whole tokens permit."""
+    """Loads in which every expert gets the same from every source rank, up to whole tokens."""
 
     num_ranks: int
     num_experts: int
@@ -111,10 +108,10 @@ class EvenLoads:
 
 
 def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int, first: int = 0) -> Popularity:
-    """Return the popularity in a recorded run; iterations and layers beyond the recorded ones begin again.
+    """Return the popularity in a recorded run; iterations and layers beyond the recorded ones start over.
 
     Args:
-        first: index of the recorded iteration to begin with; below 0: from the end.
+        first: index of the recorded iteration to begin with; negative: from the end.
         counts: MoE layer -> [B, D, E] as in `observe.load_log.LoggedLoads`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What messages of a team need of the cluster, in the terms of the planners' cost model.
+"""Demands of a team's messages on the cluster, consistent with the planners' cost model.
 
-Each rank has a link into its node's fabric and a share of the node's adapters, and each node has its adapters. Their
-seconds are those of `cost/network.py`. A collective takes as long alone as the cost model says.
+Each rank has a link within its node and a share of the node's adapters; each node has its adapters. Their seconds are
+those of `cost/network.py`. A collective that runs alone takes as long as in the cost model.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_balance.simulate.engine import NOTHING, Work
 
 @dataclass(frozen=True)
 class Fabric:
-    """Numbers of the resources of a job's ranks and nodes."""
+    """Numbering of the resources of a job's ranks and nodes."""
 
     num_ranks: int
     node_size: int
@@ -50,16 +50,16 @@ class Fabric:
 
 @dataclass(frozen=True)
 class TeamNetwork:
-    """The links of one team's ranks. Consecutive ranks may be the shards of one host, which send the same amounts."""
+    """Links of one team's ranks. The shards of a host are consecutive ranks that send the same amounts."""
 
     fabric: Fabric
     ranks_D: np.ndarray
     """The team's ranks in the job, ascending."""
     network: Network
-    """The links of all these ranks."""
+    """Links of all these ranks."""
 
     def exchange(self, model: ExchangeModel, bytes_HH: np.ndarray) -> Work:
-        """Return the work of all-to-alls of these bytes, one of each shard of all hosts, given the model of one."""
+        """Return the work of all-to-alls of these bytes, one per shard of the hosts; `model` describes one."""
         if not (bytes_HH.sum() - bytes_HH.trace()):
             return NOTHING
         crossing = model.crossing(bytes_HH).scaled(model.scale)
@@ -68,14 +68,17 @@ class TeamNetwork:
     def gather(
         self, line: Fit, members: int, num_bytes: float, times: int = 1, share_D: np.ndarray | None = None
     ) -> Work:
-        """Return the `ring`s of each `members` consecutive ranks, with `share_D` of the bytes, by their line alone."""
+        """Return the work of a `ring` for every `members` consecutive ranks, with the time that `line` predicts.
+
+        `share_D`: fraction of `num_bytes` on each rank.
+        """
         if members == 1 or not num_bytes:
             return NOTHING
         positions_D = np.arange(len(self.ranks_D))
         work = ring(self.fabric, self.network, self.ranks_D, positions_D // members, num_bytes, times)
         seconds = work.seconds * (line.beta * num_bytes / work.seconds.max())
         if share_D is not None:
-            # Adapters of nodes stay as busy as if all rings had all bytes: shards of an expert rarely need them
+            # Adapters stay as busy as if all rings had all bytes, because shards of an expert rarely use them
             own = work.resources < 2 * self.fabric.num_ranks
             seconds[own] *= share_D[np.searchsorted(self.ranks_D, work.resources[own] % self.fabric.num_ranks)]
         used = seconds > 0
@@ -84,7 +87,8 @@ class TeamNetwork:
     def together(self, exchange: Work, gather: Work) -> Work:
         """Return the work of an exchange whose results are gathered while others arrive (SAA).
 
-        Each of the two levels of links does its part of both, one after the other; the levels work at the same time.
+        Each level of links (within and between nodes) does its part of the two collectives in sequence; the levels work
+        concurrently.
         """
         both = one_after_another([exchange, gather])
         near, far = self._levels(exchange)
@@ -94,7 +98,7 @@ class TeamNetwork:
         return both._replace(latency=max(0.0, whole - float(both.seconds.max(initial=0.0))))
 
     def _levels(self, work: Work) -> tuple[float, float]:
-        """Return the seconds of the busiest link within nodes, and of the busiest one between nodes."""
+        """Return the seconds of the busiest link within nodes, and of the busiest link between nodes."""
         near = work.resources < self.fabric.num_ranks
         return float(work.seconds[near].max(initial=0.0)), float(work.seconds[~near].max(initial=0.0))
 
@@ -110,12 +114,12 @@ class TeamNetwork:
     def moving(self, network: Network, bytes_HH: np.ndarray, whole: float) -> Work:
         """Return the work of messages between hosts that take `whole` seconds alone."""
         work = self._work(network.crossing(bytes_HH), whole)
-        # The lines of the messages may be faster than those of the network
+        # The messages' own lines may be faster than the network's lines
         most = float(work.seconds.max(initial=0.0))
         return work if most <= whole else work._replace(seconds=work.seconds * (whole / most))
 
     def _work(self, crossing: Crossing, whole: float) -> Work:
-        """Return the work of stages whose bytes cross links one after another; all shards of a host do the same."""
+        """Return the work of stages whose bytes cross links in sequence; all shards of a host do the same."""
         shards = len(self.ranks_D) // crossing.near_2XD.shape[-1]
         crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
         near_D, far_D, node_N = (one.reshape(-1, one.shape[-1]).sum(0) for one in self.network.busy(crossing)[:3])
@@ -127,8 +131,8 @@ def ring(
 ) -> Work:
     """Return the work of rings in which all ranks of each group pass on a buffer of `num_bytes`, `times` times.
 
-    An all-gather and a reduce-scatter are one such ring, an all-reduce two. A ring enters and leaves each node once;
-    there, its bytes are spread over the adapters of its ranks. Ranks are ascending, and groups have one size.
+    An all-gather or a reduce-scatter is one such ring, an all-reduce two. A ring enters and leaves each node once,
+    where its bytes are spread over the adapters of its ranks. Ranks are ascending, and all groups have the same size.
     """
     _, group_D = np.unique(group_D, return_inverse=True)
     size = len(group_D) // (int(group_D.max()) + 1)
@@ -157,7 +161,7 @@ def at_once(works: Sequence[Work]) -> Work:
 
 
 def one_after_another(works: Sequence[Work]) -> Work:
-    """Return the work of collectives of the same ranks, one after another."""
+    """Return the work of collectives of the same ranks in sequence."""
     whole = sum(work.alone for work in works)
     used = [work for work in works if len(work.resources)]
     if not used:

@@ -1,6 +1,6 @@
-"""The program of a team: what its pipeline stage's schedule (`timeline/`) makes its ranks compute, send and wait for.
+"""The program of a team: the computations, messages and waits in its pipeline stage's schedule (`timeline/`).
 
-In the shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
+In shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ class Direction(NamedTuple):
     """An MoE layer's forward or backward pass over one microbatch."""
 
     order: Order
-    """The order of its chunks' tasks."""
+    """Order of the chunks' tasks."""
     dispatch_C: Sequence[Work]
     """Each chunk's first exchange."""
     experts_CR: np.ndarray
@@ -28,15 +28,15 @@ class Direction(NamedTuple):
     combine_C: Sequence[Work]
     """Each chunk's second exchange."""
     coding: float = 0.0
-    """Seconds of a chunk's compression or decompression, each."""
+    """Seconds to compress a chunk; decompression takes as long."""
     spread: Work = NOTHING
-    """What an expert's shards do to a chunk's rows after they arrive."""
+    """Collective of an expert's shards after a chunk's rows arrive."""
     collect: Work = NOTHING
-    """What an expert's shards do to a chunk's results before they return."""
+    """Collective of an expert's shards before a chunk's results return."""
     first: Work = NOTHING
-    """What ranks gather before the first exchange."""
+    """Gather before the first exchange."""
     last: Work = NOTHING
-    """What ranks gather after the last one."""
+    """Gather after the last exchange."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,11 +50,11 @@ class LayerWork:
     moves: Callable[[Action], Work] = lambda action: NOTHING
     """Returns the work of a Trans, an Agg or a part of one."""
     plan: Work = NOTHING
-    """Time of the next plan, and the lane of the thread that makes it."""
+    """Time of the next plan, on the lane of the thread that makes it."""
     planner: int = 0
     """Number of the rank that plans the layer."""
     transfer: Work = NOTHING
-    """The Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
+    """Transfer of experts to other owners after the optimizer's step, on all teams of the stage."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,23 +67,23 @@ class StageSchedule:
     """Number of teams of the stage."""
     passes: Sequence[Pass]
     blocks: Sequence[Sequence[int]]
-    """Numbers of the MoE layers of each model chunk."""
+    """Numbers of each model chunk's MoE layers."""
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
-    """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by its number."""
+    """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
     message: float = 0.0
     """Seconds of a message to the next stage."""
     early: Mapping[int, Work] = field(default_factory=dict)
     """Reductions that overlap with the backward pass, by the block whose gradients they reduce."""
     reduce: Work = NOTHING
-    """The reduction of gradients after the backward pass."""
+    """Reduction of gradients after the backward pass."""
     step: float = 0.0
     """Seconds of the optimizer's step."""
     gather: Work = NOTHING
-    """The all-gather of parameters after the step."""
+    """All-gather of parameters after the step."""
     late: Mapping[int, Work] = field(default_factory=dict)
-    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They are those after
-    the step before, which takes as long."""
+    """All-gathers of parameters that overlap with the forward pass, by the block that needs them. They belong
+    to the previous iteration's step; those of this iteration take as long."""
 
 
 @dataclass(eq=False)
@@ -92,17 +92,17 @@ class TeamProgram:
 
     stage: StageSchedule
     layers: Mapping[int, LayerWork]
-    """By the number of the MoE layer."""
+    """By number of the MoE layer."""
     team: int
     """The team's position in its stage."""
     ranks: int
-    """Number of its ranks."""
+    """Number of the team's ranks."""
 
     def __post_init__(self) -> None:
         self.steps = deque(self.stage.schedule)
         self.started: set[Action] = set()
         self.asked: list[Action] = []
-        """Plans that were asked for and have not begun."""
+        """Plans that were requested and have not begun."""
         self.late = set(self.stage.late)
         """Blocks whose parameters are not gathered yet."""
         self.last_microbatch = max((one.microbatch for one in self.stage.passes), default=0)
@@ -132,7 +132,6 @@ class TeamProgram:
             yield from self._collective(f"L{number} TRANSFER", layer.transfer)
 
     def _collective(self, name: str, work: Work) -> Iterator[Command]:
-        """Run a collective of all teams of the stage."""
         if work is not NOTHING:
             key = name, self.stage.number
             yield Start(key, name, work, "reduction", self.stage.teams)
@@ -177,7 +176,6 @@ class TeamProgram:
             yield from self._reduced(block, step.computation.microbatch)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
-        """Start the reduction of a block's gradients if they are complete."""
         if microbatch == self.last_microbatch and block in self.stage.early:
             yield self._shared("reduce", block, self.stage.early[block])
 
@@ -188,12 +186,11 @@ class TeamProgram:
             yield Wait(("late gather", self.stage.number, block))
 
     def _shared(self, name: str, block: int, work: Work) -> Command:
-        """Start a collective of all teams of the stage."""
         label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
         return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
     def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
-        """Run an MoE layer's pass, with the steps of its exchanges and of its experts where the runtime has them."""
+        """Run an MoE layer's pass, and begin the steps of its exchanges and experts where the runtime does."""
         first = self._take(Operation.A2A, part)
         experts = self._take(operation)
         second = self._take(Operation.A2A, part + 1)
@@ -208,7 +205,6 @@ class TeamProgram:
                 yield from self._begin(second)
 
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
-        """Yield the commands of each task of a pass."""
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
         first = self._gather(direction.first, dispatch, "first")
         last = self._gather(direction.last, combine, "last")
@@ -229,18 +225,16 @@ class TeamProgram:
                 yield [Wait(back), *coding, *end]
 
     def _gather(self, work: Work, label: str, part: Hashable) -> list[Command]:
-        """Return the commands that run a collective of tensor-parallel ranks or of shards."""
         if work is NOTHING:
             return []
         key = self.stage.number, self.team, label, part, "gathers"
         return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
-        """Execute what a step does before its computation."""
         yield from (self._wait(action) for action in step.waits if action in self.started)
         self.asked += step.planning
         if not step.computation.is_forward or any(action in step.waits for action in self.asked):
-            # Plans begin in a backward pass, see `timeline/planner.py`
+            # Plans begin in a backward pass (`timeline/planner.py`)
             for action in self.asked:
                 layer = self.layers[action.block]
                 yield self._start(action, layer.plan, f"plan {layer.planner}")

@@ -1,4 +1,4 @@
-"""What an iteration's ranks and resources did: sums, spans of some ranks, and the Trace Event Format."""
+"""Activities of an iteration's ranks and resources: sums, spans of some ranks, and the Trace Event Format."""
 
 import json
 from collections import defaultdict
@@ -10,8 +10,8 @@ import numpy as np
 
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
 WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction")
-"""What ranks compute, and what they wait for. In an exchange, a rank waits for the slowest one before rows travel.
-Gathers are those of tensor-parallel ranks and of the shards of experts."""
+"""Parts of a rank's time: computing and waiting. "others' experts": before an exchange or gather starts, a rank waits
+for the slowest one. Gathers are those of tensor-parallel ranks and of the shards of experts."""
 
 PARTS = (*COMPUTING, *WAITING)
 
@@ -29,13 +29,13 @@ _WORDS = {
     "optimizer": ("optimizer",),
     "codec": ("codec",),
 }
-"""Words of labels, by part."""
+"""Part -> words in the labels of its activities."""
 
 _PART = {word: part for part, words in _WORDS.items() for word in words}
 
 
 class RankSpan(NamedTuple):
-    """Something that a rank did."""
+    """An activity of a rank."""
 
     rank: int
     lane: str
@@ -45,17 +45,17 @@ class RankSpan(NamedTuple):
 
 
 class Recorder:
-    """Adds up what teams do; an `engine.Observer`."""
+    """Adds up the teams' activities; an `engine.Observer`."""
 
     def __init__(self, ranks: Sequence[np.ndarray], spans_of: Collection[int] = ()) -> None:
-        """Create a recorder for the ranks of each team that keeps the spans of some ranks."""
+        """Create a recorder for the ranks of each team; it keeps the spans of some ranks."""
         self.ranks = ranks
         self.spans_of = frozenset(spans_of)
         num_ranks = 1 + max(int(ranks_R.max()) for ranks_R in ranks)
         self.seconds: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(num_ranks))
         """Seconds of each rank in each of PARTS."""
         self.in_progress: defaultdict[str, float] = defaultdict(float)
-        """Seconds of collectives of each part, whether anyone waited for them or not."""
+        """Seconds of each part's collectives, whether or not anyone waited for them."""
         self.spans: list[RankSpan] = []
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
@@ -88,7 +88,7 @@ class Recorder:
                     self.spans.append(RankSpan(rank, lane, label, begin, end))
 
     def save_trace(self, path: Path) -> None:
-        """Write the kept spans in the Trace Event Format, for Perfetto; one thread per lane, in microseconds."""
+        """Write the kept spans in the Trace Event Format, for Perfetto: one thread per lane, in microseconds."""
         lanes = sorted({(span.rank, span.lane) for span in self.spans})
         threads = {place: number for number, place in enumerate(lanes)}
         events: list[dict] = [
@@ -114,7 +114,7 @@ class Recorder:
 
 
 def part_of(label: str) -> str:
-    """Return the member of PARTS that something with this label belongs to."""
+    """Return the member of PARTS that an activity with this label belongs to."""
     for word in reversed(label.split()):
         found = _PART.get(word.partition(".")[0])
         if found is not None:

@@ -1,4 +1,4 @@
-"""Data sets, and the order in which ranks read their samples. All formats are those of megatron.core.datasets."""
+"""Data sets, and the order in which ranks read their samples, in the formats of megatron.core.datasets."""
 
 import functools
 import hashlib
@@ -28,16 +28,16 @@ from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32; with multi-token prediction, also
+"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. With multi-token prediction, also
 `prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
 MAX_WHOLE_BYTES = MIB
-"""Data files above this size are compared between ranks by their size and a few samples: there may be hundreds."""
+"""Larger data files are compared between ranks by size and a few samples, because there may be hundreds."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """This rank's samples, one microbatch at a time; a list holds one iterator per model chunk."""
+    """This rank's samples, one microbatch at a time; each list has one iterator per model chunk."""
 
     train: list[Iterator[Batch]]
     valid: list[Iterator[Batch]]
@@ -47,7 +47,7 @@ class Data:
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, wanted: int | None = None) -> int:
-    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, well-aligned part.
+    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, aligned part.
 
     Raises:
         ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
@@ -73,10 +73,9 @@ def build_data(
 ) -> Data:
     """Build the data sets (rank 0 writes the index caches first) and this rank's iterators over them.
 
-    Args:
-        consumed: return the number of samples that training and validation have consumed, when the first is drawn.
+    `consumed` returns the numbers of samples that training and validation have consumed, when their first one is drawn.
     """
-    # Only the ends of the pipeline read samples: tokens on the first stage, labels on the last
+    # Only the first and last stage read samples: tokens and labels
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
     _check_files(config.data, reads)
     builder = BlendedMegatronDatasetBuilder(
@@ -89,7 +88,7 @@ def build_data(
     vocab_size = vocabulary(tokenizer, config.tokenizer)
 
     datasets = _build_datasets(builder, config.data)
-    # Rank 0 has built all sets, an inner stage none; all ranks have to know which sets there are
+    # Rank 0 has built all sets, an inner stage none. All ranks must know which sets exist
     exist = gather([dataset is not None for dataset in datasets])[0]
 
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
@@ -105,9 +104,9 @@ def build_data(
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """Raise ValueError on every rank if any rank's data files are invalid, or differ from those of rank 0.
+    """Raise ValueError on every rank if any rank's data files are invalid or differ from rank 0's.
 
-    Rank 0, which builds the index caches, and ranks that read samples check the files.
+    Ranks that read samples check their files, and so does rank 0, which builds the index caches.
     """
     prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
     problem = None
@@ -115,14 +114,14 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
-            # One thorough check is enough for files that all ranks share, but a rank may lack a mount that rank 0 has
+            # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
             contents = {path: content_digest(Path(path), MAX_WHOLE_BYTES) for path in paths}
         except ValueError as error:
             problem = str(error)
-    # One digest per rank: thousands of ranks may read hundreds of files
+    # Gather one digest per rank first: thousands of ranks may read hundreds of files
     digest = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest() if contents else None
     answers = gather((problem, digest))
     for rank, (problem, _) in enumerate(answers):
@@ -139,7 +138,7 @@ def _check_files(data: DataConfig, reads: bool) -> None:
 
 
 def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
-    """Build the data sets; raise ValueError on every rank if a rank lacks an index that the flag says is there."""
+    """Build the data sets; raise ValueError on every rank if a rank lacks an index that the fast load expects."""
     if not data.dataloader_fast_cache_load:
         return builder.build()
     datasets = []
@@ -184,7 +183,7 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         fast_cache_load=data.dataloader_fast_cache_load,
         defer_npy_index_mmap=data.dataloader_defer_npy_index_mmap,
         allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
-        # Attention is causal by construction; a mask per sample would only cost memory
+        # Attention is causal by construction, so a mask per sample would only cost memory
         create_attention_mask=False,
     )
 
@@ -210,7 +209,7 @@ def _iterate(
     consumed: Callable[[], int],
     repeat: bool,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches, on its device; start again at the end if `repeat`."""
+    """Yield this rank's microbatches on its device; with `repeat`, start again at the end."""
     step = config.train.micro_batch_size * groups.dp.size()
     position = consumed() % max(1, len(dataset) // step * step) if repeat else consumed()
     device = torch.cuda.current_device()
@@ -227,7 +226,7 @@ def _iterate(
             batch_sampler=samples,
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available(),
-            # Drawing the workers' seeds from the default generator would change the random numbers of dropout
+            # Seeds from the default generator would change the random numbers of dropout
             generator=torch.Generator().manual_seed(config.train.seed),
             worker_init_fn=functools.partial(_end_with_the_rank, os.getpid()),
         )
@@ -254,12 +253,12 @@ def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:
 
 
 def prediction_mask(depth: int) -> str:
-    """Return the name in a Batch of the mask [b, s] of the tokens whose prediction counts at a depth, from 1."""
+    """Return the key in a Batch of the mask [b, s] of tokens with a prediction at `depth`, from 1."""
     return f"loss_mask_{depth}"
 
 
 def prediction_masks(loss_mask: torch.Tensor, depths: int) -> Batch:
-    """Return what a Batch needs for multi-token prediction, given the mask [b, s] of whole sequences.
+    """Return the entries of a Batch for multi-token prediction, given the mask [b, s] of whole sequences.
 
     At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence.
     """
@@ -276,7 +275,7 @@ def batch_bytes(micro_batch_size: int, seq_length: int) -> int:
 
 
 def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None:
-    """Check, before a microbatch is copied to the device, that its token ids are in the vocabulary.
+    """Check before the copy to the device that a microbatch's token ids are in the vocabulary.
 
     Raises:
         ValueError: a token id is outside the vocabulary; the error names the file.
@@ -295,10 +294,9 @@ def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None
 def microbatch_samples(
     total: int, *, micro_batch_size: int, rank: int, ranks: int, consumed: int = 0
 ) -> Iterator[list[int]]:
-    """Yield the indices of the samples in each of one data-parallel rank's microbatches, after `consumed` samples.
+    """Yield the sample indices of each microbatch of one data-parallel rank, after `consumed` samples.
 
-    Consecutive microbatches of samples go to consecutive data-parallel ranks, so the samples of a global batch do not
-    depend on the layout.
+    Consecutive microbatches go to consecutive data-parallel ranks, so global batches do not depend on the layout.
     """
     step = micro_batch_size * ranks
     if total - consumed < step:

@@ -1,4 +1,4 @@
-"""Checks of data files and of the flags about them, before megatron.core maps the files into memory and trusts them."""
+"""Checks of data files and their flags, before megatron.core maps the files into memory and trusts them."""
 
 import contextlib
 import math
@@ -23,22 +23,22 @@ Blend = tuple[list[str], list[float] | None]
 """Prefixes of data files, and their weights, if any."""
 
 Bounds = tuple[float, float] | None
-"""Start and end of a set, as fractions of a data set's documents; None for a set that is not built."""
+"""Start and end of a set, as fractions of a data set's documents; None: the set is not built."""
 
 SETS = ("training", "validation", "test")
 
 _HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, code of the tokens' type, number of sequences, number of document boundaries."""
+"""Magic, version, code of the token type, number of sequences, number of document boundaries."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _TOKEN_TYPES = {code.value: np.dtype(code.name) for code in DType if np.dtype(code.name).kind in "iu"}
 
 _CHUNK = 1 << 18
-"""Numbers that are checked together: few enough to stay in a cache."""
+"""Numbers checked together: few enough for a cache."""
 
 _SAMPLES, _SAMPLE_TOKENS = 8, 4096
-"""Places in a .bin file that are checked before a run, and tokens at each of them."""
+"""Places checked in a .bin file before a run, and tokens at each place."""
 
 
 def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
@@ -106,7 +106,7 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
 
 
 def _bounds(split: str) -> list[Bounds]:
-    """Return where each set begins and ends, as megatron.core finds it."""
+    """Return each set's start and end, computed as by megatron.core."""
     bounds: list[Bounds] = [None]
     if "-" not in split and re.search("[1-9]", split):
         with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
@@ -120,7 +120,7 @@ def _bounds(split: str) -> list[Bounds]:
 
 
 def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, split: str | None) -> None:
-    """Check that every set has a document: megatron.core would repeat an empty set for ever to fill a sample."""
+    """Check that every set has a document: to fill a sample, megatron.core would repeat an empty set forever."""
     if not documents:
         raise ValueError(f"{prefix}: has no documents; build it again with tools/preprocess_data.py")
     ends = [one and tuple(round(end * float(documents)) for end in one) for one in bounds or ()]
@@ -133,13 +133,13 @@ def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, s
 
 
 class Index(NamedTuple):
-    """Header of an .idx file, which agrees with the file's size, and the size of its .bin file."""
+    """Header of an .idx file, consistent with the file's size, and the size of the .bin file."""
 
     path: str
     token_type: np.dtype
     sequences: int
     boundaries: int
-    """Number of document boundaries: one more than documents."""
+    """Number of document boundaries, which is one more than documents."""
     bin_bytes: int
 
     @property
@@ -147,10 +147,10 @@ class Index(NamedTuple):
         return self.bin_bytes // self.token_type.itemsize
 
     def chunks(self, column: str, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK numbers at a time.
+        """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK at a time.
 
         Yields:
-            number of the first one, and the numbers, int64.
+            index of the first number, and the numbers, int64.
         """
         starts_at = _HEADER.size + 4 * self.sequences
         dtype, offset, total = {
@@ -159,16 +159,16 @@ class Index(NamedTuple):
             "boundaries": ("<i8", starts_at + 8 * self.sequences, self.boundaries),
         }[column]
         for place in range(first, total, _CHUNK):
-            # A copy, not a memory map: a file that is truncated meanwhile raises an error instead of SIGBUS
+            # A copy, not a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS
             numbers = np.fromfile(self.path, dtype, _CHUNK, offset=offset + place * np.dtype(dtype).itemsize)
             yield place, numbers[: total - place].astype(np.int64)
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
-    """Check that each PREFIX.idx describes its PREFIX.bin; megatron.core would read past its end, or never return.
+    """Check that each PREFIX.idx describes its PREFIX.bin; otherwise, megatron.core could read on or hang.
 
-    A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million of them in the page cache.
-    Otherwise only headers and file sizes are compared.
+    A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million documents in the page cache.
+    Otherwise, only headers and file sizes are compared.
 
     Raises:
         ValueError: a file is wrong; the error names the file, the problem and the remedy.
@@ -194,7 +194,6 @@ def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
 
 
 def _meant(prefix: str) -> str:
-    """Return the remedy for a prefix without files."""
     stem, suffix = os.path.splitext(prefix)
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"
@@ -208,7 +207,7 @@ def _meant(prefix: str) -> str:
 
 
 def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
-    """Raise ValueError if evenly spread samples of a .bin file have ids outside the vocabulary, or it is too short."""
+    """Raise ValueError if a .bin file is too short, or evenly spread samples of it have ids outside the vocabulary."""
     indices = check_indices(prefixes, thorough=False)
     for prefix, index in indices.items():
         path = f"{prefix}.bin"
@@ -224,10 +223,9 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
-    """Raise ValueError, with the .bin file at `path`, if a token is outside the vocabulary.
+    """Raise ValueError, naming the .bin file `path`, if a token is outside the vocabulary.
 
-    Args:
-        first: index in the file of the first token, if the tokens are consecutive in the file.
+    `first` is the first token's index in the file; None: the tokens are not consecutive in the file.
     """
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
@@ -240,9 +238,10 @@ def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | No
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
-    """Raise ValueError unless index caches, in `--data-cache-path` or else next to the data, are arrays of integers.
+    """Raise ValueError unless all index caches are arrays of integers.
 
-    megatron.core reads them with `allow_pickle=True`, so a pickle under this name could run its code.
+    They are in `--data-cache-path`, or by default next to the data. megatron.core reads them with `allow_pickle=True`,
+    so a pickle with such a name could run its code.
     """
     next_to_data = [os.path.join(prefix, "cache", "GPTDataset_indices") for prefix in prefixes]
     directories = [cache_path] if cache_path else dict.fromkeys(next_to_data)
@@ -274,7 +273,7 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
     if not sequences or not boundaries or not bin_bytes:
         raise ValueError(f"has {sequences} sequences, {boundaries} document boundaries and {bin_bytes} bytes of tokens")
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
-    # Multimodal data have one more byte for every sequence
+    # Multimodal data have one more byte per sequence
     if size not in (expected, expected + sequences):
         counts = f"{sequences} sequences and {boundaries} document boundaries"
         raise ValueError(f"has {size} bytes, {counts} take {expected}")
@@ -282,7 +281,7 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
 
 
 def _check_sequences(index: Index) -> None:
-    """Check that sequences follow each other without gaps in the .bin file, with at least one token in total."""
+    """Check that sequences follow each other in the .bin file without gaps, and that there is at least one token."""
     end = 0
     for (first, lengths), (_, starts) in zip(index.chunks("lengths"), index.chunks("starts"), strict=True):
         _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
@@ -322,7 +321,7 @@ def _check_boundaries(index: Index) -> None:
 
 
 def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:
-    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the number `first`."""
+    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the index `first`."""
     if bad.any():
         place = int(bad.argmax())
         raise ValueError(text.format(first + place, *(column[place] for column in numbers)))

@@ -23,7 +23,7 @@ from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import gather
 
 LossReports = list[dict[str, torch.Tensor]]
-"""Losses of each microbatch, as returned by the loss function."""
+"""Losses of each microbatch, as the loss function returns them."""
 
 BucketSums = list[tuple[Any, torch.Tensor]]
 """DDP's gradient buckets, each with the sum of its elements before the reduction."""
@@ -31,14 +31,14 @@ BucketSums = list[tuple[Any, torch.Tensor]]
 MAX_LINES = 8
 
 SLOT_IN_NAME = re.compile(r"\.local_experts\.(\d+)|\.linear_fc\d\.(?:weight|bias)(\d+)$")
-"""Number of a rank's expert in megatron-core's names: of SequentialMLP's modules and TEGroupedMLP's parameters."""
+"""Index of a rank's expert in megatron-core's names: SequentialMLP's modules and TEGroupedMLP's parameters."""
 
 
 class Finding(NamedTuple):
-    """A place where a value is not finite."""
+    """A place with a value that is not finite."""
 
     order: tuple[int, ...]
-    """Place in the computation: the smallest one among all ranks' findings is the source, others are consequences."""
+    """Place in the computation. The smallest one of all ranks' findings is the source; the others are consequences."""
     text: str
 
 
@@ -46,11 +46,11 @@ class SearchedChunk(NamedTuple):
     """A model chunk of this rank."""
 
     place: tuple[int, int]
-    """Virtual pipeline stage and pipeline rank, which sort chunks in the order of the forward pass."""
+    """Virtual pipeline stage and pipeline rank: sorts chunks in the order of the forward pass."""
     model: GPTModel
 
     def global_name(self, name: str, experts: Sequence[int] = ()) -> str:
-        """Return the name of a module or parameter with the number of its layer in the whole model, and its experts."""
+        """Return a module's or parameter's name with the layer's number in the whole model, and with its experts."""
         layers: Any = self.model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) + offset}", name)
@@ -71,11 +71,11 @@ def explain(
     gradients: BucketSums,
     repeat: Callable[[], LossReports],
 ) -> str:
-    """Describe the source of a bad iteration in at most ten lines, the same on every rank; every rank calls this.
+    """Describe the source of a bad iteration in at most ten lines, equal on every rank; every rank calls this.
 
     Args:
         reports: this rank's losses; empty except on the last pipeline stage.
-        gradients: every bucket of this rank that was reduced in the iteration.
+        gradients: all of this rank's buckets that were reduced in the iteration.
         repeat: repeats the iteration's forward pass with the same microbatches and random numbers.
     """
     unwrapped: Any = unwrap_model([*model])
@@ -123,7 +123,7 @@ def bad_weights(chunks: Sequence[SearchedChunk]) -> list[Finding]:
 
 
 def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
-    """Find the microbatches whose loss was bad although every module's output was finite in the repeated pass."""
+    """Find microbatches with a bad loss although all modules' outputs were finite in the repeated pass."""
     found = []
     for microbatch, report in enumerate(reports):
         if not is_finite(report):
@@ -135,12 +135,12 @@ def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
 
 
 def bad_gradients(chunks: Sequence[SearchedChunk], gradients: BucketSums) -> list[Finding]:
-    """Find, in the buckets that were bad before the reduction, the parameter that the backward pass reached first."""
+    """Find the parameter that the backward pass reached first among the buckets that were bad before the reduction."""
     buckets = [bucket for bucket, total in gradients if not is_finite(total)]
     if not buckets:
         return []
     suspects = set().union(*(bucket.params for bucket in buckets))
-    # Bad gradients spread backwards: the earliest is the last in the order of the forward pass
+    # Bad gradients spread backwards: the earliest one comes last in the order of the forward pass
     found = [Finding((1,), "a gradient bucket was bad before its reduction, and no parameter's gradient is now")]
     for chunk in chunks:
         for position, (name, parameter) in enumerate(chunk.model.named_parameters()):
@@ -156,7 +156,7 @@ def bad_gradients(chunks: Sequence[SearchedChunk], gradients: BucketSums) -> lis
 
 @contextlib.contextmanager
 def first_bad_output(chunks: Sequence[SearchedChunk]) -> Iterator[list[Finding]]:
-    """Hook into every module; the yielded list receives the first one that turns finite inputs into a bad output."""
+    """Hook into every module; the yielded list receives the first module that turns finite inputs into a bad output."""
     found: list[Finding] = []
     with contextlib.ExitStack() as hooks:
         for chunk in chunks:
@@ -168,7 +168,7 @@ def first_bad_output(chunks: Sequence[SearchedChunk]) -> Iterator[list[Finding]]
 
 
 class _Listener:
-    """Hooks for the modules of a chunk, which count finished modules so that ranks can compare their order."""
+    """Hooks for a chunk's modules. They count finished modules, so that ranks can compare their order."""
 
     def __init__(self, chunk: SearchedChunk, found: list[Finding]) -> None:
         self.chunk = chunk
@@ -183,7 +183,7 @@ class _Listener:
     def listen(self, name: str, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self.finished += 1
         if isinstance(module, GroupedExperts):
-            # Rows behind those of the experts are undefined
+            # Rows after those of the experts are undefined
             rows_RH, tokens_per_slot, probs_R, *others = args
             used = int(tokens_per_slot.sum())
             args = (rows_RH[:used], tokens_per_slot, probs_R[:used], *others)
@@ -196,7 +196,7 @@ class _Listener:
 
 
 def _label(chunk: SearchedChunk, name: str, tensor: torch.Tensor) -> str:
-    """Return the global name of a parameter and the experts for which `tensor`, its value or gradient, is bad."""
+    """Return a parameter's global name with the experts whose part of `tensor`, its value or gradient, is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)
@@ -206,7 +206,6 @@ def _label(chunk: SearchedChunk, name: str, tensor: torch.Tensor) -> str:
 
 
 def _label_of_output(chunk: SearchedChunk, name: str, args: tuple, output: Any) -> str:
-    """Return the global name of a module and the experts for which its output is bad."""
     layer = chunk.moe_layer(name)
     if layer is None:
         return chunk.global_name(name)
@@ -216,7 +215,7 @@ def _label_of_output(chunk: SearchedChunk, name: str, args: tuple, output: Any) 
         experts = layer.placement.home[rank] + layer.placement.guests[rank]
     rows = tree_leaves(output)[0]
     slots = _slot_in(name)
-    # Modules that compute all experts together receive the number of consecutive rows of each expert
+    # A module that computes all experts together receives the number of consecutive rows of each expert
     if not slots and len(args) > 1 and len(args[1]) == len(experts):
         sizes = [int(size) for size in args[1]]
         if sum(sizes) == rows.shape[0]:
@@ -247,6 +246,6 @@ def _floats(values: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(values):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             continue
-        # Recomputation frees the storage of tensors that it will recompute
+            # The storage of a tensor is free while recomputation has not restored it
         if leaf.numel() and leaf.untyped_storage().size():
             yield leaf

@@ -32,7 +32,7 @@ TIMERS = {
         "forward-backward-send-forward-backward-recv",
     ),
 }
-"""Names of the timers of megatron-core and of the loop, by the level that switches them on."""
+"""Timers of megatron-core and of the loop, by the level of `--timing-log-level` that enables them."""
 
 
 class Writer(Protocol):
@@ -44,12 +44,12 @@ class Writer(Protocol):
 
 
 class RunLog:
-    """Log of a run, printed and recorded on the last rank, which has the last pipeline stage's loss.
+    """Log of a run, printed and recorded on the last rank, which has the losses of the last pipeline stage.
 
-    As a context manager, it closes the writers (TensorBoard and Weights & Biases, as flags ask), also if the run fails.
+    At its end, the `with` block closes the writers (TensorBoard, Weights & Biases), also if the run fails.
 
     Raises:
-        ValueError: one of the writers cannot be started; raised on the last rank.
+        ValueError: a writer cannot be started; raised on the last rank.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
@@ -99,7 +99,6 @@ class RunLog:
             writer.add_scalars(scalars, iteration, samples)
 
     def _times(self, timers: Any, iteration: int) -> None:
-        """Print and record the times of `--timing-log-level`, which all ranks gather."""
         interval = self.config.log.log_interval
         names = [name for level in range(1, self.config.log.timing_log_level + 1) for name in TIMERS[level]]
         if self.config.log.log_timers_to_tensorboard:
@@ -143,7 +142,7 @@ class RunLog:
         return line
 
     def _scalars(self, report: StepReport) -> dict[str, float]:
-        """Return the numbers of an iteration that Megatron-LM also records by samples, by its tags."""
+        """Return an iteration's scalars that Megatron-LM also records by samples, by its tags."""
         scalars = {
             **report.losses,
             "batch-size": report.global_batch_size,
@@ -157,7 +156,7 @@ class RunLog:
         return {tag: value for tag, value in scalars.items() if value is not None}
 
     def _costs(self, report: StepReport) -> dict[str, float]:
-        """Return the other numbers of an iteration; in `moe/{name}_layer_{i}`, the first layer is number 0."""
+        """Return an iteration's other scalars; in `moe/{name}_layer_{i}`, layers count from 0."""
         scalars = {"iteration-time": report.seconds, "throughput": self._throughput(report, report.seconds)}
         if self.config.log.log_memory_to_tensorboard:
             scalars |= memory.scalars()
@@ -168,12 +167,11 @@ class RunLog:
         return scalars
 
     def _throughput(self, report: StepReport, seconds: float) -> float:
-        """Return the model's TFLOP/s per device."""
         return self.flops_per_sample * report.global_batch_size / seconds / dist.get_world_size() / 1e12
 
 
 def _writers(config: RunConfig) -> list[Writer]:
-    """Return the writers that flags ask for; their packages are slow to import, or optional."""
+    """Return the writers that flags request. Their packages are optional or slow to import."""
     log = config.log
     writers: list[Writer] = []
     if log.tensorboard_dir is not None:
@@ -183,7 +181,7 @@ def _writers(config: RunConfig) -> list[Writer]:
     if log.wandb_project is not None:
         from megatron_balance.observe.wandb_run import WandbRun
 
-        # Megatron-LM also tells wandb which job of a chain this is
+        # Megatron-LM also records which job of a chain this is
         job = {"world_size": dist.get_world_size(), "slurm_job_name": os.environ.get("SLURM_JOB_NAME", "N/A")}
         writers.append(
             WandbRun(
@@ -198,7 +196,7 @@ def _writers(config: RunConfig) -> list[Writer]:
 
 
 def _plain_settings(config: RunConfig) -> dict[str, Any]:
-    """Return all settings that are numbers, texts, switches, or lists of them, by field name."""
+    """Return all settings that are numbers, texts, switches, or lists of these types, by field name."""
     found = {}
     for part in (getattr(config, part.name) for part in dataclasses.fields(config)):
         for name, value in ((field.name, getattr(part, field.name)) for field in dataclasses.fields(part)):
@@ -231,7 +229,7 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
         inner += transformer.moe_shared_expert_intermediate_size or 0
         sparse = mlp_flops(transformer, inner) / 2 + hidden * transformer.num_moe_experts
     weights = len(pattern) * attention + (len(pattern) - moe_layers) * dense + moe_layers * sparse
-    # Each prediction projects a token's state and the next token's embedding to one state, and has the head's logits
+    # Each prediction projects a token's state and the next token's embedding to one state, and has its own logits
     weights += predictions * 2 * hidden**2 + (1 + predictions) * hidden * vocab_size
     return 6.0 * sequence * weights
 
@@ -239,7 +237,7 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
 def moe_layer_pattern(config: TransformerConfig) -> list[int]:
     """Return 1 for every MoE layer and 0 for every dense layer.
 
-    Layers for multi-token prediction follow the decoder's, and are like the last of these.
+    Layers for multi-token prediction follow the decoder's layers, and are like the last decoder layer.
     """
     if config.num_moe_experts is None:
         decoder = [0] * config.num_layers

@@ -1,4 +1,4 @@
-"""The training loop: what happens in an iteration, in order, and when a run evaluates, saves and stops."""
+"""The training loop: the order of events in an iteration, and when a run evaluates, saves and stops."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ class Stopping:
         self.start = time.monotonic()
         self.signalled = False
         self._states: torch.Tensor | None = None
-        """[2] whether any rank was signalled, and whether any rank's time was up, after the iteration before."""
+        """[2] whether any rank was signalled, and whether any rank's time was up, after the previous iteration."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Stopping:
     def reason(self, iteration: int) -> str | None:
         """Return the reason to stop after this iteration, or None; collective if a signal or a time limit is set.
 
-        These end the run one iteration later, when the device has finished the collective.
+        A signal or a time limit ends the run one iteration later, when the device has finished the collective.
         """
         config = self.config
         if config.exit_interval and iteration % config.exit_interval == 0:
@@ -69,7 +69,7 @@ class Stopping:
             return None
         late = limit is not None and time.monotonic() - self.start > limit * 60
         before = self._states
-        # One rank's signal or clock decides for all
+        # Any rank's signal or clock decides for all ranks
         states = host_memory.to_current_device([self.signalled, late], torch.int32)
         dist.all_reduce(states, op=dist.ReduceOp.MAX)
         self._states = host_memory.to_host(states)
@@ -91,15 +91,15 @@ def train(
 
     Args:
         save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
-        after_step: called after every iteration, with a report that may lack what the device has not finished.
+        after_step: called after every iteration, with a report that may lack numbers that the device has not finished.
     """
     settings = run.config.train
     progress = run.progress
     stopping = stopping or Stopping(settings)
     reports = Reports(run.balancer, len(moe_layer_pattern(run.config.transformer)))
-    # The log line, TensorBoard or Weights & Biases show an iteration
+    # Intervals at which the log line, TensorBoard or Weights & Biases show an iteration
     shown = (run.config.log.log_interval, run.config.log.record_interval)
-    # All reports must be complete: for the log line, a checkpoint, or an evaluation
+    # Intervals at which all reports must be complete: the log line, checkpoints, evaluations
     waits = (run.config.log.log_interval, run.config.checkpoint.save_interval, settings.eval_interval)
     if progress.iteration >= run.length.iterations:
         log.message(f"nothing to train: the run is at iteration {progress.iteration} of {run.length.iterations}")
@@ -144,8 +144,7 @@ def train_step(run: Run) -> StepReport:
 def queue_step(run: Run, read: bool = True) -> Queued:
     """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
 
-    Args:
-        read: whether somebody reads the numbers that cost time: balance, and those that flags ask for.
+    `read`: whether the numbers that take time will be read: balance, and those that flags request.
     """
     # Phase 1: begin the iteration
     progress = run.progress
@@ -164,7 +163,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
     # Phase 2: compute gradients
     losses = _forward_backward(run, data, microbatches, forward_only=False)
 
-    # Phase 3: wait for the device, the only time in the iteration, unless there is a fault to search for
+    # Phase 3: wait for the device, only once per iteration unless there is a fault to search for
     run.position.enter("optimizer")
     known = _known(run, losses, read)
     repeat = functools.partial(_forward_backward, run, microbatches=microbatches, forward_only=True)
@@ -210,9 +209,9 @@ def queue_step(run: Run, read: bool = True) -> Queued:
 
 
 class Known(NamedTuple):
-    """Numbers that the host reads before the optimizer's step, which must not happen if `bad`.
+    """Numbers that the host reads before the optimizer's step; no step is allowed if `bad`.
 
-    For losses see StepReport, for the others `optimizer_step`.
+    See StepReport for losses, and `optimizer_step` for the other numbers.
     """
 
     bad: bool
@@ -263,7 +262,7 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _timed(config: RunConfig, name: str) -> Iterator[None]:
-    """Time what happens once in an iteration, if `--timing-log-level` is at least 1."""
+    """Time an operation that runs once per iteration, if `--timing-log-level` is at least 1."""
     timers: Any = config.transformer.timers
     if timers is not None:
         timers(name, log_level=1).start(barrier=config.transformer.barrier_with_L1_time)
@@ -273,7 +272,7 @@ def _timed(config: RunConfig, name: str) -> Iterator[None]:
 
 
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
-    """Run all microbatches and return this rank's losses of each; empty except on the last pipeline stage."""
+    """Run all microbatches and return their losses on this rank; empty except on the last pipeline stage."""
     config = run.config.transformer
     single = len(run.model) == 1
 
@@ -308,7 +307,7 @@ def forward_step(
         batch.get("position_ids"),
         None,
         labels=batch.get("labels"),
-        # Only multi-token prediction reads it
+        # Only multi-token prediction reads the mask here
         loss_mask=batch.get("loss_mask"),
     )
     return output, functools.partial(objective.loss, model, batch)
@@ -328,9 +327,9 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
 
 @contextlib.contextmanager
 def manual_gc(settings: TrainConfig) -> Iterator[None]:
-    """With `--manual-gc`, collect garbage now, and inside the block only when the functions below do.
+    """With `--manual-gc`, collect garbage now, and inside the block only in the functions below.
 
-    If each rank collects garbage when its own counters say so, the others wait for it in the next collective.
+    If each rank collected garbage by its own counters, the others would wait for it in the next collective.
     """
     if settings.manual_gc:
         gc.disable()
@@ -342,14 +341,14 @@ def manual_gc(settings: TrainConfig) -> Iterator[None]:
 
 
 def manual_gc_after_step(settings: TrainConfig, iteration: int) -> None:
-    """Collect garbage if this iteration is due."""
+    """Collect garbage if it is due after this iteration."""
     if settings.manual_gc and settings.manual_gc_interval and iteration % settings.manual_gc_interval == 0:
         gc.collect()
 
 
 @contextlib.contextmanager
 def manual_gc_around_evaluation(settings: TrainConfig) -> Iterator[None]:
-    """Collect garbage before the block, and afterwards what the block has left."""
+    """Collect garbage before the block, and then the garbage that the block leaves."""
     due = settings.manual_gc and settings.manual_gc_eval
     if due:
         gc.collect()

@@ -1,7 +1,7 @@
 """Detection of a NaN or an infinity in a loss or a gradient before the optimizer's step.
 
-In a good iteration, the device reads every gradient bucket once, just before the bucket is reduced, and the ranks
-all-reduce a single number. The host reads it, with the other numbers of the iteration, before it launches the step.
+In a good iteration, the device reads every gradient bucket once, just before the bucket's reduction, and the ranks
+all-reduce a single number. The host reads this number, with the others of the iteration, before it launches the step.
 Only a bad iteration is searched for the source.
 """
 
@@ -34,9 +34,9 @@ class PoisonedRun(RuntimeError):
 
 
 class LossGuard:
-    """Decides in every iteration whether the optimizer may step, and if not, finds the source of the fault.
+    """Decides in every iteration whether the optimizer may step; if not, finds the source of the fault.
 
-    With `--no-check-for-nan-in-loss-and-grad` it checks nothing. With fp16 it checks only losses, because the loss
+    It checks nothing with `--no-check-for-nan-in-loss-and-grad`. With fp16, it checks only losses, because the loss
     scaler relies on infinite gradients to find its scale.
     """
 
@@ -48,7 +48,7 @@ class LossGuard:
         self._groups = groups
         self._gradients_count = not config.transformer.fp16
         self._gradients: BucketSums = []
-        # State at the start of the iteration, for an iteration whose step does not happen
+        # State at the start of the iteration, to be restored if there is no step
         self._biases: torch.Tensor | None = None
         self._random_states: tuple[Any, ...] = ()
         self._microbatches: list[Iterator[Batch]] = []
@@ -56,7 +56,7 @@ class LossGuard:
         if self.enabled:
             for chunk in model:
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                    # DDP calls this before it reduces; its own check waits for the device at every bucket, and raises
+                    # DDP calls this before a reduction; its own check raises, after waiting for the device
                     group.check_grads = functools.partial(self._note_gradients, group)
 
     def begin(self, data: list[Iterator[Batch]]) -> list[Iterator[Batch]]:
@@ -67,7 +67,7 @@ class LossGuard:
             return data
         self._gradients = []
         self._random_states = random._get_all_rng_states()
-        # The second iterator keeps the microbatches that the first one returns
+        # The second iterator of a pair keeps the microbatches that the first one returns
         pairs = [tee(source) for source in data]
         self._microbatches = [kept for _, kept in pairs]
         return [first for first, _ in pairs]
@@ -75,7 +75,7 @@ class LossGuard:
     def evidence(self, reports: LossReports) -> torch.Tensor:
         """Return [1] on the device: above 0 if any rank has a non-finite loss or gradient, so that no step is allowed.
 
-        Every rank calls this after gradients are reduced, with its losses of each microbatch before any reduction.
+        Every rank calls this after gradients are reduced, with its unreduced losses of each microbatch.
         """
         zero = torch.zeros(1, device=torch.cuda.current_device())
         if not self.enabled:
@@ -87,20 +87,20 @@ class LossGuard:
         return bad
 
     def fault(self, reports: LossReports, repeat: Repeat) -> str:
-        """Return the source of a fault, of which there is evidence; every rank calls this, and gets the same answer.
+        """Return the source of the fault for which there is evidence; every rank calls this and gets the same answer.
 
-        Expert biases are restored; the states of random number generators do not change.
+        Restores expert biases; the states of random number generators do not change.
 
         Args:
             reports: as for `evidence`.
-            repeat: repeats the forward pass without gradients; it communicates like the first one.
+            repeat: repeats the forward pass without gradients; it communicates like the first pass.
         """
         self.restore_expert_biases()
         again = functools.partial(self._repeat, repeat)
         return explain(self._model, self._groups, reports=reports, gradients=self._gradients, repeat=again)
 
     def restore_expert_biases(self) -> None:
-        """Give routers the expert biases of the start of the iteration, because its step does not happen."""
+        """Reset expert biases to the start of the iteration, because it has no step."""
         if self._biases is not None:
             for bias, before in zip(self._expert_biases(), self._biases, strict=True):
                 bias.copy_(before)
@@ -109,7 +109,7 @@ class LossGuard:
         """Log a bad or spiky iteration.
 
         Raises:
-            PoisonedRun: there were too many consecutive bad iterations; raised on every rank, with the source.
+            PoisonedRun: too many consecutive iterations were bad; raised on every rank, with the source.
         """
         if report.fault is not None:
             text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is skipped"
@@ -144,9 +144,9 @@ class LossGuard:
 
 
 class SpikyLoss:
-    """Detector of a loss that is more than ten standard deviations above the mean of the last hundred losses.
+    """Detector of a loss more than ten standard deviations above the mean of the last hundred losses.
 
-    megatron-core's rule compares with the first hundred losses, and so never fires after the loss has come down.
+    megatron-core's rule compares with the first hundred losses, and never fires once the loss has come down.
     """
 
     WINDOW = 100
@@ -158,7 +158,7 @@ class SpikyLoss:
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def describe(self, loss: float) -> str | None:
-        """Add the run's next loss; return a description if it is spiky, once WINDOW finite losses are known."""
+        """Add the run's next loss; describe it if it is spiky, once WINDOW finite losses are known."""
         if not math.isfinite(loss):
             return None
         spike = None

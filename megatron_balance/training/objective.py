@@ -1,9 +1,9 @@
-"""What a run minimizes: the mean loss per token, the losses of predictions, and the auxiliary losses of routers.
+"""The objective of a run: the mean loss per token, the losses of predictions, and the auxiliary losses of routers.
 
-The weight of each loss relative to the mean loss per token is its coefficient, in every layout. With
+Each loss is weighted relative to the mean loss per token by its coefficient, in every layout. With
 `--calculate-per-token-loss`, gradients are summed, then divided by the number of unmasked tokens of the global batch.
-Losses with other means need that number in the backward pass, so the last pipeline stage reads the microbatches of an
-iteration when it begins.
+The other losses are means over other numbers, and need the number of unmasked tokens in the backward pass. So the last
+pipeline stage reads all microbatches of an iteration at its start.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ LOGGED = {
 """Value of `--moe-router-load-balancing-type` -> name in the log."""
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""The summed loss of a microbatch, its number of tokens, and sums and numbers for the log, by name."""
+"""Summed loss of a microbatch, its number of tokens, and sums with numbers of tokens for the log, by name."""
 
 
 class PredictingModel(GPTModel):
-    """A GPT with multi-token prediction that leaves the predictions' losses to the objective.
+    """A GPT that leaves the losses of multi-token prediction to the objective.
 
     megatron-core would add them with weights that depend on its version and on the layout.
     """
@@ -41,10 +41,10 @@ class PredictingModel(GPTModel):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.losses: list[torch.Tensor] = []
-        """Losses [b, s] of the latest microbatch: those of the predictions, then the model's own."""
+        """Losses [b, s] of the latest microbatch: one for each depth of prediction, then the model's own."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """As in the base, which calls this for each depth of prediction, and then for the model itself."""
+        """Compute the loss as the base does; it calls this for each depth of prediction, then for the model."""
         assert self.config.mtp_num_layers is not None
         if len(self.losses) > self.config.mtp_num_layers:
             self.losses.clear()
@@ -71,10 +71,10 @@ class Objective:
             z_loss = [] if config.moe_z_loss_coeff is None else ["z_loss"]
             self.router_losses = [*(LOGGED[kind] for kind in kinds if kind in LOGGED), *z_loss]
         self.tokens: torch.Tensor | None = None
-        """[1 + depths]: number of unmasked tokens of the iteration's global batch, and of those at each depth that have
-        a token to predict; None without `--calculate-per-token-loss`."""
+        """[1 + depths]: number of unmasked tokens of the iteration's global batch, then of those with a token to
+        predict at each depth; None without `--calculate-per-token-loss`."""
         self.per_microbatch: torch.Tensor | None = None
-        """[]: number of unmasked tokens per microbatch; None if `tokens` is."""
+        """[]: mean number of unmasked tokens per microbatch; None if `tokens` is None."""
 
     def begin(self, data: list[Iterator[Batch]], microbatches: int) -> list[Iterator[Batch]]:
         """Begin an iteration; the caller takes its microbatches from the returned iterators. Every rank calls this."""
@@ -100,10 +100,9 @@ class Objective:
         return self.per_microbatch
 
     def loss(self, model: torch.nn.Module, batch: Batch, losses: torch.Tensor) -> Loss:
-        """Return the loss of a microbatch as megatron-core's schedules take it.
+        """Return the loss of a microbatch in the form that megatron-core's schedules take.
 
-        Args:
-            model: the chunk that returned `losses` [b, s], the cross entropy of every token.
+        `model` is the chunk that returned `losses` [b, s], the cross entropy of every token.
         """
         loss, tokens, logged = token_loss(batch["loss_mask"], losses)
         if not self.depths or not model.training:
@@ -118,18 +117,15 @@ class Objective:
         return loss, tokens, logged
 
     def mean_router_losses(self, layers: list[int], microbatches: int) -> tuple[dict[str, torch.Tensor], dict]:
-        """Return the means [] over MoE layers of all ranks' router losses in an iteration, and each layer's [layers].
+        """Return the router losses of an iteration, averaged over all ranks: means [] over MoE layers, and [layers].
 
-        Every rank calls this after the last backward pass.
-
-        Args:
-            layers: 1 for each MoE layer of the model, and 0 for each dense one.
+        Every rank calls this after the last backward pass. `layers`: 1 for each MoE layer, 0 for each dense one.
         """
         if not self.router_losses:
             return {}, {}
         # [losses, layers]
         values = take_losses(self.router_losses, len(layers))
-        # Also stages without MoE layers take part, and so log the same
+        # Stages without MoE layers take part, too, and so log the same
         dist.all_reduce(values, group=self.groups.pp)
         dist.all_reduce(values, group=self.routed.tp_dp_cp)
         values /= microbatches * self.groups.dp.size()

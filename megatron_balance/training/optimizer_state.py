@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron_balance.comm.ownership_transfer import Field, Interval
 
 NOTHING = "nothing"
-"""Key of the state that an optimizer without parameters has."""
+"""Key of the state of an optimizer without parameters."""
 
 HALF = (torch.float16, torch.bfloat16)
 """Precisions of parameters that have main parameters in float32."""
@@ -24,7 +24,7 @@ def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the tensors of a parameter's size that torch's Adam or SGD keeps for it."""
+    """Return the names of the tensors that torch's Adam or SGD keeps for a parameter, all of its size."""
     group = inner.param_groups[0]
     if "betas" in group:
         return "exp_avg", "exp_avg_sq"
@@ -32,9 +32,9 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
-    """Mark the parameter groups that have a learning rate of their own, so that a checkpoint's groups can be assigned.
+    """Mark the parameter groups with their own learning rate, so that the groups in a checkpoint can be told apart.
 
-    megatron-core 0.16 does not: after a resumption, its distributed optimizer would train both groups with one rate.
+    megatron-core 0.16 does not: its distributed optimizer would train both groups with one rate after a resumption.
     """
     if "max_lr" in param_group_identifier_keys:
         return
@@ -43,23 +43,23 @@ def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Allocate the state that optimizers have after a step: also a run that skipped every step saves it."""
+    """Allocate the state that optimizers have after a step, because a run that skipped every step also saves it."""
     for part in optimizers(optimizer):
         if part.init_state_fn is None:
-            # megatron-core calls this function even if it has not set one, as for SGD
+            # megatron-core calls this function even if there is none, as for SGD
             part.init_state_fn = lambda *_: None
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 _allocate(part.optimizer, parameter)
         if isinstance(part.optimizer, torch.optim.Adam) and not part.optimizer.state:
-            # As on a stage without experts: the distributed optimizer requires Adam's step there, too
+            # For example on a stage without experts: the distributed optimizer requires Adam's step there, too
             cast(dict, part.optimizer.state)[NOTHING] = {"step": torch.tensor(0.0)}
 
 
 def _allocate(inner: Any, parameter: torch.Tensor) -> None:
     state = inner.state[parameter]
     if hasattr(inner, "initialize_state"):
-        # Transformer Engine's FusedAdam may also keep main parameters, and each tensor in its own precision; it takes
+        # Transformer Engine's FusedAdam may also keep main parameters, and each tensor in its own precision. It takes
         # any non-empty state to be complete
         if not state:
             inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
@@ -71,7 +71,7 @@ def _allocate(inner: Any, parameter: torch.Tensor) -> None:
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Let torch's Adam step each parameter on a CPU in one pass over its memory, which is too large for the caches."""
+    """Let torch's Adam update a CPU parameter in one pass over memory; parameters are too large for the caches."""
     for part in optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
@@ -81,11 +81,11 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 def expert_fields(
     optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], gathered_late: bool
 ) -> list[Field]:
-    """Return all tensors that have to move with the experts in `parameters`: the same fields on every rank.
+    """Return all tensors that must move with the experts in `parameters`: the same fields on every rank.
 
     Args:
         parameters: [S, ...] each, with a part for each home slot.
-        gathered_late: whether, between steps, only the distributed optimizer's shard of the parameters is up to date
+        gathered_late: whether only the distributed optimizer's shard of the parameters is up to date between steps
             (`--overlap-param-gather`).
     """
     allocate(optimizer)
@@ -93,7 +93,7 @@ def expert_fields(
 
 
 def state_bytes(optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], sharers: int) -> float:
-    """Return the bytes of the parameters and of their optimizer state per rank, if `sharers` ranks share the state."""
+    """Return the bytes of the parameters, and of their optimizer state on each rank if `sharers` ranks share it."""
     names = state_names(optimizers(optimizer)[0].optimizer)
     total = 0.0
     for parameter in parameters:
@@ -129,7 +129,7 @@ def _kept_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> 
             if all(main is not other for group in part.optimizer.param_groups for other in group["params"]):
                 continue
         state = [part.optimizer.state[main][name] for name in state_names(part.optimizer)]
-        # In full precision the main parameter is the parameter itself
+        # In full precision, the main parameter is the parameter itself
         return interval, [main.data, *state] if half else state
     nothing = parameter.new_empty(0, dtype=torch.float32)
     return (0, 0), [nothing] * (half + len(state_names(parts[0].optimizer)))

@@ -1,8 +1,8 @@
-"""The optimizer's step in two parts, between which the host decides whether weights change.
+"""The optimizer's step in two parts; in between, the host decides whether weights change.
 
-megatron-core's optimizer computes the gradient norm inside its step and waits for it, once for each part of the model
-whose norm is summed over other ranks. The loop needs all numbers of an iteration before the step, which it may skip,
-and reads them together. So it computes the norm first, and hands it to the step.
+megatron-core's optimizer computes the gradient norm inside its step, and waits for each part of the model whose norm is
+summed over other ranks. The loop may skip the step, so it needs all numbers of an iteration before, and reads them
+together. It therefore computes the norm first and passes it to the step.
 """
 
 import math
@@ -17,7 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 
 def scales_losses(optimizer: MegatronOptimizer) -> bool:
-    """Return whether losses are scaled: then the step itself looks for infinite gradients before there is a norm."""
+    """Return whether losses are scaled. If so, the step itself looks for infinite gradients, before there is a norm."""
     whole: Any = optimizer
     return any(getattr(part, "grad_scaler", None) for part in whole.chained_optimizers)
 
@@ -27,7 +27,7 @@ def squared_norms(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """Prepare the gradients for the step; return the squared norms [1] of the model's parts, for `step`.
 
     All ranks call this after gradients are reduced. It changes no weight and does not wait for the device. If losses
-    are scaled, it does nothing and returns nothing.
+    are scaled, it does and returns nothing.
     """
     if scales_losses(optimizer):
         return []
@@ -40,8 +40,8 @@ def squared_norms(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """Return the numbers [1] of zeros in the gradients of the model's parts, for `step`.
 
-    All ranks call this after `squared_norms`. It does not wait for the device. Clipping, which follows, keeps zeros. If
-    losses are scaled, it does nothing and returns nothing.
+    All ranks call this after `squared_norms`. It does not wait for the device. The clipping that follows keeps zeros.
+    If losses are scaled, it does and returns nothing.
     """
     if scales_losses(optimizer):
         return []
@@ -52,7 +52,7 @@ def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 def squared_parameter_norms(optimizer: MegatronOptimizer) -> torch.Tensor:
     """Return the squared norms [parts] of the parameters of the model's parts; all ranks call this after the step.
 
-    It does not wait for the device. In half precision, these are the main parameters.
+    It does not wait for the device. In half precision, the main parameters count.
     """
     return torch.cat([_squared_norm(_parameters(parts), group) for parts, group in _together(optimizer)])
 
@@ -63,15 +63,15 @@ def step(
     """Step the optimizer; return whether it did, the gradient norm, and the number of zeros in the gradients.
 
     Args:
-        squares: what `squared_norms` returned in this iteration, on the host.
-        zeros: what `zeros` returned, on the host; None: zeros are not counted.
+        squares: the result of `squared_norms` in this iteration, on the host.
+        zeros: the result of `zeros`, on the host; None: zeros are not counted.
     """
     whole: Any = optimizer
     given: dict[str, Any] = {}
     if not scales_losses(optimizer):
         norm = squares[0] ** 0.5 if len(squares) == 1 else math.sqrt(sum((square**0.5) ** 2 for square in squares))
         given = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
-    # With scaled losses, megatron-core counts zeros itself, and waits for them
+    # With scaled losses, megatron-core itself counts zeros, and waits for the result
     if zeros is None or given:
         count = None if zeros is None else sum(zeros)
         given["count_zeros"] = lambda: count
@@ -81,7 +81,7 @@ def step(
     finally:
         for name in given:
             delattr(whole, name)
-    # Where nobody asks for zeros, some optimizers return 0
+    # Some optimizers return 0 where zeros were not requested
     return stepped, norm, None if zeros is None else counted
 
 
@@ -94,7 +94,6 @@ def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.Proces
 
 
 def _parameters(parts: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the parameters that count on this rank, by the rule for gradients."""
     found = []
     for part in parts:
         # Since 0.19, megatron-core distinguishes the groups that hold copies of experts
@@ -106,14 +105,14 @@ def _parameters(parts: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _gradients(parts: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients that count on this rank; since 0.19, megatron-core can leave some out of the norm."""
+    """Return the gradients that count on this rank; since 0.19, megatron-core can exclude some from the norm."""
     newer = hasattr(parts[0], "get_grads_for_grad_norm")
     name = "get_grads_for_grad_norm" if newer else "get_main_grads_for_grad_norm"
     return [gradient for part in parts for gradient in getattr(part, name)()]
 
 
 def _zeros(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the number [1] of zeros in all ranks' gradients, as `clip_grads.count_zeros_fp32` counts them."""
+    """Return the number [1] of zeros in all ranks' gradients, counted as by `clip_grads.count_zeros_fp32`."""
     total = torch.zeros(1, device=torch.cuda.current_device())
     for gradient in gradients:
         total += gradient.numel() - torch.count_nonzero(gradient)
@@ -122,7 +121,7 @@ def _zeros(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> torch
 
 
 def _squared_norm(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the square [1] of the norm of all ranks' tensors, as `clip_grads.get_grad_norm_fp32` computes it."""
+    """Return the squared norm [1] of all ranks' tensors, computed as by `clip_grads.get_grad_norm_fp32`."""
     device = torch.cuda.current_device()
     norm = torch.zeros(1, device=device)
     if tensors:

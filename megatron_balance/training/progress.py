@@ -1,13 +1,13 @@
-"""Progress of a run, and reports about its iterations, completed without making the host wait for the device.
+"""Progress of a run, and reports about its iterations, which are completed without extra waits for the device.
 
-The host waits for the device once in each iteration, before the optimizer's step. So when an iteration has been queued,
-the device has finished the one before:
+The host waits for the device once per iteration, before the optimizer's step. So once an iteration has been queued, the
+device has finished the previous one:
 
-| iteration queued | report of iteration j                                                                       |
-|------------------|---------------------------------------------------------------------------------------------|
-| j                | has what the host knew before the step                                                      |
-| j + 1            | gets its time and the norm of parameters; with balance, adding up ranks' reports is queued  |
-| j + 2            | gets its balance, which also calibrates the iterations that begin from now on               |
+| iteration queued | report of iteration j                                                                      |
+|------------------|--------------------------------------------------------------------------------------------|
+| j                | has the numbers that the host knew before the step                                         |
+| j + 1            | gets its time and the norm of parameters; the sum of the ranks' balance reports is queued  |
+| j + 2            | gets its balance, which also calibrates all iterations that begin from now on              |
 """
 
 import math
@@ -35,7 +35,7 @@ class Progress:
     bad_in_a_row: int = 0
 
     def advance(self, samples: int, *, skipped: bool, bad: bool, nan: bool) -> None:
-        """Count an iteration, whose step was `skipped`, perhaps due to a `bad` value; `nan`: whether a loss was NaN."""
+        """Count an iteration: whether its step was `skipped`, whether a value was `bad`, and a loss `nan`."""
         self.iteration += 1
         self.consumed_samples += samples
         self.skipped_iterations += skipped
@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Report about one iteration, the same on every rank, except that only the last stage has `losses`."""
+    """Report about one iteration; equal on every rank, except that only the last stage has `losses`."""
 
     iteration: int
     losses: dict[str, float]
@@ -56,23 +56,21 @@ class StepReport:
     loss_scale: float
     global_batch_size: int
     consumed_samples: int
-    """Number of samples that the run has consumed after this iteration."""
+    """Samples that the run has consumed after this iteration."""
     skipped: bool
     """Whether the optimizer did not step (fp16 overflow, or a fault)."""
     num_zeros: float | None = None
-    """Number of zeros in the gradients; None unless it is asked for (`--log-num-zeros-in-grad`)."""
+    """Number of zeros in the gradients; None without `--log-num-zeros-in-grad`."""
     params_norm: float | None = None
-    """Norm of all parameters after the step; None until the device has finished it, and unless it is asked for
-    (`--log-params-norm`)."""
+    """Norm of all parameters after the step; None until the device has finished it, or without `--log-params-norm`."""
     layer_losses: dict[str, list[float]] = field(default_factory=dict)
-    """Auxiliary losses of every layer of the model, by name; empty unless asked for (`--moe-per-layer-logging`)."""
+    """Auxiliary losses of every layer of the model, by name; empty without `--moe-per-layer-logging`."""
     seconds: float = math.nan
     """Time of the iteration on the device; NaN until the device has finished it."""
     balance: dict[int, LayerReport] = field(default_factory=dict)
-    """Balance of each layer, by layer number; empty until the device has finished the iteration, without a policy, and
-    where nobody uses it."""
+    """Report of each layer, by layer number; empty until the device has finished, without a policy, and if unused."""
     calibration: Factors = UNCALIBRATED
-    """The factors that the predictions in `balance` contain."""
+    """Factors in the predictions of `balance`."""
     fault: str | None = None
     """Source of a NaN or infinite loss or gradient; None if there was none."""
 
@@ -84,13 +82,13 @@ class Queued(NamedTuple):
     start: clock.Mark
     end: clock.Mark
     balance: Callable[[], dict[int, LayerReport]] | None
-    """Returns this rank's part of the report of its balance; None: there is no such report."""
+    """Returns this rank's part of the balance report; None: there is no such report."""
     squared_params: torch.Tensor | None
-    """Squared norms of the parts of the model, in host memory when the device has finished; None: not asked for."""
+    """Squared norms of the model's parts, in host memory once the device has finished; None: not requested."""
 
 
 class Reports:
-    """Completes reports in the order of their iterations; all ranks call every method at the same point."""
+    """Completes reports in the order of iterations; all ranks call every method at the same point."""
 
     def __init__(self, balancer: Balancer | None, num_layers: int) -> None:
         self.balancer = balancer
@@ -115,7 +113,7 @@ class Reports:
         return complete + self._completed()
 
     def _time(self) -> None:
-        """Read the times of the iteration that was added last, which the device has finished."""
+        """Read the times of the iteration added last, which the device has finished."""
         if self._queued is None:
             return
         report, start, end, balance, squares = self._queued
@@ -126,7 +124,7 @@ class Reports:
         self._timed = replace(report, seconds=clock.seconds(start, end)), table
 
     def _completed(self) -> list[StepReport]:
-        """Return the report that has its time, if there is one; its sum over ranks has arrived."""
+        """Return the report that has its time, if any; its sum over ranks has arrived."""
         if self._timed is None:
             return []
         report, table = self._timed

@@ -1,4 +1,4 @@
-"""Batch size, learning rate and weight decay over the course of a run, with megatron-core's schedulers."""
+"""Batch size, learning rate and weight decay during a run, with megatron-core's schedulers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
         ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
     """
     if train.rampup_batch_size is None:
-        # Another rank than 0, on which the calculator logs: the log line shows the batch size anyway
+        # rank=1: the calculator would log on rank 0, but the log line shows the batch size anyway
         return ConstantNumMicroBatchesCalculator(
             train.global_batch_size, train.micro_batch_size, data_parallel_size, False, rank=1
         )
@@ -34,9 +34,9 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
 
 
 class RampingBatches(NumMicroBatchesCalculator):
-    """Global batches that grow from START by INCREMENT, with equal parts of SAMPLES for each size.
+    """Global batches that grow from START by INCREMENT, with an equal share of SAMPLES for each size.
 
-    We implement it because megatron-core 0.19 only has tables of thresholds.
+    megatron-core 0.19 has only tables of thresholds.
     """
 
     def __init__(self, train: TrainConfig, data_parallel_size: int) -> None:
@@ -84,7 +84,7 @@ def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
     while True:
         batches.update(samples, consistency_check=False)
         batch = batches.get_current_running_global_batch_size()
-        # All iterations with this batch size together, because counting each of them may take too long
+        # Count all iterations with this batch size at once, because counting one by one may take too long
         limits = [] if train.train_iters is None else [train.train_iters - iterations]
         if train.train_samples is not None:
             limits.append((train.train_samples - samples) // batch)

@@ -1,7 +1,7 @@
 """Construction of megatron-core's tokenizers.
 
-megatron-core 0.19 moved `build_tokenizer`, renamed some of its settings, and counts the NullTokenizer's
-end-of-document token as part of `vocab_size`. Here the flags mean the same with every version.
+megatron-core 0.19 moved `build_tokenizer`, renamed some of its settings, and counts the NullTokenizer's end-of-document
+token in `vocab_size`. Here, the flags mean the same with every version.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
 
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:
     """Return the number of token ids, before padding."""
-    # A property of every tokenizer, but an abstract method of the base class
+    # Every tokenizer has this property, but the base class declares an abstract method
     size: int = tokenizer.vocab_size  # pyright: ignore[reportAssignmentType]
     return max(size, config.vocab_size or 0)
 

@@ -1,4 +1,4 @@
-"""Synthetic routing, so that imbalance repeats.
+"""Synthetic routing, which makes imbalance repeatable.
 
 synthetic        the experts that each token chooses, as a function of workload, seed and step
 imbalance        the workloads W0 to W7 of Megatron-LM's benchmark of token imbalance

@@ -1,8 +1,8 @@
 """Routers that choose experts by a synthetic workload (`--moe-router-force-workload`), so that imbalance repeats.
 
 A choice depends only on the workload, the seed, the step and the token's index in the global batch, so every layout
-sees the same logical workload. We use megatron-core's hook for given choices, its router replay: the chosen experts
-replace the top-k, while probabilities, z-loss and auxiliary losses are still computed from the router's logits.
+sees the same logical workload. The hook is megatron-core's router replay: the chosen experts replace the top-k, while
+probabilities, z-loss and auxiliary losses are still computed from the router's logits.
 """
 
 import functools
@@ -24,7 +24,7 @@ from megatron_balance.workloads.synthetic import workload_choices
 
 @dataclass(frozen=True)
 class Workload:
-    """Parameters of the choices, in addition to the step and the token; layer number n (from 1) adds n to the seed."""
+    """Parameters of the choices besides step and token. Layer number n (from 1) adds n to the seed."""
 
     name: str
     """A name in workloads.synthetic.NAMES."""
@@ -39,10 +39,10 @@ class BatchPart:
     """Number of tokens of a whole sample."""
     data_rank: int
     data_ranks: int
-    """Consecutive microbatches of samples go to consecutive data-parallel ranks."""
+    """Consecutive microbatches go to consecutive data-parallel ranks."""
     sequence_rank: int = 0
     sequence_ranks: int = 1
-    """If tensor-parallel ranks route different tokens, each has an equal, contiguous part of their tokens."""
+    """If tensor-parallel ranks route different tokens, each rank has an equal, contiguous part of them."""
     context_rank: int = 0
     context_ranks: int = 1
     """Each context-parallel rank has its `sequence_chunks` of every sequence."""
@@ -65,7 +65,7 @@ class BatchPart:
         return tokens * self.sequence_ranks * self.context_ranks // self.seq_length
 
     def tokens(self, microbatch: int, samples: int) -> np.ndarray:
-        """Return the indices of this rank's tokens of a microbatch in the global batch, [samples, tokens of each]."""
+        """Return the global-batch indices of this rank's tokens of a microbatch, [samples, tokens of each]."""
         positions = np.arange(self.seq_length)
         if self.context_ranks > 1:
             chunks = np.split(positions, 2 * self.context_ranks)
@@ -79,9 +79,9 @@ class BatchPart:
 class ForcedChoices(RouterReplay):
     """The forced choices of one router.
 
-    In each iteration, a router is called for the microbatches in order, once in every kind of pass: with gradients,
-    without (the first pass of recomputation, or the search for a fault), and in evaluation, which cycles through the
-    same microbatches. Recomputation repeats the microbatch of its first pass.
+    In each iteration, a router is called for all microbatches in order, once for every kind of pass: with gradients,
+    without gradients (recomputation's first pass, or the search for a fault), and in evaluation, which cycles through
+    the same microbatches. Recomputation uses the microbatch of its first pass again.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ForcedChoices(RouterReplay):
         microbatches: Callable[[], int],
         decided: Callable[[], list[int]] = list,
     ) -> None:
-        """`decided` returns the microbatches of the current pass, for recomputation: see `PassMemory.of`."""
+        """`decided` returns the microbatches of the current pass, for recomputation (`PassMemory.of`)."""
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         self.router = router
         self.part = part
@@ -113,7 +113,7 @@ class ForcedChoices(RouterReplay):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores [T, K] of the chosen experts, and the experts [T, K], for `scores` [T, E].
 
-        Tokens are in the router's order: by sequence position, then by sample.
+        The router orders tokens by sequence position, then by sample.
         """
         step = self.step()
         total = self.microbatches()

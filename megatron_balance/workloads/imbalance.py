@@ -1,9 +1,9 @@
-"""The workloads of Megatron-LM's benchmark of token imbalance: W0 to W7, with the same experts for the same seed.
+"""Workloads W0 to W7 of Megatron-LM's benchmark of token imbalance, with the same experts for the same seed.
 
-The benchmark draws the rows of a step one after the other from one torch generator on the CPU: a row is the beginning
-of a random permutation of its candidates. We draw the same numbers with numpy, which has torch's generator (the
-Mersenne Twister), and permute many rows at once. Row t of a step is token t of the global batch, so the same tokens
-choose the same experts however they are split over ranks.
+The benchmark draws the rows of a step in sequence from one torch generator on the CPU: a row is the beginning of a
+random permutation of its candidates. Here, numpy draws the same numbers, because it has the same generator (the
+Mersenne Twister), and many rows are permuted at once. Row t of a step is token t of the global batch, so the same
+tokens choose the same experts however they are split over ranks.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ WORKLOADS = {
     "W6": "W6_rotating_hotspot",
     "W7": "W7_burst",
 }
-"""Short name -> name in the benchmark, which is part of the random seed."""
+"""Short name -> the benchmark's name, which is part of the random seed."""
 
 PERIODS = {"W6": 3, "W7": 4}
 """Steps after which W6 moves its hot experts, and after which W7 repeats its burst."""
 
 BLOCK_NUMBERS = 1 << 20
-"""Random numbers that are drawn at once, which bounds the memory."""
+"""Number of random numbers drawn at once, which bounds memory."""
 
 
 def choices(
@@ -35,14 +35,14 @@ def choices(
 ) -> np.ndarray:
     """Return the experts of the rows `index_T` among the `total_tokens` rows of a step, [T, K] int64, ascending.
 
-    W0 takes the experts in turn. Three of four rows of W1, W2, W3 and W6 take theirs from a hot pool: the first quarter
-    of the experts; every other expert in W3; another quarter every three steps in W6. W2 differs from W1 in the seed
-    only. W4 is uniform. W5 uses the upper half of the experts. Every fourth step of W7 takes half of the rows from the
-    first quarter; other steps are uniform.
+    W0 takes the experts in turn. In W1, W2, W3 and W6, three of four rows choose from a hot pool: the first quarter of
+    the experts; in W3, every other expert; in W6, another quarter every three steps. W2 differs from W1 only in the
+    seed. W4 is uniform. W5 uses the upper half of the experts. In every fourth step of W7, half of the rows choose from
+    the first quarter; its other steps are uniform.
     """
     chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
     first = 0
-    # Numbers are drawn in the order of the rows, so rows before a chosen one cannot be left out
+    # The generator is sequential, so rows before the requested ones must be drawn, too
     rows = int(index_T.max(initial=-1)) + 1
     assert rows <= total_tokens
     for block_TK in _blocks(workload, num_experts, topk, rows, seed, step):
@@ -77,11 +77,9 @@ def _blocks(workload: str, num_experts: int, topk: int, tokens: int, seed: int, 
 
 
 def _permuted(numbers: np.ndarray, starts_T: np.ndarray, candidates: int, topk: int) -> np.ndarray:
-    """Return the first K places of a random permutation for each row, [T, K], as torch.randperm shuffles.
+    """Return the first K places of a random permutation for each row, [T, K], shuffled as by torch.randperm.
 
-    Args:
-        numbers: random numbers of all rows.
-        starts_T: where each row's numbers start.
+    `numbers` has the random numbers of all rows; `starts_T` are the indices of each row's first number.
     """
     order = np.tile(np.arange(candidates), (len(starts_T), 1))
     rows = np.arange(len(starts_T))
@@ -92,7 +90,7 @@ def _permuted(numbers: np.ndarray, starts_T: np.ndarray, candidates: int, topk: 
 
 
 def _hot_pool(workload: str, num_experts: int, topk: int, step: int) -> np.ndarray:
-    """Return the candidates of hot rows, at least K, in the order in which permutations count them."""
+    """Return the candidates of hot rows, at least K, in the order in which permutations index them."""
     hot = np.arange(max(topk, num_experts // 4))
     if workload == "W3":
         spread = np.unique(2 * np.arange(max(topk, num_experts // 2)) % num_experts)

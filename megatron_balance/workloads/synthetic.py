@@ -11,10 +11,10 @@ HOT_SHARE = 0.5
 """Fraction of all choices that go to hot experts."""
 
 ROTATION = 10
-"""Number of steps after which rotating_hotspot moves to other experts."""
+"""Steps after which rotating_hotspot moves to other experts."""
 
 BURST = (8, 2)
-"""Period of burst in steps, and the number of steps at its end that are bursts."""
+"""Period of bursts in steps, and the number of burst steps at its end."""
 
 WORKLOADS = {
     "balanced": "experts in turn, so that loads differ by at most one token",
@@ -28,18 +28,18 @@ WORKLOADS = {
 }
 
 NAMES = (*WORKLOADS, *imbalance.WORKLOADS)
-"""Every workload: ours, and those of Megatron-LM's benchmark."""
+"""All workloads: ours, and those of Megatron-LM's benchmark."""
 
 
 def workload_choices(
     workload: str, *, num_experts: int, topk: int, tokens: range | np.ndarray, total_tokens: int, seed: int, step: int
 ) -> np.ndarray:
-    """Return the experts that tokens choose, [T, K] int64, K different ones for each token.
+    """Return the experts that tokens choose, [T, K] int64, K different experts for each token.
 
     Args:
         workload: a name in NAMES.
-        tokens: indices of the tokens among all `total_tokens` of the step. For W0 to W7, all rows before the last of
-            them are drawn too, so ask for many at once.
+        tokens: indices of the tokens among all `total_tokens` of the step. W0 to W7 draw all rows up to the last one,
+            so ask for many at once.
 
     Raises:
         ValueError: there is no such workload, or there are more choices than experts.
@@ -88,7 +88,7 @@ def load_matrix(
 
 
 def _weights(workload: str, num_experts: int, topk: int, seed: int, step: int) -> np.ndarray:
-    """Return the relative probability of each expert, [E]; the hot ones together have HOT_SHARE."""
+    """Return the relative probability of each expert, [E]; the hot experts together have HOT_SHARE."""
     if workload == "even":
         return np.ones(num_experts)
     if workload == "zero_load":
@@ -119,7 +119,7 @@ def _random_expert(index: int, seed: int, num_experts: int) -> int:
 
 def _draw(weights_E: np.ndarray, topk: int, index_T: np.ndarray, seed: int) -> np.ndarray:
     """Draw K different experts for each token without replacement, by weight, [T, K]."""
-    # Integers, because with rounding errors an expert could be drawn twice
+    # Integers: with rounding errors, an expert could be drawn twice
     shares_E = np.maximum(1, np.round(weights_E / weights_E.sum() * 2**40)).astype(np.int64)
     ends_E = shares_E.cumsum()
     salts_K = _hash(np.arange(topk, dtype=np.int64), 1)
@@ -127,7 +127,7 @@ def _draw(weights_E: np.ndarray, topk: int, index_T: np.ndarray, seed: int) -> n
     chosen_TK = np.empty((len(index_T), topk), dtype=np.int64)
     for choice in range(topk):
         before_TK = np.sort(chosen_TK[:, :choice], axis=1)
-        # A point on the line of all shares laid end to end, without the experts already drawn
+        # A point on the concatenated shares of the experts not drawn yet
         point_T = random_TK[:, choice] % (ends_E[-1] - shares_E[before_TK].sum(1))
         for gone_T in before_TK.T:
             point_T += np.where(point_T >= ends_E[gone_T] - shares_E[gone_T], shares_E[gone_T], 0)

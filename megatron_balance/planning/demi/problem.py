@@ -1,6 +1,6 @@
 """DEMI's scheduling problem of one MoE layer (its Section III). D is the paper's M workers, E its K experts.
 
-The paper's experts have one worker each. For an expert on several workers, its parts are experts of the problem.
+In the paper, an expert has one worker. If an expert is on several workers, its parts are experts of the problem.
 """
 
 from dataclasses import dataclass, replace
@@ -9,21 +9,21 @@ from functools import cached_property
 import numpy as np
 
 WEIGHTS = ("pow2", "linear")
-"""Weights omega_t of time slots. pow2: 2^t. linear: t + 1."""
+"""Weights omega_t of time slots: 2^t for pow2, t + 1 for linear."""
 
 MOST_DOUBLINGS = 40
 """Slot from which pow2 is constant, so that long schedules do not overflow."""
 
 FEWEST_SLOTS = 3
-"""Minimum T: a token needs one slot each to be sent, computed and sent back (6a and 6c)."""
+"""Minimum T: sending a token, computing it and sending it back take one slot each (6a and 6c)."""
 
 TOLERANCE = 1e-8
-"""Relative rounding error that sums of sizes and capacities may have."""
+"""Relative rounding error allowed in sums of sizes and capacities."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """The work of one MoE layer and the capacities for it. Sizes are in one common unit, such as bytes."""
+    """Work of one MoE layer, and the capacities for it. All sizes have one unit, such as bytes."""
 
     tokens_DE: np.ndarray
     """d, [D, E] float64: size of the tokens that each source routes to each expert."""
@@ -46,7 +46,7 @@ class Problem:
     guests: int | None = None
     """Number of other workers' experts that each worker may host; None: unlimited."""
     part_of_E: np.ndarray | None = None
-    """[E] int64, ascending: the expert that each one is a part of; None: experts are whole."""
+    """[E] int64, ascending: the whole expert that each expert is a part of; None: all are whole."""
 
     def __post_init__(self) -> None:
         assert self.slots >= FEWEST_SLOTS and self.weights in WEIGHTS
@@ -62,7 +62,7 @@ class Problem:
 
     @cached_property
     def whole_E(self) -> np.ndarray:
-        """[E]: the expert that each one is a part of, or is itself."""
+        """[E]: the whole expert that each expert is (a part of)."""
         return np.arange(self.num_experts) if self.part_of_E is None else self.part_of_E
 
     @cached_property
@@ -76,16 +76,16 @@ class Problem:
         return np.where(np.eye(self.num_workers, dtype=bool), np.inf, self.link_DD)
 
     def divided(self, parts_E: np.ndarray) -> "Problem":
-        """Return the problem in which these numbers of equal parts take the place of experts.
+        """Return the problem with each expert split into `parts_E` equal parts.
 
-        Two parts of an expert on one worker count as two experts, although it receives the expert once. So solutions
-        spread the parts.
+        Two parts of an expert on one worker count as two experts, although the worker receives the expert only once. So
+        solutions spread the parts.
         """
         whole_E = np.repeat(np.arange(self.num_experts), parts_E)
         return self.of_parts(self.tokens_DE[:, whole_E] / parts_E[whole_E], whole_E)
 
     def of_parts(self, tokens_DE: np.ndarray, whole_E: np.ndarray) -> "Problem":
-        """Return the problem in which parts with these tokens take the place of the experts `whole_E`."""
+        """Return the problem in which the experts `whole_E` are replaced by parts with these tokens."""
         owner_E = self.owner_E[whole_E]
         size_E = self.size_E[whole_E]
         # Owners have room for all parts of their experts
@@ -109,7 +109,7 @@ class Problem:
         return np.array([self.weight(slot) for slot in range(self.slots)])
 
     def use(self, hosts_BE: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return size of tokens, size of experts and number of others' experts on each worker, each [B, D]."""
+        """Return size of tokens, size of experts and number of other workers' experts on each worker, each [B, D]."""
         count = len(hosts_BE)
         workers = self.num_workers
         cells = (hosts_BE + workers * np.arange(count)[:, None]).ravel()
@@ -126,6 +126,6 @@ class Problem:
         return self.token_room_D * (1 + TOLERANCE), self.expert_room_D * (1 + TOLERANCE), guests_D
 
     def fits(self, hosts_BE: np.ndarray) -> np.ndarray:
-        """Return [B] bool: whether placements respect all bounds."""
+        """Return [B] bool: whether placements are within all bounds."""
         pairs = zip(self.use(hosts_BE), self.rooms(), strict=True)
         return np.logical_and.reduce([(used_BD <= room_D).all(1) for used_BD, room_D in pairs])

@@ -1,10 +1,10 @@
-"""DEMI's linear program: (7) with (1) to (6e), where shares of workers relax each expert's worker.
+"""DEMI's linear program: (7) with (1) to (6e). Shares of workers relax the choice of one worker per expert.
 
-Arrays of variables hold variables' indices, ABSENT where there is none; arrays of rows hold constraints' indices.
+Arrays of variables hold variables' indices, or ABSENT. Arrays of rows hold constraints' indices.
 
-Tasks 1, 3 and 4 are summed over all experts. So the program has E times fewer variables for tokens than the paper, and
-the same optimum except for (6b): the work splits into parts of experts in proportion to their tokens, and (4), (5a),
-(5b), (6a) and (6c) hold for the parts as for their sum.
+Tasks 1, 3 and 4 are summed over all experts, so the program has E times fewer variables for tokens than the paper's.
+The optimum is the same except for (6b): experts take part in the work in proportion to their tokens, and (4), (5a),
+(5b), (6a) and (6c) hold for each expert's part if they hold for the sum.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class ProgramRows:
         self.count = 0
 
     def new(self, shape: int | tuple[int, ...], bound: float | np.ndarray) -> np.ndarray:
-        """Return new rows of this shape, for `put` to fill; their sums equal `bound` or stay below it."""
+        """Return new rows of this shape, for `put` to fill. Their sums equal `bound`, or are at most `bound`."""
         bounds = np.broadcast_to(bound, shape)
         rows = np.arange(self.count, self.count + bounds.size).reshape(shape)
         self.bounds.append(bounds.ravel())
@@ -71,13 +71,13 @@ class ProgramRows:
 
 
 class Program:
-    """The program's variables, and its constraints by equation. r is not a variable, because (2a) to (2d) give it."""
+    """The program's variables, and its constraints by equation. (2a) to (2d) eliminate r."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         workers = problem.num_workers
         slots = np.arange(problem.slots)
-        # Sizes near 1, as the solver's tolerances expect them
+        # Sizes near 1 suit the solver's tolerances
         self.unit = max(float(problem.load_E.max()), float(problem.size_E.max())) or 1.0
         self.tokens_ED = problem.tokens_DE.T / self.unit
         self.size_E = problem.size_E / self.unit
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def _remote_DDU(self) -> np.ndarray:
-        """Variables of task 3 on other workers' tokens."""
+        """Variables of task 3 for other workers' tokens."""
         return np.where(self.apart_DD[..., None], self.compute_DDU, ABSENT)
 
     def _place(self) -> None:
@@ -144,7 +144,6 @@ class Program:
         self.equal.put(experts, self.share_ED, -np.where(self.migrates_ED, self.size_E[:, None], 0.0))
 
     def _share_capacities(self) -> None:
-        """Add (5a) and (5b)."""
         problem = self.problem
         workers = problem.num_workers
         slots = problem.slots
@@ -162,23 +161,22 @@ class Program:
         end = self.problem.slots
         ways = ((remote_DDU, self.dispatch_DDU, 1, end - 2), (self.combine_DDU, remote_DDU, 2, end - 1))
         for later, earlier, first, last in ways:
-            # Up to each slot, no more than the earlier task did up to the slot before it
+            # Up to each slot, at most the work that the earlier task did up to the previous slot
             rows = self.most.new((*later.shape[:-1], last - first), 0.0)[..., None]
             self.most.put(rows, later[..., None, :], self._up_to(0)[first:last])
             self.most.put(rows, earlier[..., None, :], -self._up_to(-1)[first:last])
 
     def _up_to(self, offset: int) -> np.ndarray:
-        """Return [U, U]: for each slot, 1 for the slots up to itself plus `offset`."""
         return np.tri(self.problem.slots, k=offset)
 
     def _wait_for_experts(self) -> None:
         """Add (6b) for fractional shares: the computed part of an expert does not exceed the part that has arrived.
 
-        The paper bounds the computed part by a variable g, and g only from below, which bounds nothing. Its
-        max(0, B * x + 1 - B) of the arrived part x is 1 for x = 1 and may be 0 below. It equals x where x is 0 or 1,
-        and x is its least concave bound. With shares, both sides are multiplied by the share, which (4) makes that of
-        the tokens and of the expert. Rows are sums over the experts: one without migration counts with
-        all of its tokens, another with the part of its tokens that equals its arrived part.
+        The paper bounds the computed part by a variable g, which it bounds only from below, so (6b) has no effect
+        there. Its bound, max(0, B * x + 1 - B) of the arrived part x, is 1 for x = 1 and may be 0 below. It equals x
+        for x = 0 and x = 1, and the least concave bound above it is x itself. Multiplying both sides by the share gives
+        parts of tokens and of the expert, by (4). Rows are sums over experts. An expert without migration contributes
+        all of its tokens; another one contributes the part of its tokens that equals its arrived part.
         """
         slots = self.problem.slots
         rows = self.most.new((*self.compute_DDU.shape[:-1], slots - 1), 0.0)

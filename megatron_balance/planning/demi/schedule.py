@@ -1,6 +1,6 @@
 """Schedules of mini-tasks (DEMI, Section III) as data and as text.
 
-The workers of an expert's parts are joined by `+`.
+The workers that host an expert's parts are joined by `+`.
 
 hosts 0 0 1+2
 mini-task       | 0    | 1    | 2
@@ -38,19 +38,19 @@ class MiniTask(NamedTuple):
     task: MiniTaskKind
     source: int
     target: int
-    """With `source`, the link that is crossed; for COMPUTE, the tokens' source and the worker."""
+    """Other end of the link from `source`; for COMPUTE, the worker that computes `source`'s tokens."""
 
     def __str__(self) -> str:
-        """Return, for example, `E3 DISPATCH 0>2`."""
+        """Return a text such as `E3 DISPATCH 0>2`."""
         return f"E{self.expert} {self.task} {self.source}>{self.target}"
 
 
 @dataclass(frozen=True)
 class MiniTaskSchedule:
-    """The hosts of each expert, and the work of each mini-task in each slot. Here, experts are whole."""
+    """Hosts of each (whole) expert, and the work of each mini-task in each slot."""
 
     hosts: tuple[tuple[int, ...], ...]
-    """s, [E]: the worker that computes each expert, or those of its parts."""
+    """s, [E]: the workers that compute each expert or its parts."""
     mini_tasks: tuple[MiniTask, ...]
 
     amounts: tuple[tuple[float, ...], ...]

@@ -1,7 +1,7 @@
-"""Searches placements with short schedules, starting from the linear program's shares (DEMI's Algorithm 1, lines 1, 2).
+"""Searches placements with short schedules, from the linear program's shares (DEMI's Algorithm 1, lines 1 and 2).
 
-The paper draws one placement from the shares. Here several candidates are timed by their schedules: some draws, the
-largest shares, the owners and a descent from them. Moves and exchanges then improve the best ones.
+The paper draws one placement from the shares. Here, schedules time several candidates: some draws, the largest shares,
+the owners, and a descent from the owners. Moves and exchanges then improve the best candidate.
 """
 
 import math
@@ -20,40 +20,40 @@ DRAWS = 8
 SEED = 0
 
 MOST_VARIABLES = 4000
-"""Approximate number of variables up to which the linear program is solved, which takes about 20 ms."""
+"""Approximate maximum number of variables of a linear program that is solved; this takes about 20 ms."""
 
 TRIED = 8
 """Number of neighbors whose schedules are timed in each step of `improve`."""
 
 PATH = 16
-"""Number of placements on the descent whose schedules are timed."""
+"""Maximum number of placements on the descent whose schedules are timed."""
 
 LISTED = 200_000
-"""Maximum number of mini-tasks, over all placements, that are timed at once."""
+"""Maximum number of mini-tasks, over all placements, that are timed together."""
 
 MOST_STEPS = 256
 """Maximum number of steps of a descent."""
 
 LONGEST = 4.0
-"""End of a schedule, over that of the owners', beyond which it is not timed further. An expert that crosses a slow link
-may take many thousands of slots."""
+"""Ratio of a schedule's end to that of the owners' schedule beyond which timing stops. An expert that crosses a slow
+link may take many thousands of slots."""
 
 GAIN = 1e-9
-"""Relative improvement below which a step is rounding."""
+"""Relative improvement below which a step counts as rounding."""
 
 
 class Found(NamedTuple):
-    """Placements that respect all bounds, the shortest schedule first."""
+    """Placements within all bounds, the shortest schedule first."""
 
     hosts_BE: np.ndarray
     finish_B: np.ndarray
-    """End of each schedule, in slots; infinity if it takes more than LONGEST times as long as the owners'."""
+    """End of each schedule, in slots; infinity beyond LONGEST times the end of the owners' schedule."""
     pace: Pace
-    """Pace that the schedules were listed with."""
+    """Pace with which the schedules were listed."""
 
 
 def relax_by_size(problem: Problem) -> Relaxed | None:
-    """Solve the linear program; return None if it is too large or infeasible. Plans are equal on every machine."""
+    """Solve the linear program; None if it is too large or infeasible. A limit on time would not be reproducible."""
     workers = problem.num_workers
     variables = (problem.num_experts + 3 * workers) * workers * problem.slots
     return relax(problem) if variables <= MOST_VARIABLES else None
@@ -62,17 +62,17 @@ def relax_by_size(problem: Problem) -> Relaxed | None:
 def best_pace(
     problem: Problem, hosts_BE: np.ndarray, relaxed: Relaxed | None, longest: float = math.inf
 ) -> tuple[Pace, np.ndarray]:
-    """Return the linear program's pace, or the eager one if it shortens the best schedule, and [B] `finishes`."""
+    """Return the linear program's pace, or the eager one if its best schedule is shorter, and [B] `finishes`."""
     paces = [Pace.eager(problem)] if relaxed is None else [relaxed.pace, Pace.eager(problem)]
     timed = ((pace, finishes(problem, hosts_BE, pace, longest)) for pace in paces)
     return min(timed, key=lambda pair: pair[1].min())
 
 
 def solve(problem: Problem, relaxed: Relaxed | None) -> Found:
-    """Return placements with short schedules, including owners alone if that respects all bounds.
+    """Return placements with short schedules, including owners alone if they are within all bounds.
 
     Raises:
-        ValueError: no placement that respects all bounds was found.
+        ValueError: no placement within all bounds was found.
     """
     rounded = [] if relaxed is None else round_shares(problem, relaxed.share_ED)
     repaired = [repair(problem, hosts_E) for hosts_E in (problem.owner_E, *rounded)]
@@ -107,20 +107,20 @@ def draw(share_ED: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return [B, E]: `count` placements, with each expert's worker drawn by its shares; reproducible by `seed`."""
     random_BE = np.random.default_rng(seed).random((count, len(share_ED)))
     ends_ED = share_ED.cumsum(1)
-    # The last worker gets the rest, so that rounding does not matter
+    # The last worker gets the rest, so rounding does not matter
     return (random_BE[..., None] >= ends_ED[:, :-1]).sum(-1)
 
 
 def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
     """Move experts, lightest first, from overfull workers to the least loaded worker with room (line 2).
 
-    Return [E] hosts that respect all bounds; None if a worker stays overfull.
+    Return [E] hosts within all bounds; None if a worker stays overfull.
     """
     hosts_E = hosts_E.copy()
     workers = np.arange(problem.num_workers)
     sizes = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
     rooms = np.stack(problem.rooms())
-    # Experts go where there is room for them, so none moves twice
+    # Experts move only to workers with room, so none moves twice
     for _ in range(problem.num_experts):
         used = np.stack([each[0] for each in problem.use(hosts_E[None])])
         over = used > rooms
@@ -142,7 +142,7 @@ def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
 
 
 def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
-    """Return the descent from a placement, inclusive, over neighbors with ever smaller soft maxima of busy times."""
+    """Return the descent from a placement, inclusive, over neighbors with decreasing soft maxima of busy times."""
     descent = [hosts_E]
     best = times(problem, hosts_E).soft_maximum
     while len(descent) <= MOST_STEPS and len((steps := neighbors(problem, descent[-1])).expert_A):
@@ -158,7 +158,7 @@ def descend(problem: Problem, hosts_E: np.ndarray) -> list[np.ndarray]:
 def improve(
     problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int, longest: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Step to the neighbor with the shortest schedule among the most promising ones, while that shortens it.
+    """Step to the neighbor with the shortest schedule, among the most promising ones, while the schedule gets shorter.
 
     Return the placements timed in each step, and the ends of their schedules.
     """

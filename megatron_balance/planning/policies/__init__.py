@@ -1,6 +1,6 @@
 """Placement policies, one file each: the next placement from an expected load and the current placement.
 
-    interface        Policy, the base class, and what several policies share
+    interface        Policy, the base class, and functions that several policies share
     none             no balancing: owners compute their experts
     fastermoe        FasterMoE, top2, top3: the hottest experts on every rank
     pro_prophet      Pro-Prophet: the heaviest ranks' experts on the ranks that hold most of their tokens
@@ -48,13 +48,13 @@ def option_fields() -> frozenset[str]:
 
 
 def policy_options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a policy's constructor from the flags' values by field name."""
+    """Return the arguments of a policy's constructor, given the flags' values by field name."""
     policy = registered().get(name)
     return {option: values[field] for option, field in policy.options.items()} if policy else {}
 
 
 def load_policy(name: str, **options: Any) -> Policy:
-    """Make a policy by its registered name or by `package.module:Class`, with these arguments of its constructor.
+    """Make a policy, with these options, from its registered name or from `package.module:Class`.
 
     A class from elsewhere need not inherit from Policy: a method `plan` is enough.
 
@@ -79,7 +79,7 @@ def load_policy(name: str, **options: Any) -> Policy:
 
 
 def split_of(policy: Policy) -> str:
-    """Return the policy's `split`, or `local_first` for a class without one; raise a ValueError for an unknown one."""
+    """Return the policy's `split`, or `local_first` for a class without one; ValueError: it is unknown."""
     split = getattr(policy, "split", Policy.split)
     if type(split) is not str or split not in SPLITS:
         raise ValueError(f"{type(policy).__qualname__}.split is {cleaned(split, 60)}: choose from {', '.join(SPLITS)}")

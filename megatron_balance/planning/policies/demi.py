@@ -1,7 +1,7 @@
-"""DEMI: hosts are chosen so that the layer's mini-tasks finish soonest (its Algorithm 1).
+"""DEMI: chooses hosts so that the layer's mini-tasks finish soonest (its Algorithm 1).
 
 In the paper, an expert has one host, so no plan is faster than the largest expert. Here, an expert with more tokens
-than a rank's mean is divided into equal parts before, which are FlexMoE's vExperts.
+than a rank's mean is first divided into equal parts, like FlexMoE's vExperts.
 """
 
 import math
@@ -21,16 +21,16 @@ from megatron_balance.planning.demi.search import best_pace, relax_by_size, solv
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 MOST_SLOTS = 20
-"""Maximum number of slots: weights 2^t of more slots differ too much for a linear program's tolerances."""
+"""Maximum number of slots: with more, the weights 2^t differ too much for a linear program's tolerances."""
 
 LEAST_SECONDS = 1e-15
-"""Minimum seconds per byte of a link or rank: a line through noisy times may be flat."""
+"""Minimum seconds per byte of a link or rank, because a line through noisy times may be flat."""
 
 CONFIRMED = 16
-"""Number of placements that the cost model times; those with the shortest schedules first."""
+"""Number of placements that the cost model times; the shortest schedules come first."""
 
 LARGEST_PARTS = (1.0, 0.5)
-"""Loads of the largest parts of experts, over the mean load of a rank; each gives another problem."""
+"""Maximum loads of experts' parts, over a rank's mean load; each value gives another problem."""
 
 FINE = 1024
 """Maximum number of (rank, expert) pairs for which parts may be smaller than the first of LARGEST_PARTS."""
@@ -39,17 +39,17 @@ MIN_GAIN = 0.001
 """Share of the layer's time that lending must save, because the cost model omits part of its cost."""
 
 MOVE_GAIN = 0.05
-"""Share of the layer's time that a change of the current lends must save. Loads change a little in every iteration, and
-many lends are about equally good; lends that stay can become Transfers."""
+"""Share of the layer's time that a change of lent experts must save. Loads change a little in every iteration, and many
+choices are about equally good. An expert that stays lent can become a Transfer."""
 
 
 @dataclass(frozen=True)
 class Demi(Policy):
     """Lends experts to the ranks where dispatch, expert transfer and computation together finish soonest.
 
-    Execution overlaps less than a schedule of mini-tasks. So the plan is the fastest by the cost model among the
-    placements with the shortest schedules, with and without parts of experts, the current placement and owners alone;
-    the current placement wins if it is nearly as fast.
+    Execution overlaps less than a schedule of mini-tasks. So the plan is chosen by the cost model: the fastest among
+    the placements with the shortest schedules (with and without parts of experts), the current placement, and owners
+    alone. The current placement wins if it is nearly as fast.
     """
 
     name = "demi"
@@ -109,13 +109,13 @@ class Demi(Policy):
         return list_schedule(problem, hosts_N, pace)
 
     def problem(self, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> Problem:
-        """Return DEMI's problem, in bytes, for half an iteration: the paper's forward pass, at the mean speed of both.
+        """Return DEMI's problem, in bytes, for half an iteration: the paper's forward pass, at both passes' mean speed.
 
-        A link has its share of the ranks' bandwidth in an exchange among all ranks. The size of an expert is the bytes
-        that cross a slowest link during the exposed Trans and Agg of one expert between nodes, or within the only node.
-        By the bytes of a link that is nearly free, every expert would be huge. Room for tokens and for experts is half
-        of all, as in the paper, or more where a rank owns more or one expert needs more. A slot is long enough for the
-        owners to finish within T slots, so the linear program always has a solution.
+        A link has its share of the ranks' bandwidth in an exchange among all ranks. An expert's size is the number of
+        bytes that cross a slowest link during the exposed Trans and Agg of one expert (between nodes if there are
+        several). Measured in bytes of a nearly free link, every expert would be huge. Room for tokens and for experts
+        is half of the total, as in the paper, or more if a rank owns more or one expert needs more. A slot is long
+        enough for the owners to finish within T slots, so the linear program always has a solution.
         """
         num_ranks = current.num_ranks
         tokens_DE = counts_DE * float(cost.token_bytes)
@@ -136,7 +136,7 @@ class Demi(Policy):
         np.fill_diagonal(crossing_DD, 0.0)
         computed_D = owned_DD.sum(1)
         busiest = max(float((crossing_DD * per_byte_DD).max()), float((computed_D / compute_D).max()))
-        # Without tokens, any length is valid
+        # Any length is valid without tokens
         slot_seconds = (busiest or 1.0) / (self.slots - FEWEST_SLOTS + 1)
         room_D = np.maximum(tokens_DE.sum() / 2 * share_D, computed_D)
         return Problem(
@@ -153,7 +153,7 @@ class Demi(Policy):
         )
 
     def _divisions(self, counts_DE: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield numbers of parts of each expert, as far as `hosts` permits: by LARGEST_PARTS, then whole experts."""
+        """Yield numbers of parts of each expert, at most `hosts`: by LARGEST_PARTS, then whole experts."""
         load_E = counts_DE.sum(0)
         number = len(counts_DE) / max(1, counts_DE.sum())
         largest = LARGEST_PARTS[: 1 if counts_DE.size > FINE else None]
@@ -161,10 +161,10 @@ class Demi(Policy):
         yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
 
     def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
-        """Return a lower bound for all placements of so many parts of each expert that have guests.
+        """Return a lower bound for all placements with guests and these numbers of parts.
 
-        Computation is even unless a part is too large, and each part is on one of the ranks with most of its expert's
-        tokens.
+        It assumes even computation, unless a part is too large, and each part on one of the ranks with most of its
+        expert's tokens.
         """
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
@@ -181,7 +181,7 @@ class Demi(Policy):
 
 
 def _hosted(current: Placement, whole_P: np.ndarray, hosts_P: np.ndarray) -> Placement:
-    """Return the placement in which parts of experts have these hosts; owners that host are primary hosts."""
+    """Return the placement in which parts of experts have these hosts; an owner that hosts is the primary host."""
     hosts: list[list[int]] = [[] for _ in range(current.num_experts)]
     for expert, rank in zip(whole_P.tolist(), hosts_P.tolist(), strict=True):
         hosts[expert].append(rank)

@@ -1,7 +1,7 @@
 """S1, S2 and S3, the strategies that DEMI is compared with (its Section V-A): one host per expert, no schedule.
 
-They migrate regardless of the time it takes. The paper's workers accept any number of experts; a rank here accepts one
-per guest slot. G counts the guest slots of all ranks, and A the experts of one rank.
+They migrate regardless of the migration's time. The paper's workers accept any number of experts; here, a rank accepts
+one per guest slot. G counts the guest slots of all ranks, and A the experts of one rank.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ EXACT = 256
 """Maximum number of (expert, rank) pairs for which S3 is solved exactly."""
 
 NODES = 500
-"""Maximum number of nodes of the exact search for S3; unlike a limit in seconds, it is reproducible."""
+"""Maximum number of nodes of the exact search for S3; unlike a time limit, it is reproducible."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DemiS1(Policy):
     name = "demi_s1"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. If guest slots are scarce, the number of tokens that stay local is maximal."""
+        """See `Policy.plan`. If guest slots are scarce, as many tokens as possible stay local."""
         owner_E = owners(current)
         return one_host_each(current, assign(_saved_tokens(counts, owner_E), owner_E, current.guest_slots))
 
@@ -50,8 +50,8 @@ class DemiS2(Policy):
 class DemiS3(Policy):
     """Minimizes the bytes of tokens sent, plus those of migrating experts and of the most loaded rank's tokens.
 
-    Up to EXACT pairs, a mixed-integer program is exact. Above, experts leave the most loaded rank of S2's placement,
-    one at a time, while the sum falls.
+    A mixed-integer program is exact for up to EXACT pairs. Beyond, starting with S2's placement, one expert at a time
+    leaves the most loaded rank while the sum falls.
     """
 
     name = "demi_s3"
@@ -70,13 +70,12 @@ class DemiS3(Policy):
 def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
     """Return [E]: the hosts with the largest total saving, by solving the assignment of experts to guest slots.
 
-    Args:
-        saved_ED: [E, D] saving of each expert on each rank instead of its owner.
+    `saved_ED` is each expert's saving on each rank relative to its owner.
     """
     num_experts, num_ranks = saved_ED.shape
     rank_G = np.repeat(np.arange(num_ranks), guest_slots)
     gain_EG = np.where(rank_G == owner_E[:, None], 0.0, saved_ED[:, rank_G]).clip(0.0)
-    # Every expert may stay on its owner
+    # Extra columns: every expert may stay on its owner
     experts, columns = scipy.optimize.linear_sum_assignment(
         np.hstack([gain_EG, np.zeros((num_experts, num_experts))]), maximize=True
     )
@@ -88,7 +87,7 @@ def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.nd
 
 
 def _saved_tokens(counts: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
-    """Return [E, D] float64: how many fewer tokens are sent if a rank computes an expert instead of its owner."""
+    """Return [E, D] float64: the reduction in tokens sent if a rank computes an expert instead of its owner."""
     counts_DE = by_microbatch(counts).sum(0)
     return (counts_DE - counts_DE[owner_E, np.arange(len(owner_E))]).T.astype(np.float64)
 
@@ -96,7 +95,6 @@ def _saved_tokens(counts: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
 def _least_traffic_and_load(
     saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int
 ) -> np.ndarray:
-    """Return [E]: S3's hosts. The program's variables are (expert, host) pairs and the largest load."""
     num_experts, num_ranks = saved_ED.shape
     scale = max(float(load_E.max()), float(np.abs(saved_ED).max())) or 1.0
     foreign_ED = owner_E[:, None] != np.arange(num_ranks)
@@ -124,7 +122,7 @@ def _least_traffic_and_load(
 
 
 def _unload(saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
-    """Return [E]: S2's hosts after the moves off the most loaded rank that lower S3's sum most, one at a time."""
+    """Return [E]: S2's hosts after moves off the most loaded rank, each the one that lowers S3's sum most."""
     hosts_E = assign(saved_ED, owner_E, guest_slots)
     num_ranks = saved_ED.shape[1]
     ranks = np.arange(num_ranks)
@@ -143,7 +141,7 @@ def _unload(saved_ED: np.ndarray, load_E: np.ndarray, owner_E: np.ndarray, guest
         allowed_AD = (free_D | (ranks == owner_E[experts_A, None])) & (ranks != heaviest)
         change_AD = np.where(allowed_AD, change_AD, np.inf)
         expert, rank = np.unravel_index(change_AD.argmin(), change_AD.shape)
-        # A change within the rounding of sums of bytes is not a gain
+        # A change within the rounding of sums of bytes is no gain
         if not change_AD[expert, rank] < -1e-9 * load_D[heaviest]:
             return hosts_E
         hosts_E[experts_A[expert]] = rank

@@ -1,4 +1,4 @@
-"""Policies that copy experts to all ranks, which Pro-Prophet compares with (Section VI): FasterMoE, top2 and top3."""
+"""Policies that copy experts to all ranks: FasterMoE, and top2 and top3, Pro-Prophet's baselines (Section VI)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_balance.planning.policies.interface import Policy, owners_host
 
 
 def _shadows(counts: np.ndarray, current: Placement) -> Iterator[list[tuple[int, int]]]:
-    """Yield the guests, as (expert, rank), that put 1, 2, ... of the hottest experts on all ranks with a free slot."""
+    """Yield the guests (expert, rank) that put the 1, 2, ... hottest experts on all ranks with a free slot."""
     tokens_E = by_microbatch(counts).sum((0, 1))
     free_D = np.full(current.num_ranks, current.guest_slots)
     additions: list[tuple[int, int]] = []

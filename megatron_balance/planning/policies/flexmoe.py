@@ -1,6 +1,6 @@
 """FlexMoE (Algorithms 1 and 2): Expand, Shrink and Migrate vExperts while the ranks' loads are uneven.
 
-The shares of a Hosting are numbers of vExperts. M counts experts on the slowest rank, or guests that may move.
+The shares in a Hosting are numbers of vExperts. M counts experts on the slowest rank, or guests that may move.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +21,10 @@ TOLERANCE = 1e-9
 """Share of a layer's time below which differences are rounding."""
 
 CANDIDATES = 8
-"""Number of ranks that one Expand may go to, the lightest first."""
+"""Number of ranks that one Expand may target, the lightest first."""
 
 GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of ranks that an expert may expand to in one step, the lightest first."""
+"""Numbers of ranks to which an expert may expand in one step, the lightest first."""
 
 EXAMINED = 4
 """Number of experts of the slowest rank that are examined in one step."""
@@ -33,16 +33,16 @@ EVENNESS = 0.01
 """Weight of the evenness of all ranks' times, which decides between candidates with nearly equal times."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which there is time for full searches from two states."""
+"""Maximum number of ranks for which there is time for full searches from two states."""
 
 TARGETS = (1.02, 1.25, 1.6)
-"""Loads of the heaviest rank over the mean that many Expands at once aim at."""
+"""Target loads of the heaviest rank, over the mean, for many Expands at once."""
 
 CHANGE = 0.02
-"""Share of the layer's time by which expanding many experts at once must beat the placement in use."""
+"""Share of the layer's time by which many Expands at once must beat the placement in use."""
 
 MOVES = 16
-"""Number of moves that are timed as a Migrate with every partner; those that save most of Trans first."""
+"""Number of moves that are timed as a Migrate with every partner; those that save most of Trans come first."""
 
 METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "variance": variance_ratio}
 """Balance ratios as functions of tokens [B, D] of each rank in each microbatch; 1 is even."""
@@ -52,28 +52,28 @@ METRICS: dict[str, Callable[[np.ndarray], float]] = {"max": balance_ratio, "vari
 class FlexMoE(Policy):
     """Changes the placement in use, one vExpert at a time, while the change shortens the layer.
 
-    A vExpert is an even share of its expert's tokens; vExperts of one expert on one rank share a slot. At first every
-    expert has one vExpert, on its owner, and the rest are free. Expand takes a free vExpert of the rank, or else one
-    of the smallest expert there that has several (in the paper none is free, and each Expand comes with a Shrink). A
-    plan is greedy:
+    A vExpert is an even share of its expert's tokens. VExperts of one expert on one rank share a slot. At first, every
+    expert has one vExpert, on its owner, and the rest are free. Expand takes a free vExpert of the target rank, or else
+    one of the smallest expert there that has several. (In the paper, none is free, and each Expand comes with a
+    Shrink.) A plan is greedy:
 
     0. Start from owners alone if they are faster than the placement in use, for example once loads are even.
-    1. While the balance ratio is above the threshold, start from many Expands at once, if they are faster by CHANGE:
-       those with which a search in tokens makes the owners' loads even. On few ranks, also start from the state of 0.
+    1. While the balance ratio is above the threshold, start from many Expands at once, if they are faster by CHANGE. A
+       search that counts tokens makes the owners' loads even with them. On few ranks, also start from 0's state.
     2. While the balance ratio is above the threshold, Expand an expert of the slowest rank by Eq. 5, because no other
-       can help; the one with the most tokens per vExpert comes first. It goes to the rank, or to several of the
-       lightest ranks at once, that make times most even, or the slowest rank gives it up to its other hosts (Shrink).
-       No rank involved may become as slow as the slowest was; this rule gets past ranks that are equally slow. Keep the
-       state with the shortest layer.
-    3. Drop guests that no longer help, also below the threshold: without them the layer is not slower, and the sum over
-       ranks is shorter. The paper keeps them; here each costs a Trans and an Agg in every iteration.
-    4. Migrate while it makes Trans cheaper, and the layer not slower.
+       expert can help; the expert with the most tokens per vExpert comes first. It expands to the lightest rank or
+       ranks that make times most even, or the slowest rank gives it up to its other hosts (Shrink). No rank involved
+       may become as slow as the slowest was; this rule gets past ranks that are equally slow. Keep the state with the
+       shortest layer.
+    3. Drop guests that no longer help, also below the threshold: without them, the layer is not slower and the sum over
+       ranks is shorter. The paper keeps them, but here each guest costs a Trans and an Agg in every iteration.
+    4. Migrate while Trans becomes cheaper and the layer not slower.
 
-    Eq. 5 counts Trans and Agg as the rest of the cost model does, in place of Eq. 9: what computation hides is free
-    (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost no more than that. By the
-    cost model, the plan is never slower than the placement in use or owners alone; on many ranks, no messages are timed
-    where Trans and Agg could take DOUBT times as long as on the busiest rank. An expert may leave its owner
-    until a Migrate brings it back.
+    Eq. 5 counts Trans and Agg as the rest of the cost model does, instead of Eq. 9: the part that computation hides is
+    free (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost nothing else. By the
+    cost model, a plan is never slower than the placement in use or owners alone. On many ranks, messages are not timed
+    if the plan is faster even when Trans and Agg take DOUBT times as long as on the busiest rank. An expert may leave
+    its owner until a Migrate brings it back.
     """
 
     name = "flexmoe"
@@ -119,24 +119,24 @@ class FlexMoE(Policy):
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         """See `Policy.plan`."""
-        # One vExpert takes the place of each quota
+        # Each quota becomes one vExpert
         start = current.rehost(current.hosts, current.primary) if current.quotas else current
         searched = self.search(counts, start, cost)
         planned = start.rehost(searched.last.hosts())
         if planned == current and current.is_identity:
             return current
-        # Of the placement in use, only the work is timed
+        # For the placement in use, only the work is timed
         least = searched.alone.seconds
         if planned != current:
             least = min(least, searched.first.seconds_with(0.0, 0.0))
         if current.num_ranks > FEW_RANKS and start is current and searched.last.at_most < least:
             return planned
-        # The search counts the busiest rank's messages, the cost model also those before and after it on their routes
+        # The search counts only the busiest rank's messages; the cost model counts whole routes
         candidates = [current] if current.is_identity else [owners_host(current), current]
         return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))
 
     def search(self, counts: np.ndarray, current: Placement, cost: CostModel) -> "Searched":
-        """Return the states of a search from `current`, which has no quotas. Arguments as in `plan`."""
+        """Return the states of a search from `current`, which has no quotas; arguments as in `plan`."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
         first = Hosting.of(LayerLoad.of(counts, current, cost))
         if current.is_identity and self._is_balanced(first):
@@ -148,7 +148,7 @@ class FlexMoE(Policy):
             starts = [(even, 2), *(starts if current.num_ranks <= FEW_RANKS else ())]
         ends = [self._improved(start, limit, part) for start, part in starts]
         last = min(ends, key=lambda end: end.seconds)
-        # Several vExperts have no effect where only one rank computes an expert
+        # Several vExperts have no effect if only one rank computes an expert
         is_single_E = (last.shares_ED > 0).sum(1) == 1
         merged_ED = np.where(is_single_E[:, None], last.shares_ED.clip(0, 1), last.shares_ED)
         return Searched(first, alone, _reshared(last, merged_ED))
@@ -181,7 +181,7 @@ class FlexMoE(Policy):
         return None
 
     def _balanced(self, state: Hosting, limit: int, part: int) -> Hosting:
-        """Return the fastest state on the way of Algorithm 1 with one in `part` steps."""
+        """Return the fastest state that Algorithm 1 passes through, with one in `part` of its steps."""
         patience = self.patience // part
         best = state
         waiting = patience
@@ -209,17 +209,15 @@ class Searched(NamedTuple):
 
 
 Change = tuple[int, np.ndarray]
-"""An expert, and [D] the vExperts that it gains on each rank; below 0 it loses them."""
+"""An expert, and [D] the vExperts that it gains on each rank; negative: loses."""
 
 
 def _reshared(state: Hosting, shares_ED: np.ndarray) -> Hosting:
-    """Return the state with these numbers of vExperts."""
     (expert_A,) = (state.shares_ED != shares_ED).any(1).nonzero()
     return state.changed(expert_A, shares_ED[expert_A], state.primary_E[expert_A]) if len(expert_A) else state
 
 
 def _after(state: Hosting, changes: Iterable[Change]) -> Hosting:
-    """Return the state in which experts gain or lose vExperts."""
     shares_ED = state.shares_ED.copy()
     for expert, more_D in changes:
         shares_ED[expert] += more_D
@@ -227,14 +225,14 @@ def _after(state: Hosting, changes: Iterable[Change]) -> Hosting:
 
 
 def _under(state: Hosting, *changes: tuple[np.ndarray, np.ndarray]) -> CandidateCosts:
-    """Return the costs of alternatives; `changes`: experts [A], -1 for none, and vExperts that they gain [A, D]."""
+    """Return the costs of alternatives; `changes`: experts [A], -1 for none, and the vExperts that they gain [A, D]."""
     expert_KA = np.stack([expert_A for expert_A, _ in changes])
     more_KAD = np.stack([more_AD for _, more_AD in changes])
     return state.under(expert_KA, state.shares_ED[expert_KA] + more_KAD, state.primary_E[expert_KA])
 
 
 def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return [A, D]: numbers of vExperts that each alternative gains on one rank; below 0 it loses them."""
+    """Return [A, D]: `more` vExperts that each alternative gains on one rank; negative: loses."""
     more_AD = np.zeros((len(rank_A), num_ranks), dtype=np.int64)
     more_AD[np.arange(len(rank_A)), rank_A] = more
     return more_AD
@@ -243,7 +241,7 @@ def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.nd
 def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
     """Run Algorithm 2: Expand an expert of the slowest rank, with a Shrink if the target lacks a vExpert or a slot.
 
-    The alternative is to Shrink the expert on the slowest rank, if it has other vExperts.
+    Alternatively, Shrink the expert on the slowest rank if it has other vExperts.
     """
     place = state.slowest()
     ranks = len(state.sent_D)
@@ -291,7 +289,7 @@ def _smallest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [D] the other expert on each rank that can give up a vExpert, and [D] whether there is one.
 
-    The expert has the fewest tokens per vExpert. On a rank without a free slot, it must free one.
+    It is the one with the fewest tokens per vExpert. On a rank without a free slot, it must free one.
     """
     present_ED = (state.shares_ED > 0) & (state.shares_ED.sum(1) > 1)[:, None]
     present_ED[expert] = False
@@ -319,7 +317,7 @@ def _fastest(
 
 
 def _drop(state: Hosting, limit: int) -> Sequence[Change]:
-    """Shrink guests whose removal saves time: one of each expert, or only the best one if all together save none."""
+    """Shrink guests whose removal saves time: one of each expert, or only the best one if together they save none."""
     expert_A, rank_A = (state.guests_ED & (state.shares_ED < state.shares_ED.sum(1, keepdims=True))).nonzero()
     if not len(expert_A):
         return []
@@ -344,7 +342,7 @@ def _saving(state: Hosting, alternatives: CandidateCosts) -> list[int]:
 
 
 def _migrate(state: Hosting, limit: int) -> Sequence[Change]:
-    """Migrate a guest's vExpert to another rank or node that has the expert, maybe in exchange for a partner's."""
+    """Migrate a guest's vExpert to another rank or node that has the expert, possibly in exchange for a partner's."""
     expert_A, source_A, target_A, partner_A = _with_partners(state, limit, *_migrations(state))
     if not len(expert_A):
         return []
@@ -357,7 +355,7 @@ def _migrate(state: Hosting, limit: int) -> Sequence[Change]:
 
 
 def _migrations(state: Hosting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A] experts, sources and targets of the moves after which fewest ranks and nodes have an expert."""
+    """Return [A] experts, sources and targets of the moves after which the fewest ranks and nodes have an expert."""
     network = state.layer.cost.network
     expert_M, source_M = (state.guests_ED & (state.shares_ED == 1)).nonzero()
     row_M = np.arange(len(expert_M))

@@ -1,4 +1,4 @@
-"""The base class of placement policies, and the functions that several policies share."""
+"""The base class of placement policies, and functions that several policies share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -15,20 +15,20 @@ from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 class Policy(ABC):
     """Decides which ranks host which experts of one MoE layer.
 
-    Ranks plan for each other, so a plan depends on nothing but the arguments. A policy outside of this package may keep
-    state: it is asked on every rank, and all ranks must get the same result.
+    Ranks plan for each other, so a plan depends only on the arguments. A policy outside of this package may keep state:
+    it is asked on every rank, and all ranks must get the same result.
     """
 
     name: str
     """Value of `--balance-policy`, for a class in a module of `planning/policies`."""
     split: str = "local_first"
-    """How hosts share an expert's tokens if `--balance-token-split` is `policy`: a name in `splits.SPLITS`."""
+    """How hosts share an expert's tokens under `--balance-token-split policy`: a name in `splits.SPLITS`."""
     options: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Arguments of the constructor, each with the field of BalanceConfig that sets it."""
+    """Arguments of the constructor -> the fields of BalanceConfig that set them."""
     sets_quotas: ClassVar[bool] = False
-    """Whether plans have quotas, which only the split `proportional` keeps to."""
+    """Whether plans have quotas, which only the split `proportional` respects."""
     must_pay: ClassVar[bool] = False
-    """Whether owners compute alone while the last plans cost more than they saved; see `manager.LastPlan`."""
+    """Whether owners compute alone while the last plans cost more than they saved (`manager.LastPlan`)."""
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 
@@ -48,24 +48,23 @@ class Policy(ABC):
     def check(self, owners: Placement) -> None:  # noqa: B027, most policies can plan for any layout
         """Raise a ValueError before the run starts if the policy cannot plan for this layout.
 
-        Args:
-            owners: every expert on its owner alone, and the guest slots to fill.
+        `owners` is the placement without guests, which gives the guest slots to fill.
         """
 
     def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
-        """Return the order in which a layer's mini-tasks are done under `placement`.
+        """Return the order of a layer's mini-tasks under `placement`.
 
         Args:
             tokens_DP: [D, P] tokens from each source rank to each physical expert of `placement`.
 
         Raises:
-            NotImplementedError: the policy orders no chunks; see `orders_chunks`.
+            NotImplementedError: the policy orders no chunks (`orders_chunks`).
         """
         raise NotImplementedError
 
 
 def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -> Placement:
-    """Return the placement in which every expert is hosted by its owner, its primary, and by the added (expert, rank).
+    """Return the placement in which owners, as primary hosts, and the added (expert, rank) pairs host the experts.
 
     An expert that stays a guest keeps its slot.
     """

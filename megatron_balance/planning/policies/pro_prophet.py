@@ -12,16 +12,16 @@ from megatron_balance.planning.leveling import Copies, fastest, level, leveled
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 TARGETS = (1.01, 1.05, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)
-"""Loads of the heaviest rank over the mean that searches aim at."""
+"""Target loads of the heaviest rank, over the mean."""
 
 RELIEVED = 0.9
-"""Load of the heaviest rank after a search that relieves it only a little, over its load before."""
+"""Target load of the heaviest rank, over its load before, in a search that relieves it only a little."""
 
 FINALISTS = 2
-"""Number of plans on few ranks that are timed with all messages."""
+"""Number of plans for few ranks that are timed with all messages."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which there is time to time all messages."""
+"""Maximum number of ranks for which there is time to time all messages."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class ProProphet(Policy):
 
     Algorithm 1, extended to ranks that own several experts and to nodes: take the heaviest rank, then its heaviest
     expert not yet examined, and give it guests. The paper's n, the number of ranks without a copy, is a constant. Here,
-    searches differ in how even the loads become, and give an expert the fewest guests that suffice for that. They also
-    differ in where guests may be: anywhere, on each node, or on the owner's node. An alternative are the hottest
-    experts on all ranks. The cost model times every step of every search. The fastest ones are timed with all messages,
-    so that a plan is never slower than no guests at all. On many ranks this is left out unless Trans and Agg could take
+    searches aim at different loads, and give an expert the fewest guests that suffice. They also differ in the ranks
+    allowed for guests: all, on each node, or on the owner's node. Another candidate is the hottest experts on all
+    ranks. The cost model times every step of every search. The fastest plans are timed with all messages, so that no
+    plan is slower than no guests. On many ranks, this is left out if the plan is faster even when Trans and Agg take
     DOUBT times as long as on the busiest rank.
     """
 
@@ -67,7 +67,7 @@ class ProProphet(Policy):
             found = found[:1]
             if found and found[0].at_most < plain.seconds:
                 return _placement(found[0])
-        # The search counts the busiest rank's messages, the cost model also those before and after them on their routes
+        # The search counts only the busiest rank's messages; the cost model counts whole routes
         return min([alone, *map(_placement, found)], key=lambda placement: cost.layer_seconds(counts, placement))
 
     def _is_balanced(self, plain: Hosting) -> bool:
@@ -84,7 +84,6 @@ def _placement(hosting: Hosting) -> Placement:
 
 
 def _everywhere(plain: Hosting) -> Copies:
-    """Return the copies that give the hottest experts guests on all ranks."""
     layer = plain.layer
     free_D = plain.free_slots_D
     expert_M = np.argsort(-layer.tokens_E, kind="stable")[: int(free_D.max())]

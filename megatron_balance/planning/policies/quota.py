@@ -1,4 +1,4 @@
-"""The quota policy: few guests, and exact numbers of tokens for each of them, chosen by the seconds that they save."""
+"""The quota policy: few guests with exact numbers of tokens, chosen by the seconds that they save."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,31 +26,31 @@ from megatron_balance.planning.fit import (
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 EVEN = 1.01
-"""Tokens of the busiest rank over the mean that a first fit aims at."""
+"""Tokens of the busiest rank, over the mean, at which a first fit aims."""
 
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
 
 HIDDEN = 0.2
-"""Share of hidden Trans and Agg that counts, because they slow down the computation that hides them."""
+"""Fraction of hidden Trans and Agg that is charged, because they slow down the computation that hides them."""
 
 UNSURE = 0.15
-"""Share by which the seconds of a plan may be underestimated before its messages are laid out."""
+"""Fraction by which a plan's seconds may be underestimated before its messages are laid out."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which more ways to find guests are tried where experts may save messages."""
+"""Maximum number of ranks for which more ways to find guests are tried where experts may save messages."""
 
 MANY_RANKS = 64
-"""Number of ranks beyond which plans aim at less even loads, because the first copies level most of them."""
+"""Number of ranks beyond which plans aim at less even loads, because the first copies level most ranks."""
 
 SHARE = 0.6
-"""Part of a fit's moves that is tried, because the first guest on another node costs much, and others no more."""
+"""Fraction of a fit's moves that is tried, because the first guest on another node is expensive, others free."""
 
 RUNGS = 8
 """Number of fits with rising targets before receivers are filled."""
 
 LOCALIZED = (1 / 6, 1 / 3, 1 / 2, 1.0)
-"""Parts of all guest slots that are tried for guests that compute their node's tokens of an expert."""
+"""Fractions of all guest slots that are tried for guests that compute their node's tokens of an expert."""
 
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
@@ -59,15 +59,15 @@ ROUNDS = 2
 class Quota(Policy):
     """Gives each guest the number of tokens that evens out the ranks, where that saves more than the guest costs.
 
-    `fit` finds moves of tokens that level all ranks, in an order in which each relieves the busiest one. The moves that
-    are worth their Trans and Agg are the first ones. What they leave the busiest rank is the capacity of further fits,
-    in all orders, whose guests may be fewer or take less time to send. This happens with guests on their owner's node
+    `fit` finds moves of tokens that level all ranks; each move relieves the busiest rank. The first moves, as many as
+    are worth their Trans and Agg, leave the busiest rank some tokens. This number is the capacity of further fits, in
+    all orders, whose guests may be fewer or take less time to send. All this is done with guests on their owner's node
     only, and with guests anywhere.
 
-    On few ranks, if experts are hidden or small, it also happens after the experts that other nodes have most tokens
-    for get guests there, which compute their nodes' tokens, so that these do not leave them. The cost model decides
-    between all these plans and no guests. With several microbatches, each is leveled in turn, given the guests for the
-    others.
+    On few ranks, if experts are hidden or small, it is also done after localizing experts: those with most tokens from
+    another node get guests there, which compute the node's tokens, so that the tokens stay on it. The cost model
+    chooses among all these plans and no guests. With several microbatches, each is leveled in turn, given the guests
+    for the others.
     """
 
     name = "quota"
@@ -114,24 +114,24 @@ class _Way(NamedTuple):
     """A way to find guests."""
 
     reaches_far: bool
-    """Whether guests may be on other nodes than the owner's."""
+    """Whether guests may be on other nodes than their owners'."""
     slots: int
     """Number of guests of a rank, if that suffices."""
     share: float | None = None
-    """Part of a fit's moves that are made; None: those that are worth their cost by a quick estimate."""
+    """Fraction of a fit's moves that are made; None: those that a quick estimate finds worth their cost."""
     localized: float = 0.0
-    """Part of all guest slots for guests that compute their node's tokens of an expert."""
+    """Fraction of all guest slots for guests that compute their node's tokens of an expert."""
     even: float = EVEN
-    """Tokens of the busiest rank over the mean that a first fit aims at."""
+    """Tokens of the busiest rank, over the mean, at which a first fit aims."""
     raised: float = 0.0
-    """How fast the target rises while ranks remain above it, as a part of their excess; 0: it stays, and receivers are
+    """Fraction of the remaining excess by which the target rises after each fit; 0: the target stays, and receivers are
     filled instead."""
     prefers_near: bool = True
-    """Whether a guest on another node has to take over more tokens than one on the owner's node."""
+    """Whether a guest on another node must take over more tokens than one on the owner's node."""
 
 
 def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
-    """Return the ways that are tried: fewer on more ranks, because they take longer."""
+    """Return the ways to try: fewer on more ranks, because they take longer."""
     near = _Way(not cost.network.has_both_levels, slots)
     ranks = cost.network.num_ranks
     if len(cost.network.first_N) == 1:
@@ -146,7 +146,7 @@ def _ways(counts: np.ndarray, slots: int, cost: CostModel) -> list[_Way]:
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
-    """Return whether experts may be sent to save messages: they are hidden, or weigh less than their tokens."""
+    """Return whether experts may be sent to save messages: they are hidden, or smaller than their tokens."""
     # Tokens travel to experts and back, forward and backward
     experts_bytes = counts.shape[-1] * (cost.param_bytes + cost.grad_bytes)
     return cost.overlap is not None or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
@@ -162,7 +162,7 @@ class _Guests(NamedTuple):
 
     @classmethod
     def together(cls, parts: Iterable["_Guests"]) -> "_Guests":
-        """Return the guests of all parts; a guest takes over its tokens of all of them."""
+        """Return the guests of all parts; the tokens of a guest in several parts are added up."""
         parts = [part for part in parts if len(part.expert_M)]
         if len(parts) < 2:
             return parts[0] if parts else NOBODY
@@ -178,16 +178,16 @@ NOBODY = _Guests(*np.zeros((3, 0), np.int64))
 
 
 class _Load(NamedTuple):
-    """The tokens of a microbatch, given guests for others."""
+    """Tokens of a microbatch, given guests for other microbatches."""
 
     tokens_DS: np.ndarray
     """Tokens of its experts that each rank may give away."""
     loads_D: np.ndarray
     """Tokens of each rank."""
     taken_D: np.ndarray
-    """Number of guest slots that are taken."""
+    """Number of occupied guest slots."""
     mean: float
-    """Tokens of a rank of average speed if all were even."""
+    """Tokens of a rank of average speed if all ranks were even."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -236,7 +236,7 @@ class _Layer:
 
     @cached_property
     def _localized(self) -> tuple[_Guests, np.ndarray]:
-        """Guests of the experts that other nodes have most tokens for, and [M] their places among all such pairs."""
+        """Guests of the experts with most tokens from other nodes, and [M] their positions among all such pairs."""
         network = self.cost.network
         slots = [self.slots] * network.num_ranks
         tokens_EN = np.add.reduceat(self.counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
@@ -259,8 +259,8 @@ class _Layer:
         return _Guests(*guests), place_M
 
     def leveled(self, way: _Way) -> _Guests:
-        """Return the guests that level all ranks, or as far as they are worth their cost."""
-        # Those of experts that save messages, then those for each microbatch
+        """Return the guests that level all ranks as far as they are worth their cost."""
+        # First the localizing guests, then those for each microbatch
         found = [NOBODY] * (1 + len(self.tokens_BE))
         if way.localized:
             guests, place_M = self._localized
@@ -272,7 +272,7 @@ class _Layer:
             others = _Guests.together([*found[:index], *found[index + 1 :]])
             tokens_E = self.tokens_BE[microbatch]
             moves = self._moves(tokens_E, others, way)
-            # The same share of the expert's tokens in all microbatches, at most what the owner has left
+            # The same share of the expert's tokens in all microbatches, at most the tokens that the owner has left
             expert_M = moves.expert_M
             tokens_M = moves.tokens_M * self.total_E[expert_M] // tokens_E[expert_M]
             kept_M = tokens_M > 0
@@ -308,7 +308,6 @@ class _Layer:
         )
 
     def _left(self, tokens_E: np.ndarray, others: _Guests) -> _Load:
-        """Return the load of a microbatch that guests for other microbatches leave."""
         ranks = self.cost.network.num_ranks
         left_E = tokens_E.copy()
         loads_D = np.bincount(self.owner_E, tokens_E, ranks)
@@ -317,7 +316,7 @@ class _Layer:
             product_M = whole_M * tokens_E[expert_M]
             total_M = self.total_E[expert_M]
             share_M = product_M / total_M
-            # In the order of the guests: sums of fractions depend on it
+            # In the order of the guests, because sums of fractions depend on it
             ends = np.column_stack([rank_M, self.owner_E[expert_M]]).ravel()
             np.add.at(loads_D, ends, np.column_stack([share_M, -share_M]).ravel())
             np.subtract.at(left_E, expert_M, -(-product_M // total_M))
@@ -326,14 +325,14 @@ class _Layer:
         return _Load(left_E.clip(0)[self.home_DS], loads_D, np.bincount(rank_M, minlength=ranks), mean)
 
     def _fitted(self, load: _Load, way: _Way, busiest: float) -> tuple[float, int, Fitted]:
-        """Return the tokens of a rank of average speed, a rank's slots, and a fit that leaves no rank with more tokens.
+        """Return an average rank's capacity, a rank's slots, and a fit that leaves no rank above its capacity.
 
-        If none succeeds, the result is the fit that leaves the busiest rank the fewest tokens.
+        If no fit succeeds, return the one that leaves the busiest rank the fewest tokens.
         """
         rungs = RUNGS if way.raised else 1
         while True:
             found = self._fit(load, way, busiest, way.slots, BUSIEST)
-            # Within a node, tokens more often lack room than slots
+            # Within a node, a lack of room is more frequent than a lack of slots
             if found[2].fits or not way.reaches_far:
                 return found
             busiest += way.raised * int(found[2].excess[-1])
@@ -349,7 +348,7 @@ class _Layer:
         return busiest, slots, fit(self._overload(load, way, busiest, slots), order)
 
     def _overload(self, load: _Load, way: _Way, busiest: float, slots: int) -> Overload:
-        """Return what a fit starts from, if a rank of average speed may have `busiest` tokens and so many guests."""
+        """Return the initial state of a fit, if an average rank may have `busiest` tokens and `slots` guests."""
         rate_D = self.cost.rate_D
         capacities_D = np.maximum(np.ceil(load.mean * rate_D), np.floor(busiest * rate_D)).astype(np.int64)
         far = round((self.cost.transport.far if way.prefers_near else 1.0) * PARTS) if way.reaches_far else 0
@@ -363,7 +362,6 @@ class _Layer:
         )
 
     def _worthwhile(self, busiest: float, found: Fitted, others: _Guests) -> int:
-        """Return how many of the first moves are worth their cost."""
         network = self.cost.network
         transport = self.cost.transport
         expert_M = np.concatenate([others.expert_M, found.moves.expert_M])
@@ -374,7 +372,7 @@ class _Layer:
         return int((total <= total.min() * (1 + NEGLIGIBLE)).argmax())
 
     def timed(self, plans: Sequence[_Guests]) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return the layer's seconds without guests, [A] with each plan, and [A] those of hidden Trans and Agg."""
+        """Return the layer's seconds without guests, [A] with each plan, and [A] of hidden Trans and Agg."""
         expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*plans, strict=True))
         plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
         planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
@@ -388,7 +386,7 @@ class _Layer:
         return float(time.total[0]), time.total[1:], hidden[1:]
 
     def placement(self, current: Placement, guests: _Guests) -> Placement:
-        """Return the placement with these guests; the owner computes what they leave."""
+        """Return the placement with these guests; owners compute the remaining tokens."""
         owned = current.owners
         hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
         quotas = list[tuple[int, ...]]([()]) * len(owned)
