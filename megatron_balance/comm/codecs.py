@@ -48,7 +48,7 @@ class Codec(ABC):
 
 
 class NoCodec(Codec):
-    """Sends the bytes of the rows unchanged; contiguous tensors are not copied."""
+    """Sends the bytes of the rows unchanged."""
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
         return hidden * dtype.itemsize
@@ -76,22 +76,31 @@ class _Narrower(Codec):
 
 
 class BFloat16(_Narrower):
-    """Rounds elements to bfloat16; the error of an element x is <= max(|x| / 2^8, 2^-134)."""
+    """Rounds elements to bfloat16, with a relative error of at most 2^-8.
+
+    The error of an element x is <= max(|x| / 2^8, 2^-134).
+    """
 
     narrow = torch.bfloat16
 
 
 class Float16(_Narrower):
-    """Rounds elements to float16; for rows of bfloat16 it saves nothing and may saturate. The error of an element x is
-    <= max(|x| / 2^11, 2^-25); finite magnitudes above 65504 become 65504."""
+    """Rounds elements to float16, with a relative error of at most 2^-11 up to 65504.
+
+    The error of an element x is <= max(|x| / 2^11, 2^-25); finite magnitudes above 65504 become 65504. For rows of
+    bfloat16 it saves nothing and may saturate.
+    """
 
     narrow = torch.float16
 
 
 class Float8(Codec):
-    """Rounds elements to float8 e4m3 with a scale per row; payload row: H codes, then the scale in float32. The error
-    of an element x is <= max(|x| / 16, amax / 2^18, 2^-136), also in rows with NaN or Inf. amax, the largest finite
-    magnitude of the row, is sent as 416, the second largest code: 448 represents infinity, which e4m3fn lacks."""
+    """Rounds elements to float8 e4m3 with a scale per row, with a relative error of at most 2^-4.
+
+    Payload row: H codes, then the scale in float32. The error of an element x is <= max(|x| / 16, amax / 2^18,
+    2^-136), also in rows with NaN or Inf. amax, the largest finite magnitude of the row, is sent as 416, the second
+    largest code: 448 represents infinity, which e4m3fn lacks.
+    """
 
     HIGHEST = 416
     INFINITE = 448
@@ -113,7 +122,7 @@ class Float8(Codec):
 
 
 class Int8(Codec):
-    """Rounds elements to 253 evenly spaced values per row.
+    """Rounds elements to 253 evenly spaced values per row, with an error of about 1/500 of the row's range at most.
 
     The error is <= (hi - lo) / 500 + amax / 2^23 + 2^-127. lo and hi are the row's smallest and largest finite
     elements, amax the larger of their magnitudes. A constant row is exact down to 2^-126. NaN and Inf have separate

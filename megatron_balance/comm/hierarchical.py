@@ -40,7 +40,7 @@ class StagedAllToAll(NodeAllToAll):
 
 
 class OneDimensionalAllToAll(StagedAllToAll):
-    """All rows pass through the leaders of nodes, which exchange N - 1 messages each (HetuMoE; ScheMoE section 2)."""
+    """All rows pass through the first rank of each node, its leader (1DH-A2A of HetuMoE; ScheMoE section 2)."""
 
     tag = 1
 
