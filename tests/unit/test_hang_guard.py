@@ -147,9 +147,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("state", "activity"), [("idle", "busy"), ("hangs", "waited"), ("broken", "waited")])
-def test_the_device_says_whether_code_that_stands_still_waits(
-    state: str, activity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_says_whether_code_that_stands_still_waits(state: str, activity: str, monkeypatch) -> None:
     guard = guard_of(limit=1.0)
     stream = Stream(state)
     monkeypatch.setattr(guard, "_device", 0)

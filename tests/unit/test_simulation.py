@@ -168,9 +168,7 @@ def test_a_run_without_a_policy_keeps_its_other_flags() -> None:
     assert quota == [*flags, "--balance-policy", "quota"]
 
 
-def test_progress_is_a_line_every_some_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_a_line_every_some_seconds(monkeypatch, capsys) -> None:
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0, 30.0, 30.0])
     monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now))
     show = simulate._progress("run")
