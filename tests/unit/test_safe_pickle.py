@@ -119,17 +119,6 @@ def test_what_megatron_core_saves_passes(checkpoint: Path) -> None:
     assert len(getattr(metadata, "all_local_plans", [None, None])) == 2
 
 
-def test_a_large_metadata_in_frames_and_batches(own: Path) -> None:
-    metadata = pickle.loads((own / ".metadata").read_bytes())
-    weight = metadata.state_dict_metadata["scalar"]
-    metadata.state_dict_metadata |= {f"{index}.{'long' * 70}": weight for index in range(3000)}
-    info = next(iter(metadata.storage_data.values()))
-    metadata.storage_data |= {MetadataIndex(f"{index}", [index, 2**36]): info for index in range(3000)}
-    for protocol in (4, 5):
-        (own / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
-        assert vars(read_metadata(own)) == vars(metadata)
-
-
 PICKLES = hostile.CALLS | hostile.PLACES | hostile.OPCODES
 
 
