@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def pytest_collection_finish() -> None:
     """Exempt all modules and tests from garbage collections, which would scan them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Initialize torch.distributed with this process as the only rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

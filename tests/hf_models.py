@@ -1,5 +1,7 @@
 """Tiny random models of every architecture that can be converted, made by Hugging Face's own library."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,26 @@ def logits(model: Any, tokens: Any) -> Any:
 
     with torch.no_grad():
         return model.eval()(tokens).logits
+
+
+def quiet(text: str) -> None:
+    """Take the place of a function that prints."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def reconfigure(directory: Path, **values: Any) -> None:
+    """Change entries of a model's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(read_json(path) | values))
+
+
+def change(directory: Path, update: Callable[[dict[str, Any]], object]) -> None:
+    """Change the tensors of a model in one file."""
+    from safetensors.torch import load_file, save_file
+
+    content = load_file(directory / "model.safetensors")
+    update(content)
+    save_file(content, directory / "model.safetensors")

@@ -173,8 +173,8 @@ class World:
     group: Group
     microbatches: int = MICROBATCHES
 
-    def iterate(self, number: int, load: Load, block: Callable[[], None] = lambda: None) -> dict[int, list[Placement]]:
-        """Run one iteration: enter its computations as hooks do, and call `block` after each.
+    def iterate(self, number: int, load: Load) -> dict[int, list[Placement]]:
+        """Run one iteration: enter its computations as hooks do.
 
         Returns:
             The placement of each microbatch, by layer.
@@ -196,7 +196,6 @@ class World:
             # The loads of finished microbatches occupy neither the device nor pinned memory
             assert operation is not Operation.BEC or not balancer.layers[layer].coming
             self.journal.append(("computes", step.computation))
-            block()
         return used
 
     def entries(self, kind: str, layer: int) -> list[tuple]:

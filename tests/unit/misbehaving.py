@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,9 +22,13 @@ class Good:
         return Top2().plan(counts, current, cost)
 
 
-class Leaves(Good):
-    def plan(self, *_: object) -> Placement:
-        raise SystemExit(0)
+def misusing(method: str, function: Callable[..., object], *arguments: object) -> type[Good]:
+    """Return a policy with a method that calls a function with these arguments instead."""
+    return type("Policy", (Good,), {method: lambda *_: function(*arguments)})
+
+
+def fail(error: type[Exception]) -> None:
+    raise error
 
 
 class Recurses(Good):
@@ -31,32 +36,10 @@ class Recurses(Good):
         return self.plan(*arguments)
 
 
-class TakesMemory(Good):
-    def plan(self, *_: object) -> Placement:
-        return bytearray(2**62)
-
-
-class Exits(Good):
-    def plan(self, *_: object) -> Placement:
-        os._exit(0)
-
-
-class Crashes(Good):
-    def plan(self, *_: object) -> Placement:
-        ctypes.string_at(0)
-
-
 class Loops(Good):
     def plan(self, *_: object) -> Placement:
         while True:
             pass
-
-
-class HoldsTheLock(Good):
-    """Holds the interpreter's lock in C code."""
-
-    def plan(self, *_: object) -> Placement:
-        ctypes.PyDLL(None).pause()
 
 
 class Prints(Good):
@@ -71,24 +54,9 @@ class Colored(Exception):
         return "\x1b[31mred\x1b[0m\r\nand \u202elong" + "g" * 10**6
 
 
-class RaisesColors(Good):
-    def plan(self, *_: object) -> Placement:
-        raise Colored
-
-
 class Mute(Exception):
     def __str__(self) -> str:
         raise SystemExit(0)
-
-
-class RaisesMute(Good):
-    def plan(self, *_: object) -> Placement:
-        raise Mute
-
-
-class ReturnsALock(Good):
-    def plan(self, *_: object) -> Placement:
-        return threading.Lock()
 
 
 class ReturnsAnInvalid(Good):
@@ -100,26 +68,6 @@ class ReturnsAnInvalid(Good):
         found = object.__new__(Placement)
         found.__dict__.update(current.__dict__, hosts=((99,),) * current.num_experts)
         return found
-
-
-class ConstructorLeaves(Good):
-    def __init__(self) -> None:
-        raise SystemExit(0)
-
-
-class ConstructorExits(Good):
-    def __init__(self) -> None:
-        os._exit(0)
-
-
-class ConstructorLoops(Good):
-    def __init__(self) -> None:
-        time.sleep(600)
-
-
-class ConstructorFails(Good):
-    def __init__(self) -> None:
-        raise Colored
 
 
 class NeedsArguments(Good):
@@ -156,16 +104,26 @@ class PlanRaises:
         raise SystemExit(0)
 
 
-class Stops(Good):
-    """Stops its own process, as a debugger or a scheduler would."""
-
-    def plan(self, *_: object) -> Placement:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 class IsHere(Good):
     """Reports the process in which it runs."""
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         heavy = sorted({"torch", "megatron.core", "scipy.optimize"} & set(sys.modules))
         raise ValueError(f"{os.getpid()} {heavy} {threading.active_count()} {len(os.listdir('/proc/self/fd'))}")
+
+
+Leaves = misusing("plan", sys.exit, 0)
+TakesMemory = misusing("plan", bytearray, 2**62)
+Exits = misusing("plan", os._exit, 0)
+Crashes = misusing("plan", ctypes.string_at, 0)
+# It holds the interpreter's lock in C code
+HoldsTheLock = misusing("plan", ctypes.PyDLL(None).pause)
+RaisesColors = misusing("plan", fail, Colored)
+RaisesMute = misusing("plan", fail, Mute)
+ReturnsALock = misusing("plan", threading.Lock)
+# It stops its own process, as a debugger or a scheduler would
+Stops = misusing("plan", signal.raise_signal, signal.SIGSTOP)
+ConstructorLeaves = misusing("__init__", sys.exit, 0)
+ConstructorExits = misusing("__init__", os._exit, 0)
+ConstructorLoops = misusing("__init__", time.sleep, 600)
+ConstructorFails = misusing("__init__", fail, Colored)

@@ -13,16 +13,6 @@ UNSHRUNK = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate))
 """Settings for slow properties of many numbers: examples are already small, and shrinking one takes minutes."""
 
 
-CROWDED = st.builds(
-    lambda ranks, owners: Placement.identity(2 * ranks, ranks, len(owners)).with_hosts(
-        (owner % (2 * ranks), rank) for owner in owners for rank in range(ranks) if rank != owner % (2 * ranks) // 2
-    ),
-    st.integers(2, 20),
-    st.sets(st.integers(0, 3), min_size=1, max_size=3),
-)
-"""A few experts on all ranks."""
-
-
 @st.composite
 def placements(draw: st.DrawFn, with_quotas: bool = True) -> Placement:
     """Draw any small, valid placement: permuted homes, guests, several vExperts on a rank, lent experts, quotas."""

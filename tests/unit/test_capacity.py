@@ -68,9 +68,7 @@ BIG = "--num-layers 3 --hidden-size 8192 --num-attention-heads 64 --moe-ffn-hidd
 
 
 @pytest.mark.parametrize("flag", ["--cluster", "--balance-policy top2 --balance-profile"])
-def test_a_dry_run_that_does_not_fit_fails(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_that_does_not_fit_fails(flag: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = f"{flag} {CLUSTERS / 'h100.yaml'} --expert-model-parallel-size 2"
     with pytest.raises(SystemExit) as ended:

@@ -1,5 +1,6 @@
 """Codecs: decoded rows are within the stated error bound for any floats, and rows are independent."""
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -113,28 +114,19 @@ def rows_of(draw: st.DrawFn, dtype: torch.dtype, min_rows: int = 0) -> torch.Ten
     return torch.from_numpy(rows * (1 - 2.0**-30)).clamp(-largest, largest).to(dtype)
 
 
-@every_codec
+@pytest.mark.parametrize("name", [*ON_DEVICES, *(pytest.param(rate, marks=needs_zfpy) for rate in (4, 6, 8, 16, 24))])
 @every_dtype
-def test_errors_are_within_the_bound(name: str, dtype: torch.dtype) -> None:
-    codec = load_codec(name)
+def test_errors_are_within_the_bound(name: str | int, dtype: torch.dtype) -> None:
+    """Numbers are rates of zfp."""
+    codec = Zfp(name) if isinstance(name, int) else load_codec(name)
+    bound_of = functools.partial(zfp_bound, rate=name) if isinstance(name, int) else BOUNDS[name]
 
     @settings(max_examples=20)
     @given(rows_of(dtype))
     def check(sent: torch.Tensor) -> None:
         lossless = name == "none"
-        bound = BOUNDS[name](as_coded(sent, lossless)) if sent.numel() else np.zeros(sent.shape)
+        bound = bound_of(as_coded(sent, lossless)) if sent.numel() else np.zeros(sent.shape)
         assert_within(bound, sent, round_trip(codec, sent), lossless)
-
-    check()
-
-
-@needs_zfpy
-@pytest.mark.parametrize("rate", [4, 6, 16, 24])
-def test_zfp_is_within_the_bound_at_any_rate(rate: int) -> None:
-    @settings(max_examples=20)
-    @given(rows_of(torch.float32, min_rows=1))
-    def check(sent: torch.Tensor) -> None:
-        assert_within(zfp_bound(sent.double().numpy(), rate), sent, round_trip(Zfp(rate), sent))
 
     check()
 

@@ -27,19 +27,12 @@ from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, w
 from megatron_balance.convert.settings import run_config
 from tests import hf_models
 from tests.disks import small_disk
+from tests.hf_models import change, quiet, read_json, reconfigure
 from tests.unit.published_models import PUBLISHED
 
 PREDICTED = "num_nextn_predict_layers"
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text())
-
-
-def quiet(text: str) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +104,6 @@ def test_groups_of_queries_stay_with_their_keys_and_values() -> None:
     assert query_key_value(4, 2, 1).join([queries, keys, values]).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
-def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    content = load_file(directory / SINGLE)
-    change(content)
-    save_file(content, directory / SINGLE)
-
-
 NORM = "model.norm.weight"
 GATE = "model.layers.1.block_sparse_moe.gate.weight"
 
@@ -135,14 +122,6 @@ def list_elsewhere(directory: Path) -> None:
     (directory / INDEX).write_text(json.dumps({"weight_map": {NORM: "../secret.safetensors"}}))
 
 
-def reconfigure(**values: object) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps(read_json(path) | values))
-
-    return change
-
-
 def unset(name: str) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         config = read_json(directory / "config.json")
@@ -159,21 +138,21 @@ def move_weights(directory: Path) -> None:
 
 SPOILED = {
     "no weights": (lambda directory: (directory / SINGLE).unlink(), [SINGLE, "missing"]),
-    "missing tensor": (lambda directory: changed(directory, lambda all: all.pop(NORM)), ["1 tensors missing", NORM]),
+    "missing tensor": (lambda directory: change(directory, lambda all: all.pop(NORM)), ["1 tensors missing", NORM]),
     "extra tensor": (
-        lambda directory: changed(directory, lambda all: all.update(other=torch.ones(1))),
+        lambda directory: change(directory, lambda all: all.update(other=torch.ones(1))),
         ["1 tensors not part of such a model: other"],
     ),
     "wrong shape": (
-        lambda directory: changed(directory, lambda all: all.update({NORM: torch.ones(31)})),
+        lambda directory: change(directory, lambda all: all.update({NORM: torch.ones(31)})),
         [NORM, "(31,) instead of (32,)"],
     ),
     "integers": (
-        lambda directory: changed(directory, lambda all: all.update({NORM: torch.ones(32, dtype=torch.int32)})),
+        lambda directory: change(directory, lambda all: all.update({NORM: torch.ones(32, dtype=torch.int32)})),
         [NORM, "I32", "BF16"],
     ),
     "not a number": (
-        lambda directory: changed(directory, lambda all: all[GATE].view(-1)[5:6].fill_(float("nan"))),
+        lambda directory: change(directory, lambda all: all[GATE].view(-1)[5:6].fill_(float("nan"))),
         [GATE, "not finite"],
     ),
     "truncated": (truncate, [SINGLE, "damaged"]),
@@ -185,14 +164,20 @@ SPOILED = {
         ["config.json: has the key 'hidden_size' twice"],
     ),
     "no size": (unset("max_position_embeddings"), ["config.json: max_position_embeddings: is missing"]),
-    "no model": (reconfigure(model_type=["mixtral"]), ["model_type a list: not known"]),
-    "many experts": (reconfigure(num_local_experts=10**9), ["num_local_experts: 1000000000 is not an integer"]),
-    "many layers": (reconfigure(num_hidden_layers=10**9), ["num_hidden_layers: 1000000000 is not an integer from 1"]),
+    "no model": (lambda directory: reconfigure(directory, model_type=["mixtral"]), ["model_type a list: not known"]),
+    "many experts": (
+        lambda directory: reconfigure(directory, num_local_experts=10**9),
+        ["num_local_experts: 1000000000 is not an integer"],
+    ),
+    "many layers": (
+        lambda directory: reconfigure(directory, num_hidden_layers=10**9),
+        ["num_hidden_layers: 1000000000 is not an integer from 1"],
+    ),
     "more of both": (
-        reconfigure(num_hidden_layers=4096, num_local_experts=65536),
+        lambda directory: reconfigure(directory, num_hidden_layers=4096, num_local_experts=65536),
         ["more than 20 tensors missing: model.layers.0.block_sparse_moe.experts.10.w1.weight"],
     ),
-    "too many choices": (reconfigure(num_experts_per_tok=9), ["--moe-router-topk 9"]),
+    "too many choices": (lambda directory: reconfigure(directory, num_experts_per_tok=9), ["--moe-router-topk 9"]),
     "a link out": (
         lambda directory: (directory / "tokenizer_x").symlink_to("/etc/passwd"),
         ["tokenizer_x", "/etc/passwd"],
@@ -204,9 +189,9 @@ SPOILED = {
         lambda directory: (directory / SINGLE).write_bytes((1 << 40).to_bytes(8, "little") + b"{}"),
         [SINGLE, "damaged: ", "header too large"],
     ),
-    "unknown": (reconfigure(model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
+    "unknown": (lambda directory: reconfigure(directory, model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
     "scaled": (
-        reconfigure(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        lambda directory: reconfigure(directory, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         ["rope_parameters.rope_type 'yarn': only unscaled"],
     ),
 }
@@ -228,7 +213,7 @@ def test_spoiled_models_leave_nothing(models, tmp_path, name: str) -> None:
 def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
     source = tmp_path / "source"
     shutil.copytree(models("mixtral"), source)
-    changed(source, lambda all: all.update({"model.layers.9.a": torch.ones(1), "model.layers.9.b": torch.ones(1)}))
+    change(source, lambda all: all.update({"model.layers.9.a": torch.ones(1), "model.layers.9.b": torch.ones(1)}))
     with pytest.raises(ValueError, match=r"--without model.layers.8.: no tensor"):
         import_model(source, tmp_path / "there", quiet, ["model.layers.9.", "model.layers.8."])
     with pytest.raises(ValueError, match=f"1 tensors missing: {NORM}"):
@@ -242,15 +227,15 @@ def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(models, tmp
     source = tmp_path / "source"
     said = list[str]()
     shutil.copytree(models("deepseek_v3"), source)
-    reconfigure(num_nextn_predict_layers=1)(source)
+    reconfigure(source, num_nextn_predict_layers=1)
     further = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.3.mlp.gate.weight": torch.ones(2)}
-    changed(source, lambda all: all.update(further))
+    change(source, lambda all: all.update(further))
     import_model(source, tmp_path / "there", said.append)
     assert said[0] == "2 tensors of multi-token prediction are left out: model.layers.3.*\n"
     export_model(tmp_path / "there", tmp_path / "back", quiet)
     assert tensors(tmp_path / "back").keys() == tensors(models("deepseek_v3")).keys()
     assert read_json(tmp_path / "back" / "config.json") == read_json(source / "config.json") | {PREDICTED: 0}
-    changed(source, lambda all: all.update({"model.layers.4.eh_proj.weight": torch.ones(2)}))
+    change(source, lambda all: all.update({"model.layers.4.eh_proj.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match=r"not part of such a model: model.layers.4"):
         import_model(source, tmp_path / "again", quiet)
 
@@ -326,13 +311,6 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     origin = read_manifest(tmp_path / "there" / "iter_0000000").origin
     assert origin.run and origin.parent == f"{models('mixtral')}, converted"
     assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
-
-
-def test_every_tensor_has_one_place(models) -> None:
-    for name in hf_models.CONFIGS:
-        pieces = [piece for file in Model(read_json(models(name) / "config.json")).pieces() for piece in file]
-        assert len({(piece.key, piece.at) for piece in pieces}) == len(pieces)
-        assert sorted(source for piece in pieces for source in piece.sources) == sorted(Weights(models(name)).shapes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

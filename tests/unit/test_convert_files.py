@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_balance.checkpoint import saved_flags
 from megatron_balance.convert.architectures import PREDICTED
@@ -20,6 +20,7 @@ from megatron_balance.convert.pieces import rotary_pairs
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights
 from megatron_balance.convert.settings import run_config, trained_config
 from tests import hf_models
+from tests.hf_models import change, quiet, read_json, reconfigure
 from tests.unit.published_models import PUBLISHED
 
 TABLE = "model.embed_tokens.weight"
@@ -38,26 +39,12 @@ def models(tmp_path_factory) -> Callable[..., Path]:
     return of
 
 
-def config_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text())
-
-
-def reconfigure(directory: Path, **values: Any) -> None:
-    (directory / "config.json").write_text(json.dumps(config_of(directory) | values))
-
-
-def change(directory: Path, update: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    content = load_file(directory / SINGLE)
-    update(content)
-    save_file(content, directory / SINGLE)
-
-
 def exported(directory: Path, *without: str) -> dict[str, torch.Tensor]:
     """Import and export a model; return its tensors."""
     there = directory / "there"
     back = directory / "back"
-    import_model(directory, there, lambda text: None, without)
-    export_model(there, back, lambda text: None)
+    import_model(directory, there, quiet, without)
+    export_model(there, back, quiet)
     weights = Weights(back)
     return {name: weights.read(name) for name in weights.shapes}
 
@@ -65,7 +52,7 @@ def exported(directory: Path, *without: str) -> dict[str, torch.Tensor]:
 def refusal(directory: Path, *without: str) -> str:
     """Return the error of an import, which leaves nothing."""
     with pytest.raises(ValueError) as refused:
-        import_model(directory, directory / "there", lambda text: None, without)
+        import_model(directory, directory / "there", quiet, without)
     assert not (directory / "there").exists()
     return str(refused.value)
 
@@ -87,14 +74,14 @@ def test_kimi_k2_is_deepseek_v3(models) -> None:
     source = models("deepseek_v3")
     reconfigure(source, model_type="kimi_k2", architectures=["KimiK2ForCausalLM"])
     assert equal(exported(source), load_file(source / SINGLE))
-    assert config_of(source / "back")["model_type"] == "kimi_k2"
+    assert read_json(source / "back" / "config.json")["model_type"] == "kimi_k2"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_tensors_of_all_experts_together(models, name: str) -> None:
     """transformers 5 keeps them so; `torch.save` of its modules does, too."""
     source = models(name)
-    arch = Model(config_of(models(name))).architecture
+    arch = Model(read_json(models(name) / "config.json")).architecture
     expected = load_file(source / SINGLE)
 
     def fuse(all: dict[str, torch.Tensor]) -> None:

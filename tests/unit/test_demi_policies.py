@@ -51,6 +51,11 @@ def all_hosts(current: Placement) -> np.ndarray:
     return hosts_BE[(taken_BD <= current.guest_slots).all(1)]
 
 
+HOT = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
+OWNED = Placement.identity(16, 4, 2)
+"""A load of four ranks, and the placement that it begins with."""
+
+
 @pytest.mark.parametrize("name", LENDING)
 @pytest.mark.parametrize("workload", ["hot_experts", "ragged_sources", "zero_load"])
 @pytest.mark.parametrize("size", [(4, 16, 1), (8, 16, 2), (16, 64, 2)])
@@ -117,17 +122,17 @@ def test_demi_evens_out_a_hot_rank(size: tuple[int, int]) -> None:
 
 def test_experts_stay_where_they_are_nearly_as_well_off() -> None:
     cost = cost_model(4)
-    current = Placement.identity(16, 4, 2)
+    current = OWNED
     planned = []
     for seed in range(8):
         # The same experts are hot, but no two loads are equal
         counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, seed)
-        assert Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost) not in planned
+        assert Demi().plan(counts_DE, OWNED, cost) not in planned
         current = Demi().plan(counts_DE, current, cost)
         planned.append(current)
     assert planned == [planned[0]] * 8 and planned[0].added_hosts
     # Other hosts are far better
-    away = Placement.identity(16, 4, 2).rehost([(3,), *planned[0].hosts[1:]])
+    away = OWNED.rehost([(3,), *planned[0].hosts[1:]])
     assert Demi().plan(counts_DE, away, cost) != away
     assert Demi().plan(load_matrix("balanced", 4, 16, 2, 4096, 0, 0), current, cost).is_identity
 
@@ -139,12 +144,11 @@ def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.Monke
     monkeypatch.setattr(demi_module, "solve", solve)
     for workload, param_bytes in (("balanced", 8e6), ("hot_rank", 1e12)):
         counts_DE = load_matrix(workload, 4, 16, 2, 4096, 0, 0)
-        assert Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost_model(4, param_bytes)).is_identity
-    hot = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
-    assert Demi().plan(hot, Placement.identity(16, 4, 0), cost_model(4)).is_identity
-    assert Demi().plan(hot[:1], Placement.identity(16, 1, 2), cost_model(1)).is_identity
+        assert Demi().plan(counts_DE, OWNED, cost_model(4, param_bytes)).is_identity
+    assert Demi().plan(HOT, Placement.identity(16, 4, 0), cost_model(4)).is_identity
+    assert Demi().plan(HOT[:1], Placement.identity(16, 1, 2), cost_model(1)).is_identity
     with pytest.raises(AssertionError, match="solved"):
-        Demi().plan(hot, Placement.identity(16, 4, 2), cost_model(4))
+        Demi().plan(HOT, OWNED, cost_model(4))
 
 
 @settings(max_examples=40)
@@ -195,7 +199,7 @@ def test_experts_without_tokens_stay_at_home() -> None:
     # Sending weights is completely hidden, so idle experts stay at home only because lending them gains nothing
     cost = cost_model(4, overlap=Overlap(1.0, 1.0))
     counts_DE = load_matrix("zero_load", 4, 16, 2, 4096, 0, 0)
-    planned = Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost)
+    planned = Demi().plan(counts_DE, OWNED, cost)
     assert planned.added_hosts
     idle = np.flatnonzero(counts_DE.sum(0) == 0).tolist()
     assert idle and all(planned.hosts[expert] == (planned.owner(expert),) for expert in idle)
@@ -205,9 +209,8 @@ def test_a_free_network_makes_no_trouble() -> None:
     cost = cost_model(4)
     free = {kind: {group: Fit(0.0, 0.0, 0.0, 0.0) for group in groups} for kind, groups in cost.profile.links.items()}
     cost = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, links=free))
-    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
-    planned = Demi().plan(counts_DE, Placement.identity(16, 4, 2), cost)
-    assert cost.layer_seconds(counts_DE, planned) < cost.layer_seconds(counts_DE, Placement.identity(16, 4, 2))
+    planned = Demi().plan(HOT, OWNED, cost)
+    assert cost.layer_seconds(HOT, planned) < cost.layer_seconds(HOT, OWNED)
 
 
 def test_fast_ranks_get_more() -> None:
@@ -237,8 +240,7 @@ def test_options_are_checked(options: dict[str, object], message: str) -> None:
 def test_an_expert_counts_as_the_bytes_that_cross_in_its_time(hidden: bool) -> None:
     """The mean of Trans and Agg is 8 MB at 150 GB/s plus 25 us; each of three links carries a third."""
     cost = cost_model(4, overlap=Overlap(1.0, 1.0) if hidden else None)
-    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
-    size_E = Demi().problem(counts_DE, Placement.identity(16, 4, 2), cost).size_E
+    size_E = Demi().problem(HOT, OWNED, cost).size_E
     assert size_E == pytest.approx(0.0 if hidden else (8e6 + 25e-6 * 150e9) / 3, rel=1e-12)
 
 
@@ -261,16 +263,15 @@ def test_an_expert_counts_as_its_bytes_where_links_within_nodes_are_free(monkeyp
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_schedule_of_a_plan(hosts: int) -> None:
     cost = cost_model(4, split=Demi.split)
-    current = Placement.identity(16, 4, 2)
     counts_DE = load_matrix("hot_experts" if hosts > 1 else "hot_rank", 4, 16, 2, 4096, 0, 0)
-    planned = Demi(hosts=hosts).plan(counts_DE, current, cost)
+    planned = Demi(hosts=hosts).plan(counts_DE, OWNED, cost)
     tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
     schedule = Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
     assert schedule.hosts == tuple(tuple(dict.fromkeys(ranks)) for ranks in planned.hosts)
     assert schedule == Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
     assert (max(map(len, schedule.hosts)) > 1) == (hosts > 1)
     if hosts == 1:
-        assert check(Demi().problem(counts_DE, current, cost), schedule) == []
+        assert check(Demi().problem(counts_DE, OWNED, cost), schedule) == []
     lent = {(expert, planned.owner(expert), rank) for expert, ranks in enumerate(planned.hosts) for rank in ranks}
     moved = {
         (expert, source, target) for expert, task, source, target in schedule.mini_tasks if task is MiniTaskKind.TRANS
@@ -284,14 +285,13 @@ def test_the_schedule_of_a_plan(hosts: int) -> None:
         sent = tokens_DP[source, planned.physical(rank, expert)] if rank in planned.hosts[expert] else 0
         assert tokens == pytest.approx(sent)
     assert Demi().schedule(np.zeros_like(tokens_DP), planned, cost).makespan > 0
-    assert Demi().schedule(np.zeros((4, current.num_physical)), current, cost).makespan == 0
+    assert Demi().schedule(np.zeros((4, OWNED.num_physical)), OWNED, cost).makespan == 0
 
 
 @pytest.mark.parametrize("name", LENDING)
 def test_guests_that_stay_keep_their_slots(name: str) -> None:
-    counts_DE = load_matrix("hot_rank", 4, 16, 2, 4096, 0, 0)
-    first = load_policy(name).plan(counts_DE, Placement.identity(16, 4, 2), cost_model(4))
-    assert load_policy(name).plan(counts_DE, first, cost_model(4)) == first
+    first = load_policy(name).plan(HOT, OWNED, cost_model(4))
+    assert load_policy(name).plan(HOT, first, cost_model(4)) == first
 
 
 @pytest.mark.parametrize("seed", range(8))

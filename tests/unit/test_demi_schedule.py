@@ -233,11 +233,16 @@ def test_schedules_as_text() -> None:
     assert schedule.amounts[5] == (0.0, 0.0, 1.0, 1.0)
 
 
+def amounts_of(problem: Problem, hosts: list[int]) -> dict[str, tuple[float, ...]]:
+    """Return the amounts of each mini-task in each slot."""
+    schedule = list_schedule(problem, np.array(hosts), Pace.eager(problem))
+    return dict(zip(map(str, schedule.mini_tasks), schedule.amounts, strict=True))
+
+
 def test_a_migration_that_has_begun_is_finished_first() -> None:
     # In the second slot, line 10 alone would prefer expert 1, which has more left to send
     problem = even_problem([[0, 0], [1, 1]], [0, 0], size_E=[3, 4], link_DD=[[2, 2], [2, 2]])
-    schedule = list_schedule(problem, np.array([1, 1]), Pace.eager(problem))
-    amounts = dict(zip(map(str, schedule.mini_tasks), schedule.amounts, strict=True))
+    amounts = amounts_of(problem, [1, 1])
     assert amounts["E0 TRANS 0>1"][:4] == (2.0, 1.0, 0.0, 0.0)
     assert amounts["E1 TRANS 0>1"][:4] == (0.0, 1.0, 2.0, 1.0)
 
@@ -245,8 +250,7 @@ def test_a_migration_that_has_begun_is_finished_first() -> None:
 def test_what_nothing_waits_for_is_done_last() -> None:
     # Worker 0 has its own tokens from the start, but computes the other worker's as they arrive
     problem = even_problem([[3], [3]], [0])
-    schedule = list_schedule(problem, np.array([0]), Pace.eager(problem))
-    amounts = dict(zip(map(str, schedule.mini_tasks), schedule.amounts, strict=True))
+    amounts = amounts_of(problem, [0])
     assert amounts["E0 COMPUTE 1>0"] == (0.0, 1.0, 1.0, 1.0, 0.0, 0.0)
     assert amounts["E0 COMPUTE 0>0"] == (1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
@@ -254,7 +258,6 @@ def test_what_nothing_waits_for_is_done_last() -> None:
 def test_nothing_that_others_wait_for_waits_for_a_way_back() -> None:
     # From the third slot on, ten tokens could go back to worker 1, but others are still to be computed there
     problem = even_problem([[0, 6], [10, 0]], [0, 1], link_DD=[[1, 1], [10, 1]], compute_D=[10, 10])
-    schedule = list_schedule(problem, np.array([0, 1]), Pace.eager(problem))
-    amounts = dict(zip(map(str, schedule.mini_tasks), schedule.amounts, strict=True))
+    amounts = amounts_of(problem, [0, 1])
     assert amounts["E1 DISPATCH 0>1"][:6] == (1.0,) * 6
     assert amounts["E0 COMBINE 0>1"] == (0.0,) * 6 + (1.0,) * 10

@@ -100,18 +100,29 @@ def results(reference: Callable[[], torch.Tensor], variables: list[torch.Tensor]
     return [output, *torch.autograd.grad(output, variables, gradient.double())]
 
 
+def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None = None):
+    """Compute the layer in float64, one slot after another."""
+    output = loop_linear(rows, linear.weight, sizes)
+    if linear.bias is None:
+        return output
+    bias = torch.cat([one.expand(size, -1) for one, size in zip(linear.bias.double(), sizes, strict=True)])
+    return output + (bias if scale is None else bias * scale.double().unsqueeze(1))
+
+
 @sizes_cases
 @width_cases
 @dtype_cases
-@pytest.mark.parametrize("at_once", [False, True], ids=["later", "at once"])
-def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], at_once: bool) -> None:
+@pytest.mark.parametrize("kind", ["no bias", "no bias, at once", "bias", "scaled bias", "bias scaled in float32"])
+def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], kind: str) -> None:
+    """Combine weights, which scale the bias, are float32 while the experts compute in bfloat16."""
     torch.manual_seed(0)
-    linear = new_linear(len(sizes), *widths, dtype, bias=False)
+    linear = new_linear(len(sizes), *widths, dtype, bias=not kind.startswith("no"))
     rows = random(sum(sizes), widths[0], dtype=dtype)
-    computed = Computed(linear, sizes, at_once)
-    found = computed(rows)
+    scale = random(sum(sizes), dtype=torch.float32 if "float32" in kind else dtype) if "scaled" in kind else None
+    computed = Computed(linear, sizes, at_once="at once" in kind)
+    found = computed(rows, scale)
     assert found.dtype == dtype
-    computed.check(found, lambda: loop_linear(rows, linear.weight, sizes), [rows])
+    computed.check(found, lambda: loop_layer(linear, rows, sizes, scale), [rows] if scale is None else [rows, scale])
 
 
 @pytest.mark.parametrize("guests", [0, 1, 2])
@@ -141,45 +152,6 @@ def test_a_grouped_product_leaves_the_rows_of_guests(monkeypatch, guests: int, s
     assert calls == ([torch.tensor(home).cumsum(0).tolist()] * 2 if sum(home) else [])
 
 
-@sizes_cases
-@pytest.mark.parametrize("guests", [0, 1])
-@pytest.mark.parametrize("tail", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_whose_numbers_of_rows_only_the_device_knows(
-    dtype: torch.dtype, tail: int, guests: int, sizes: list[int]
-) -> None:
-    """Rows after those of the last slot hold NaN, and so do their gradients."""
-    torch.manual_seed(0)
-    home = len(sizes)
-    rows = sum(sizes)
-    sizes = [*sizes, *[2] * guests]
-    linear = new_linear(home, 16, 8, dtype, bias=False)
-    used = sum(sizes)
-    for parameter in linear.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    linear.allocate_guests(2)
-    linear.guests.weight.normal_()
-    rows, output_gradient = (
-        torch.cat(
-            [random(used, width, dtype=dtype), torch.full((tail, width), torch.nan, dtype=dtype, device=DEVICE)]
-        ).detach()
-        for width in (16, 8)
-    )
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
-    found = []
-    for split, count in ((DeviceSplit(ends), used + tail), (RowSplit(sizes, DEVICE), used)):
-        linear.guests.weight.main_grad.zero_()
-        gradients = LinearGradients(linear, len(sizes), TorchGemm())
-        inputs = rows[:count].clone().requires_grad_()
-        output = SlotLinear(linear(guests), gradients)(inputs, split)
-        output.backward(output_gradient[:count])
-        (home_gradient,) = gradients.finish()
-        found.append((output[:used], inputs.grad[:used], home_gradient, linear.guests.weight.main_grad.clone()))
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype
-        assert_close(one, other.detach(), dtype)
-
-
 @pytest.fixture
 def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch fill memory that it allocates with NaN."""
@@ -193,21 +165,24 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("tail", [None, 0, 200])
 @pytest.mark.parametrize("guests", [0, 2])
-@pytest.mark.parametrize("widths", [(256, 128), (1024, 512)], ids=str)
-@pytest.mark.parametrize("sizes", [[0, 300, 0, 212, 0], [0, 1, 0, 0, 0], [67, 0, 0, 0, 1000]], ids=str)
+@pytest.mark.parametrize("widths", [(16, 8), (256, 128), (1024, 512)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[0, 300, 0, 212, 0], [0, 1, 0, 0, 0], [67, 0, 0, 0, 1000], [4, 7, 3, 2], [0, 0, 0]], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_free_memory_holds_has_no_influence(
-    unwritten_is_nan, sizes: list[int], widths: tuple[int, int], guests: int, tail: int | None
+    unwritten_is_nan, dtype: torch.dtype, sizes: list[int], widths: tuple[int, int], guests: int, tail: int | None
 ) -> None:
     """Nobody has written the rows after the last end (`tail`; None: the host knows the sizes)."""
     torch.manual_seed(0)
     used = sum(sizes)
     home = len(sizes) - guests
-    linear = new_linear(home, *widths, torch.bfloat16, bias=False)
+    linear = new_linear(home, *widths, dtype, bias=False)
     linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
-    linear.allocate_guests(2)
+    linear.allocate_guests(3)
     linear.guests.weight.normal_()
     weight = torch.cat([linear.weight, linear.guests.weight[:guests]]).detach().double().requires_grad_()
-    rows, gradient = (random(used, width, dtype=torch.bfloat16) for width in widths)
+    rows, gradient = (random(used, width, dtype=dtype) for width in widths)
     expected = results(lambda: loop_linear(rows, weight, sizes), [rows, weight], gradient)
 
     def unwritten(written: torch.Tensor) -> torch.Tensor:
@@ -223,12 +198,14 @@ def test_what_free_memory_holds_has_no_influence(
     output = layer(inputs, RowSplit(sizes, DEVICE) if tail is None else DeviceSplit(ends))
     output.backward(output_gradient)
     (home_gradient,) = gradients.finish()
-    weight_gradient = torch.cat([home_gradient, linear.guests.weight.main_grad[:guests].bfloat16()])
+    guest_gradient = linear.guests.weight.main_grad
+    weight_gradient = torch.cat([home_gradient, guest_gradient[:guests].to(dtype)])
     found = [output[:used], inputs.grad[:used], weight_gradient]
+    assert {one.dtype for one in found} == {dtype}
     for one, other in zip(found, expected, strict=True):
-        assert_close(one, other, torch.bfloat16)
+        assert_close(one, other, dtype)
     empty = [slot for slot, size in enumerate(sizes) if not size]
-    assert not weight_gradient[empty].any()
+    assert not weight_gradient[empty].any() and not guest_gradient[guests:].any()
 
 
 def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
@@ -274,38 +251,6 @@ def new_linear(
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
     return linear
-
-
-def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], scale: torch.Tensor | None):
-    """Compute the layer in float64, one slot after another."""
-    output = loop_linear(rows, linear.weight, sizes)
-    bias = torch.cat([one.expand(size, -1) for one, size in zip(linear.bias.double(), sizes, strict=True)])
-    return output + (bias if scale is None else bias * scale.double().unsqueeze(1))
-
-
-@sizes_cases
-@width_cases
-@dtype_cases
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_bias(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], scaled: bool) -> None:
-    torch.manual_seed(0)
-    linear = new_linear(len(sizes), *widths, dtype)
-    rows = random(sum(sizes), widths[0], dtype=dtype)
-    scale = random(sum(sizes), dtype=dtype) if scaled else None
-    computed = Computed(linear, sizes)
-    found = computed(rows, scale)
-    assert found.dtype == dtype
-    computed.check(found, lambda: loop_layer(linear, rows, sizes, scale), [rows, *([scale] if scaled else [])])
-
-
-def test_scale_in_higher_precision_keeps_the_rows_precision() -> None:
-    """Combine weights are float32 while the experts compute in bfloat16."""
-    linear, rows, scale = new_linear(2, 16, 16, torch.bfloat16), *(random(5, 16, dtype=torch.bfloat16), torch.rand(5))
-    scale = scale.to(DEVICE).requires_grad_()
-    computed = Computed(linear, [2, 3])
-    found = computed(rows, scale)
-    assert found.dtype == torch.bfloat16
-    computed.check(found, lambda: loop_layer(linear, rows, [2, 3], scale), [rows, scale])
 
 
 def test_only_the_bias_needs_a_gradient() -> None:
@@ -435,7 +380,7 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
     probs = random(sum(sizes), dtype=torch.float64)
     experts.by_slot = by_slot
     found = experts(rows, torch.tensor(sizes), probs)
-    first = loop_layer(experts.linear_fc1, rows, sizes, None)
+    first = loop_layer(experts.linear_fc1, rows, sizes)
     weighted = gate(first, activation, clamp, offset) * probs.unsqueeze(1)
     expected = loop_layer(experts.linear_fc2, weighted, sizes, probs)
     assert clamp is None or ((first.abs() > clamp).any() and (first.abs() < clamp).any())

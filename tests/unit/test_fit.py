@@ -57,11 +57,9 @@ def cases(draw: st.DrawFn) -> dict:
     }
 
 
-def fitted(
-    experts: list[list[tuple[int, int]]], loads: list[int], capacities: list[int], slots: list[int], **options: Any
-) -> Fitted:
-    """Return `fit` for pairs (tokens, expert) of each rank."""
-    return fit(overload(experts, loads, capacities, slots, **options), options.get("order", BUSIEST))
+def fitted(*arguments: list, **options: Any) -> Fitted:
+    """Return `fit` for pairs (tokens, expert), loads, capacities and slots of each rank."""
+    return fit(overload(*arguments, **options), options.get("order", BUSIEST))
 
 
 def overload(

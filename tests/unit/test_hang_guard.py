@@ -64,29 +64,31 @@ def alarm_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float | None]:
     return of
 
 
-def test_a_wait_in_one_place_is_a_stall(alarm_after) -> None:
-    assert alarm_after(lambda _: "all_reduce") == pytest.approx(LIMIT, abs=2 * hang_guard.MAX_PERIOD)
+def moving(now: float) -> int:
+    return int(now // 5)
 
 
-def test_going_from_wait_to_wait_without_a_step_is_none(alarm_after) -> None:
-    assert alarm_after(lambda now: f"wait {now // 5}") is None
-    stays = alarm_after(lambda now: f"wait {min(now, 30) // 5}")
-    assert stays == pytest.approx(30 + LIMIT, abs=2 * hang_guard.MAX_PERIOD)
+WAITS: dict[str, tuple[dict[str, object], float | None]] = {
+    "in one place": ({"place": lambda _: "all_reduce"}, 0),
+    "from wait to wait": ({"place": lambda now: f"wait {now // 5}"}, None),
+    "from wait to wait, then in one place": ({"place": lambda now: f"wait {min(now, 30) // 5}"}, 30),
     # The next layer's wait has the same place
-    assert alarm_after(lambda _: "all_reduce", entered=lambda now: int(now // 5)) is None
+    "in one place of different layers": ({"place": lambda _: "all_reduce", "entered": moving}, None),
+    "with steps": ({"place": lambda _: "all_reduce", "steps": moving}, None),
+    "with work of its own": ({"place": lambda now: None if now % 9 < 1 else "all_reduce"}, None),
+    "none": ({"place": lambda _: None}, None),
+    # An operation may block because the launch queue is full, or because it copies to the host implicitly
+    "for a device that hangs": ({"place": lambda _: None, "device_hangs": True}, 0),
+    "for a device, with steps": ({"place": lambda _: None, "device_hangs": True, "steps": moving}, None),
+}
+"""How the main thread waits, and the second from which on it is in one wait."""
 
 
-def test_neither_are_steps_and_work_of_ones_own(alarm_after) -> None:
-    assert alarm_after(lambda _: "all_reduce", steps=lambda now: int(now // 5)) is None
-    assert alarm_after(lambda now: None if now % 9 < 1 else "all_reduce") is None
-    assert alarm_after(lambda _: None) is None
-
-
-def test_a_device_that_hangs_blocks_any_operation(alarm_after) -> None:
-    """An operation may block because the launch queue is full, or because it copies to the host implicitly."""
-    stays = alarm_after(lambda _: None, device_hangs=True)
-    assert stays == pytest.approx(LIMIT, abs=2 * hang_guard.MAX_PERIOD)
-    assert alarm_after(lambda _: None, steps=lambda now: int(now // 5), device_hangs=True) is None
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_in_one_place_is_a_stall(alarm_after, name: str) -> None:
+    waiting, since = WAITS[name]
+    expected = None if since is None else pytest.approx(since + LIMIT, abs=2 * hang_guard.MAX_PERIOD)
+    assert alarm_after(**waiting) == expected
 
 
 def idle_after(position: Position, periods: int, steps: bool = False, seconds: float = 0.5) -> float:
@@ -147,9 +149,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("state", "activity"), [("idle", "busy"), ("hangs", "waited"), ("broken", "waited")])
-def test_the_device_says_whether_code_that_stands_still_waits(
-    state: str, activity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_says_whether_code_that_stands_still_waits(state: str, activity: str, monkeypatch) -> None:
     guard = guard_of(limit=1.0)
     stream = Stream(state)
     monkeypatch.setattr(guard, "_device", 0)

@@ -77,9 +77,7 @@ def test_metavars_are_short_and_choices_are_listed(action: argparse.Action, monk
     ],
 )
 @pytest.mark.parametrize("columns", [80, 120])
-def test_every_name_has_a_line(
-    flag: str, known: Mapping[str, object], columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_name_has_a_line(flag: str, known: Mapping[str, object], columns: int, monkeypatch) -> None:
     listed = re.findall(r"^ {26}(\w+): \S", section(flag, printed(monkeypatch, columns)), re.MULTILINE)
     assert set(listed) == known.keys() and len(listed) == len(known)
 

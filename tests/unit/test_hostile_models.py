@@ -14,10 +14,7 @@ from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.safetensors_files import Weights
 from megatron_balance.convert.torch_dist import Reader
 from tests import hf_models
-
-
-def quiet(text: str) -> None:
-    pass
+from tests.hf_models import quiet, read_json
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +23,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hf")
     hf_models.save("mixtral", directory)
     return directory
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text())
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:

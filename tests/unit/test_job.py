@@ -95,9 +95,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_store_that_is_not_there(
-    listens: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_is_not_there(listens: bool, monkeypatch, capfd) -> None:
     monkeypatch.setattr(job, "SPARE_SECONDS", 0.1)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -42,9 +42,7 @@ def test_nobody_else_ends_the_program_as_if_it_were_done(
     assert ended.value.code == status if not said else str(ended.value.code).startswith(said)
 
 
-def test_a_module_that_leaves_when_it_is_imported_is_a_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_leaves_when_it_is_imported_is_a_users_mistake(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_codecs.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as ended:

@@ -1,9 +1,11 @@
 """training/logging.py and observe/routing.py: output for people and scrapers."""
 
+import copy
 import re
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.calibration import Factors
-from megatron_balance.observe.balance import LayerReport
+from megatron_balance.observe.balance import LayerReport, tensorboard_scalars
 from megatron_balance.observe.routing import LoadRecorder
 from megatron_balance.training.logging import RunLog, flops_per_sample, moe_layer_pattern
 from megatron_balance.training.progress import Progress, StepReport
@@ -28,14 +30,6 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
 def run_config(flags: str = "") -> RunConfig:
     machine = Machine(world_size=1, cuda=False, transformer_engine=False, apex=False)
     return parse_args(f"{FLAGS} {flags}".split(), machine).config
-
-
-@pytest.fixture
-def single_rank(tmp_path: Path) -> Iterator[None]:
-    """Initialize torch.distributed with this process as the only rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def report(iteration: int, loss: float = 6.25, **changes: object) -> StepReport:
@@ -85,7 +79,7 @@ def fields(line: str) -> dict[str, str | None]:
     return match.groupdict()
 
 
-def test_log_line(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_line(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(run_config(), 100, 128)
     lines = printed(log, [report(9, 6.0), report(10, 6.5)], Progress(iteration=10, consumed_samples=320), capsys)
     assert len(lines) == 1
@@ -107,62 +101,64 @@ def balance(**changes: float) -> LayerReport:
 
 NAN = float("nan")
 IDLE = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
-LINES: dict[str, tuple[str, list[StepReport], Progress, list[dict[str, str | None]]]] = {
-    "due every log interval": (
-        "",
+
+
+class Case(NamedTuple):
+    """Reports, and fields of the lines that they give."""
+
+    reports: list[StepReport]
+    expected: list[dict[str, str | None]]
+    progress: Progress = Progress()
+    flags: str = ""
+
+
+LINES = {
+    "due every log interval": Case(
         [report(iteration, loss=float(iteration)) for iteration in range(1, 6)],
-        Progress(),
         [{"iteration": f"{last:8d}", "loss": f"{last - 0.5:.6E}"} for last in (2, 4)],
     ),
-    "times are averaged": (
-        "",
-        [report(1, seconds=0.1), report(2, seconds=0.3)],
-        Progress(),
-        [{"milliseconds": "200.0"}],
-    ),
-    "skipped iterations do not count into losses": (
-        "",
+    "times are averaged": Case([report(1, seconds=0.1), report(2, seconds=0.3)], [{"milliseconds": "200.0"}]),
+    "skipped iterations do not count into losses": Case(
         [report(1, NAN, skipped=True), report(2, 4.0), report(3, skipped=True), report(4, skipped=True)],
-        Progress(skipped_iterations=1),
         [{"loss": f"{4:.6E}", "skipped": "  1"}, {"loss": f"{0:.6E}", "skipped": "  0"}],
+        Progress(skipped_iterations=1),
     ),
-    "nan iterations": ("", [report(1), report(2, NAN)], Progress(nan_iterations=1), [{"nan": "  1", "loss": "NAN"}]),
-    "no norm and no auxiliary loss": (
-        "",
-        [report(2, grad_norm=None, losses={"lm loss": 2.0})],
-        Progress(),
-        [{"norm": None, "balance": None}],
+    "nan iterations": Case([report(1), report(2, NAN)], [{"nan": "  1", "loss": "NAN"}], Progress(nan_iterations=1)),
+    "no norm and no auxiliary loss": Case(
+        [report(2, grad_norm=None, losses={"lm loss": 2.0})], [{"norm": None, "balance": None}]
     ),
     # The report of the second iteration averages two of them, that of the fifth three
-    "balance of iterations without a report": (
-        "--log-interval 5",
+    "balance of iterations without a report": Case(
         [
             report(1),
             report(2, balance={1: balance(hosts_added=1.0, experts_moved=5.0)}),
             *(report(3), report(4)),
             report(5, balance={1: balance(hosts_added=6.0, ratio_before=3.5)}),
         ],
-        Progress(),
         [{"before": "3.00", "hosts": "4", "moved": "2"}],
+        flags="--log-interval 5",
     ),
-    "balance that did nothing": (
-        "",
+    "balance that did nothing": Case(
         [report(n, balance={2: IDLE}) for n in (1, 2)],
-        Progress(),
         [{"before": "2.50", "after": "2.50", "hosts": "0", "megabytes": "0.0"}],
+    ),
+    "throughput": Case(
+        [report(2, global_batch_size=8, seconds=0.5)], [{"throughput": "32.0"}], flags="--log-throughput"
     ),
 }
 
 
-@pytest.mark.parametrize(("flags", "reports", "progress", "expected"), LINES.values(), ids=LINES)
-def test_fields(
-    single_rank: None, capsys: pytest.CaptureFixture[str], flags: str, reports: list, progress: Progress, expected: list
-) -> None:
-    found = [fields(line) for line in printed(RunLog(run_config(flags), 5, 128), reports, progress, capsys)]
+@pytest.mark.parametrize("name", LINES)
+def test_fields(alone: None, capsys, name: str) -> None:
+    reports, expected, progress, flags = LINES[name]
+    log = RunLog(run_config(flags), 5, 128)
+    log.flops_per_sample = 2e12
+    # The log resets counters
+    found = [fields(line) for line in printed(log, reports, copy.copy(progress), capsys)]
     assert [{name: line[name] for name in one} for line, one in zip(found, expected, strict=True)] == expected
 
 
-def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_balance_comes_after_upstreams_fields(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     reports = [
         report(1, balance={1: balance(), 2: balance(ratio_before=3.5)}),
         report(
@@ -184,14 +180,7 @@ def test_balance_comes_after_upstreams_fields(single_rank: None, capsys: pytest.
     assert [fields(without)[name] for name in names] == [None] * 6
 
 
-def test_throughput(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(run_config("--log-throughput"), 5, 128)
-    log.flops_per_sample = 2e12
-    (line,) = printed(log, [report(2, global_batch_size=8, seconds=0.5)], Progress(), capsys)
-    assert fields(line)["throughput"] == "32.0"
-
-
-def test_evaluation(single_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(run_config(), 5, 128)
     log.evaluation("validation", Progress(iteration=7), {"lm loss": 2.0})
     log.evaluation("test", Progress(iteration=7), {"lm loss": 100.0})
@@ -200,19 +189,52 @@ def test_evaluation(single_rank: None, capsys: pytest.CaptureFixture[str]) -> No
     assert "lm loss PPL: 4.851652E+08" in lines[1]
 
 
-def test_tensorboard_keys(single_rank: None, tmp_path: Path) -> None:
-    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} --tensorboard-log-interval 2"), 5, 128)
-    recorded: list[tuple[str, int]] = []
-    log.writers[0].add_scalar = lambda name, value, iteration: recorded.append((name, iteration))
+@pytest.fixture
+def recording(alone: None, tmp_path: Path):
+    """`recording(flags)`: a log that writes to TensorBoard, and the values and iterations that it writes, by name."""
+
+    def of(flags: str = "") -> tuple[RunLog, dict[str, list[tuple[float, int]]]]:
+        log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} {flags}"), 5, 128)
+        recorded = defaultdict(list)
+        log.writers[0].add_scalar = lambda name, *value: recorded[name].append(value)
+        return log, recorded
+
+    return of
+
+
+def test_tensorboard_keys(recording) -> None:
+    log, recorded = recording("--tensorboard-log-interval 2")
     with log:
         for iteration in (1, 2, 3):
             log.step(report(iteration), Progress())
     names = ["lm loss", "load_balancing_loss", "learning-rate", "batch-size", "grad-norm", "loss-scale"]
-    by_samples = [(f"{name} vs samples", 64) for name in names]
-    assert sorted(recorded) == sorted([(name, 2) for name in (*names, "iteration-time", "throughput")] + by_samples)
+    expected = {name: [2] for name in (*names, "iteration-time", "throughput")} | {
+        f"{one} vs samples": [64] for one in names
+    }
+    assert {name: [at for _, at in found] for name, found in recorded.items()} == expected
 
 
-def test_a_run_that_fails_keeps_its_numbers(single_rank: None, tmp_path: Path) -> None:
+def test_tensorboard_has_every_layers_balance(recording) -> None:
+    log, recorded = recording()
+    log.step(report(2), Progress())
+    assert not any(name.startswith("moe/") for name in recorded)
+    layers = {1: balance(), 3: balance(ratio_after=1.75)}
+    log.step(report(3, balance=layers), Progress())
+    found = {name: values for name, values in recorded.items() if name.startswith("moe/")}
+    assert found == {name: [(value, 3)] for name, value in tensorboard_scalars(layers, Factors()).items()}
+    assert recorded["lm loss"] == [(6.25, 2), (6.25, 3)]
+
+
+def test_tensorboard_keys_on_demand(recording) -> None:
+    flags = "--no-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard"
+    log, recorded = recording(flags)
+    log.step(report(1), Progress())
+    log.evaluation("validation", Progress(iteration=1), {"lm loss": 2.0})
+    assert "loss-scale" not in recorded and recorded["world-size"] == [(1, 1)]
+    assert recorded["lm loss validation ppl"] == [(pytest.approx(7.389056), 1)]
+
+
+def test_a_run_that_fails_keeps_its_numbers(alone: None, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path}"), 5, 128)
@@ -227,36 +249,7 @@ def test_a_run_that_fails_keeps_its_numbers(single_rank: None, tmp_path: Path) -
         assert [(event.step, event.value) for event in events.Scalars(tag)] == [(step, 2.5)]
 
 
-def test_tensorboard_has_every_layers_balance(single_rank: None, tmp_path: Path) -> None:
-    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'}"), 5, 128)
-    recorded: dict[str, tuple[float, int]] = {}
-    log.writers[0].add_scalar = lambda name, value, iteration: recorded.update({name: (value, iteration)})
-    log.step(report(2), Progress())
-    assert not any(name.startswith("moe/") for name in recorded)
-    log.step(report(3, balance={1: balance(), 3: balance(ratio_after=1.75)}), Progress())
-    ours = {name: value for name, value in recorded.items() if name.startswith("moe/")}
-    suffixes = ("layer_0", "layer_2", "p50", "p75", "p90", "p95")
-    assert {ours.pop(f"moe/calibration_{name}") for name in Factors._fields} == {(1.0, 3)}
-    assert ours.keys() == {f"moe/{name}_{suffix}" for name in LayerReport._fields for suffix in suffixes}
-    assert [ours[f"moe/ratio_after_{suffix}"] for suffix in suffixes[:3]] == [(1.25, 3), (1.75, 3), (1.5, 3)]
-    assert recorded["lm loss"] == (6.25, 3)
-
-
-def test_tensorboard_keys_on_demand(single_rank: None, tmp_path: Path) -> None:
-    flags = "--no-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard --log-validation-ppl-to-tensorboard"
-    log = RunLog(run_config(f"--tensorboard-dir {tmp_path / 'events'} {flags}"), 5, 128)
-    recorded: dict[str, float] = {}
-    log.writers[0].add_scalar = lambda name, value, iteration: recorded.update({name: value})
-    log.step(report(1), Progress())
-    log.evaluation("validation", Progress(iteration=1), {"lm loss": 2.0})
-    assert "loss-scale" not in recorded
-    assert recorded["world-size"] == 1
-    assert recorded["lm loss validation ppl"] == pytest.approx(7.389056)
-
-
-def test_only_the_last_rank_speaks(
-    single_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_last_rank_speaks(alone: None, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     log = RunLog(run_config(f"--tensorboard-dir {tmp_path}"), 5, 128)
     assert printed(log, [report(2)], Progress(), capsys) == []
@@ -328,17 +321,12 @@ def test_load_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "    1 |     30     10     20     20 |     1.50",
         "   12 |     20     20     20     20 |     1.00",
     ]
-
-
-def test_load_table_widens_for_large_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Large counts widen all lines
     lines = table({1: [123456789, 0]}, monkeypatch)
     assert lines[3] == "    1 | 123456789         0 |     2.00"
     assert len({len(line) for line in lines[1:]}) == 1
-
-
-@pytest.mark.parametrize("loads", [{}, {1: [0, 0]}], ids=["no layers", "no tokens"])
-def test_load_table_without_load(loads: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(table(loads, monkeypatch)) == 3 + len(loads)
+    for loads in ({}, {1: [0, 0]}):
+        assert len(table(loads, monkeypatch)) == 3 + len(loads)
 
 
 def test_load_is_counted_in_training_passes_with_gradients_only() -> None:

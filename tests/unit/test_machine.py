@@ -39,34 +39,28 @@ def without(computer: Machine, *modules: str) -> Machine:
     return dataclasses.replace(computer, unbuilt=frozenset(modules))
 
 
-@pytest.mark.parametrize(
-    ("computer", "flags", "impl", "fused", "noticed"),
-    [
-        (NEITHER, "", "local", "", f"{NO_GRADIENT} {NO_SOFTMAX}"),
-        (NEITHER, f"{NO_GRADIENT} {NO_SOFTMAX}", "local", "", ""),
-        (APEX, "", "local", "gradient softmax persist", ""),
-        (ENGINE, "", "transformer_engine", "rope persist", NO_GRADIENT),
-        (ENGINE, "--transformer-impl local", "local", "rope", f"{NO_GRADIENT} {NO_SOFTMAX}"),
-        (GPU, "", "transformer_engine", "gradient softmax rope persist", ""),
-        (without(APEX, *GRADIENT), "", "local", "softmax persist", NO_GRADIENT),
-        (without(APEX, SOFTMAX[1]), "", "local", "gradient persist", NO_SOFTMAX),
-        (without(GPU, *GRADIENT, *SOFTMAX), "", "transformer_engine", "rope persist", NO_GRADIENT),
-        # Without CUDA, the packages are not used
-        (dataclasses.replace(GPU, cuda=False), "--distributed-backend gloo", "local", "", ""),
-    ],
-    ids=[
-        *(
-            "neither",
-            "neither, none wanted",
-            "apex",
-            "engine",
-            "engine, local layers",
-            "both",
-            "apex without the gradient's kernel",
-        ),
-        *("apex without a softmax", "both, but apex without kernels", "no CUDA"),
-    ],
-)
+FUSIONS = {
+    "neither": (NEITHER, "", "local", "", f"{NO_GRADIENT} {NO_SOFTMAX}"),
+    "neither, none wanted": (NEITHER, f"{NO_GRADIENT} {NO_SOFTMAX}", "local", "", ""),
+    "apex": (APEX, "", "local", "gradient softmax persist", ""),
+    "engine": (ENGINE, "", "transformer_engine", "rope persist", NO_GRADIENT),
+    "engine, local layers": (ENGINE, "--transformer-impl local", "local", "rope", f"{NO_GRADIENT} {NO_SOFTMAX}"),
+    "both": (GPU, "", "transformer_engine", "gradient softmax rope persist", ""),
+    "apex without the gradient's kernel": (without(APEX, *GRADIENT), "", "local", "softmax persist", NO_GRADIENT),
+    "apex without a softmax": (without(APEX, SOFTMAX[1]), "", "local", "gradient persist", NO_SOFTMAX),
+    "both, but apex without kernels": (
+        without(GPU, *GRADIENT, *SOFTMAX),
+        "",
+        "transformer_engine",
+        "rope persist",
+        NO_GRADIENT,
+    ),
+    # Without CUDA, the packages are not used
+    "no CUDA": (dataclasses.replace(GPU, cuda=False), "--distributed-backend gloo", "local", "", ""),
+}
+
+
+@pytest.mark.parametrize(("computer", "flags", "impl", "fused", "noticed"), FUSIONS.values(), ids=FUSIONS)
 def test_fusions_are_those_that_the_machine_has(
     computer: Machine, flags: str, impl: str, fused: str, noticed: str
 ) -> None:

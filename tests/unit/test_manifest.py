@@ -99,32 +99,27 @@ def test_the_head_tells_the_run(own: Path) -> None:
     assert manifest.run_of(own) is None and manifest.run_of(own / "absent") is None
 
 
-@given(names, offsets, st.integers(0, 7))
-def test_a_flipped_bit(checkpoint: Path, name: str, offset: int, bit: int) -> None:
-    def flip(content: bytes) -> bytes:
-        place = offset % len(content)
-        return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+def flip(content: bytes, offset: int, added: bytes) -> bytes:
+    """Flip one bit."""
+    place = offset % len(content)
+    return content[:place] + bytes([content[place] ^ 1 << offset // len(content) % 8]) + content[place + 1 :]
 
-    if name != "empty":
-        damaged = damage(checkpoint, name, flip)
+
+def truncate(content: bytes, offset: int, added: bytes) -> bytes:
+    return content[: offset % len(content)]
+
+
+def insert(content: bytes, offset: int, added: bytes) -> bytes:
+    place = offset % (len(content) + 1)
+    return content[:place] + added + content[place:]
+
+
+@pytest.mark.parametrize("change", [flip, truncate, insert])
+@given(name=names, offset=offsets, added=st.binary(min_size=1, max_size=20))
+def test_a_changed_file_is_named(checkpoint: Path, change: Callable, name: str, offset: int, added: bytes) -> None:
+    if name != "empty" or change is insert:
+        damaged = damage(checkpoint, name, lambda content: change(content, offset, added))
         assert damaged is not None and damaged.path == checkpoint / name and str(checkpoint / name) in str(damaged)
-
-
-@given(names, offsets)
-def test_truncation(checkpoint: Path, name: str, offset: int) -> None:
-    if name != "empty":
-        damaged = damage(checkpoint, name, lambda content: content[: offset % len(content)])
-        assert damaged is not None and damaged.path == checkpoint / name
-
-
-@given(names, st.binary(min_size=1, max_size=20), offsets)
-def test_insertion(checkpoint: Path, name: str, added: bytes, offset: int) -> None:
-    def insert(content: bytes) -> bytes:
-        place = offset % (len(content) + 1)
-        return content[:place] + added + content[place:]
-
-    damaged = damage(checkpoint, name, insert)
-    assert damaged is not None and damaged.path == checkpoint / name
 
 
 @pytest.mark.parametrize("name", EVERY)

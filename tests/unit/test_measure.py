@@ -259,9 +259,7 @@ SHAPE = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 -
         (f"{SHAPE} --expert-model-parallel-size 2", "must divide the number of processes"),
     ],
 )
-def test_mistakes_end_the_tool_before_it_joins_a_job(
-    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_end_the_tool_before_it_joins_a_job(flags: str, message: str, tmp_path, monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit, match=message):

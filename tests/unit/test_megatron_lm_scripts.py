@@ -12,8 +12,6 @@ from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.device.machine import Machine
 from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, counts, reasons, table, without
 
-UNSET = object()
-
 
 def parse(words: list[str], ranks: int) -> CommandLine:
     """Return a checked command line on GPUs, with all notices, or raise the error that a user sees."""

@@ -150,9 +150,7 @@ def test_a_directory_that_is_removed_is_made_again(kind: Kind, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_directory_that_becomes_a_file_costs_a_warning(
-    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_becomes_a_file_costs_a_warning(kind: Kind, tmp_path, caplog) -> None:
     directory = tmp_path / "a"
     writer = kind(directory)
     writer.step(1)
@@ -197,9 +195,7 @@ def test_errors_that_are_not_the_systems_are_raised() -> None:
     assert not attempts.failing
 
 
-def test_memory_is_bounded_while_writing_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_is_bounded_while_writing_fails(monkeypatch, tmp_path, caplog) -> None:
     monkeypatch.setattr(optional, "MOST_BYTES", 1000)
     file = AppendedFile(tmp_path / "file", "--flag value")
     with monkeypatch.context() as patched:

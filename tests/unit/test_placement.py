@@ -4,13 +4,11 @@ import dataclasses
 import pickle
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
-from tests.unit.placements import loads, physicals_of, placements
+from tests.unit.placements import physicals_of, placements
 
 BY_HAND = Placement(
     num_experts=4,
@@ -136,18 +134,6 @@ def test_trimmed_keeps_all_but_slots_that_no_rank_uses(placement: Placement) -> 
     assert physicals_of(trimmed) == [
         [index // stride * shorter + index % stride for index in indices] for indices in physicals_of(placement)
     ]
-
-
-@given(placements(), st.sampled_from(["local_first", "proportional"]), st.data())
-def test_trimmed_sends_every_token_to_the_same_slot(placement: Placement, split: str, data: st.DataObject) -> None:
-    counts_DE = data.draw(loads(placement))
-    trimmed = placement.trimmed
-    whole, short = (
-        make_dispatch_plan(counts_DE, one, split).tokens_DP.view(one.num_ranks, one.num_ranks, -1)
-        for one in (placement, trimmed)
-    )
-    assert torch.equal(whole[:, :, : trimmed.slots_per_rank], short)
-    assert not whole[:, :, trimmed.slots_per_rank :].any()
 
 
 @given(placements(), placements())

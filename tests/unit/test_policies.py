@@ -255,9 +255,6 @@ def test_fastermoe_stops_when_the_next_copy_does_not_pay() -> None:
     assert planned.hosts == ((0, 1, 2, 3), (1,), (2,), (3,))
 
 
-FEW_WORKLOADS = ["hot_rank", "spread_hot_experts", "zero_load"]
-
-
 def test_traces_are_read_by_layout(tmp_path: Path) -> None:
     wide = np.arange(40 * 8).reshape(40, 2, 4)
     narrow = np.ones((3, 1, 2), dtype=np.int64)

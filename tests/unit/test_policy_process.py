@@ -118,9 +118,7 @@ MAKING = {
 
 
 @pytest.mark.parametrize("name", MAKING)
-def test_a_policy_that_cannot_be_made_is_a_users_mistake(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_that_cannot_be_made_is_a_users_mistake(name: str, tmp_path, monkeypatch) -> None:
     (tmp_path / "leaves_at_import.py").write_text("import sys; sys.exit(0)")
     (tmp_path / "exits_at_import.py").write_text("import os; os._exit(0)")
     # Imported as the rank would import it

@@ -23,7 +23,7 @@ from megatron_balance.cli.upstream_flags import refusal
 from tests.disks import small_disk
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-
+Numbers = tuple[Path, list[list[int]]]
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 EOD_OF_NULL = 100
@@ -73,7 +73,7 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     """Return a file of several chunks, and its documents."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 900, size=1000)]
@@ -96,9 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix.with_suffix(".model")
 
 
-def test_round_trip_and_same_bytes_with_any_worker_count(
-    numbers: tuple[Path, list[list[int]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_round_trip_and_same_bytes_with_any_worker_count(numbers: Numbers, tmp_path, capsys) -> None:
     path, documents = numbers
     bad = write(tmp_path / "bad.jsonl", "{", "", "{}")
     found = []
@@ -153,9 +151,7 @@ def test_sentencepiece(tmp_path: Path, output: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=lambda value: value[:20])
-def test_bad_line_ends_the_run(
-    tmp_path: Path, output: Path, line: bytes, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_line_ends_the_run(tmp_path, output: Path, line: bytes, reason: str, capsys) -> None:
     source = write(tmp_path / "in.jsonl", GOOD, "", line, GOOD)
     assert run(source, output, *NULL) == 1
     message = capsys.readouterr().err
@@ -176,13 +172,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, output: Path, capsys
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_the_first_bad_line_is_the_one_reported(
-    numbers: tuple[Path, list[list[int]]],
-    tmp_path: Path,
-    output: Path,
-    workers: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_bad_line_is_the_one_reported(numbers: Numbers, tmp_path, output: Path, workers: str, capsys) -> None:
     late = write(tmp_path / "late.jsonl", numbers[0].read_bytes() + b"{", *["{"] * 5)
     assert run([numbers[0], late], output, *NULL, "--workers", workers) == 1
     assert capsys.readouterr().err.startswith(f"{late}:1001: not JSON")
@@ -219,65 +209,53 @@ def die(*_: object) -> None:
     os._exit(1)
 
 
-@pytest.mark.parametrize(("failure", "status"), [(interrupt, 130), (fill_the_disk, 1)])
-@pytest.mark.parametrize("method", ["add", "finish"])
+@pytest.mark.parametrize(
+    ("place", "failure", "status", "said"),
+    [
+        ("Output.add", interrupt, 130, "nothing was written"),
+        ("Output.add", fill_the_disk, 1, "nothing was written"),
+        ("Output.finish", interrupt, 130, "nothing was written"),
+        ("Output.finish", fill_the_disk, 1, "nothing was written"),
+        ("encode_chunk", die, 1, "--workers 2"),
+    ],
+)
 def test_no_trace_of_a_run_that_was_cut_short(
-    numbers: tuple[Path, list[list[int]]],
-    output: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    failure: object,
-    status: int,
-    method: str,
+    numbers: Numbers, output: Path, monkeypatch, capsys, place: str, failure: object, status: int, said: str
 ) -> None:
-    monkeypatch.setattr(tool.Output, method, failure)
+    monkeypatch.setattr(f"preprocess_data.{place}", failure)
     assert run(numbers[0], output, *NULL, "--workers", "2") == status
-    assert "nothing was written" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
     assert not names(output.parent)
 
 
 @pytest.mark.parametrize("kilobytes", [4, 400])
-def test_a_disk_without_room(
-    numbers: tuple[Path, list[list[int]]], tmp_path: Path, capsys: pytest.CaptureFixture[str], kilobytes: int
-) -> None:
+def test_a_disk_without_room(numbers: Numbers, tmp_path, capsys, kilobytes: int) -> None:
     with small_disk(tmp_path / "disk", kilobytes) as disk:
         assert run(numbers[0], disk / "out" / "run", *NULL) == 1
         assert f"No space left on device: '{disk}/out/run_text_document.bin'; nothing" in capsys.readouterr().err
         assert not names(disk / "out")
 
 
-def test_dead_worker(
-    numbers: tuple[Path, list[list[int]]],
-    output: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(tool, "encode_chunk", die)
-    assert run(numbers[0], output, *NULL, "--workers", "2") == 1
-    assert "--workers 2" in capsys.readouterr().err
-    assert not names(output.parent)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--input", "/no/such/file"], "--input: /no/such/file: no such file"),
-        (["--input", str(TOOLS)], "is a directory"),
-        (["--workers", "0"], "--workers: 0: give an integer of at least 1"),
-        (["--workers", "two"], "--workers: two: give an integer of at least 1"),
-        (["--on-bad-line", "ignore"], "--on-bad-line: invalid choice: 'ignore'"),
-        (["--json-keys", "text", "text"], "--json-keys text text"),
-        (["--json-keys", "a/b"], "--json-keys 'a/b'"),
+        (["--input", "/no/such/file", *NULL], "--input: /no/such/file: no such file"),
+        (["--input", str(TOOLS), *NULL], "is a directory"),
+        (["--workers", "0", *NULL], "--workers: 0: give an integer of at least 1"),
+        (["--workers", "two", *NULL], "--workers: two: give an integer of at least 1"),
+        (["--on-bad-line", "ignore", *NULL], "--on-bad-line: invalid choice: 'ignore'"),
+        (["--json-keys", "text", "text", *NULL], "--json-keys text text"),
+        (["--json-keys", "a/b", *NULL], "--json-keys 'a/b'"),
+        (["--output-prefix", f"{__file__}/run", *NULL], f"--output-prefix {__file__}/run"),
+        ([], "--tokenizer-type: not given"),
+        (["--tokenizer-type", "NullTokenizer"], "also give --vocab-size"),
         (["--tokenizer-type", "GPTSentencePieceTokenizer"], "also give --tokenizer-model"),
         (["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", __file__], f"model {__file__}"),
-        (["--output-prefix", f"{__file__}/run"], f"--output-prefix {__file__}/run"),
     ],
 )
-def test_wrong_flags(
-    tmp_path: Path, output: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags(tmp_path: Path, output: Path, flags: list[str], message: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run(write(tmp_path / "in.jsonl", GOOD), output, *NULL, *flags)
+        run(write(tmp_path / "in.jsonl", GOOD), output, *flags)
     assert message in capsys.readouterr().err
     assert not output.parent.exists()
 
@@ -307,9 +285,7 @@ def test_flags_of_megatrons_tool(tmp_path: Path, output: Path, text: str, capsys
 
 
 @pytest.mark.parametrize("kind", [gzip, bz2, lzma])
-def test_compressed_input(
-    numbers: tuple[Path, list[list[int]]], tmp_path: Path, output: Path, kind: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compressed_input(numbers: Numbers, tmp_path, output: Path, kind: Any, capsys) -> None:
     path, documents = numbers
     text = path.read_bytes()
     half = text.index(b"\n", len(text) // 2) + 1
@@ -339,9 +315,7 @@ def test_compressed_input(
     ],
     ids=range(10),
 )
-def test_what_cannot_be_decompressed_is_named(
-    tmp_path: Path, output: Path, content: bytes, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_decompressed_is_named(tmp_path, output: Path, content: bytes, message: str, capsys) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(content)
     assert run(source, output, *NULL, "--on-bad-line", "skip") == 1
@@ -349,15 +323,6 @@ def test_what_cannot_be_decompressed_is_named(
     assert error.startswith(f"{source}: ") and message in error and error.endswith("nothing was written\n")
     assert train_tokenizer.main(["--input", str(source), "--output-prefix", str(output), "--vocab-size", "400"]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_missing_tokenizer_flags(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write(tmp_path / "in.jsonl", GOOD)
-    null = ["--tokenizer-type", "NullTokenizer"]
-    for flags, message in (([], "--tokenizer-type: not given"), (null, "also give --vocab-size")):
-        with pytest.raises(SystemExit, match="2"):
-            run(source, output, *flags)
-        assert message in capsys.readouterr().err
 
 
 def test_append_eod_needs_a_token(tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:

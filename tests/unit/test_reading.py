@@ -105,9 +105,7 @@ def test_files_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind
     ("content", "said"),
     [(b"--lr\0 1", "byte 5 is zero"), (b"--l\xff", "invalid start byte at byte 4"), (b"'" * 9, "line 1: ")],
 )
-def test_files_of_flags_that_are_no_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
-) -> None:
+def test_files_of_flags_that_are_no_text(tmp_path, capsys, content: bytes, said: str) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(SystemExit):
         build_parser().parse_args([f"@{tmp_path / 'file'}"])

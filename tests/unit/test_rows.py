@@ -1,5 +1,6 @@
 """flow/rows.py: rows and their sums equal dense ones and megatron-core's, are deterministic, and cause no waits."""
 
+import contextlib
 from collections.abc import Iterator
 from random import Random
 
@@ -116,28 +117,27 @@ def with_chunks(tokens: int, columns: int, topk: int, seed: int) -> torch.Tensor
     return (routing_TP & (torch.rand(tokens, 1, generator=generator) < 5 / 6)).to(DEVICE)
 
 
-def forward_and_backward(ours: bool, routing_TP: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return rows, weights, output and gradients of one pass with scaled rows."""
+def forward_and_backward(
+    ours: bool, routing_TP: torch.Tensor, dtype: torch.dtype, operators=None
+) -> list[torch.Tensor]:
+    """Return rows, weights, output and gradients of one pass with scaled rows, recorded by `operators`."""
     torch.manual_seed(1)
     tokens_TH = random(len(routing_TP), 40, dtype=dtype)
     probs_TP = random(*routing_TP.shape, dtype=torch.float32)
+    gradient_TH = torch.randn_like(tokens_TH)
     count = int(routing_TP.sum())
-    if ours:
-        order = row_order(routing_TP, count)
-        rows_RH = gather_rows(tokens_TH, order)
-        probs_R = gather_weights(probs_TP, order)
-
-        def combined(rows_RH: torch.Tensor) -> torch.Tensor:
-            return combine(rows_RH, order)
-    else:
-        rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
-
-        def combined(rows_RH: torch.Tensor) -> torch.Tensor:
-            return unpermute(rows_RH, order, restore_shape=tokens_TH.shape, routing_map=routing_TP)
-
-    assert probs_R is not None
-    output = combined((rows_RH * probs_R.unsqueeze(1)).to(dtype))
-    gradients = torch.autograd.grad(output, (tokens_TH, probs_TP), torch.randn_like(output))
+    with operators or contextlib.nullcontext():
+        if ours:
+            order = row_order(routing_TP, count)
+            rows_RH = gather_rows(tokens_TH, order)
+            probs_R = gather_weights(probs_TP, order)
+            output = combine((rows_RH * probs_R.unsqueeze(1)).to(dtype), order)
+        else:
+            rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
+            assert probs_R is not None
+            scaled_RH = (rows_RH * probs_R.unsqueeze(1)).to(dtype)
+            output = unpermute(scaled_RH, order, restore_shape=tokens_TH.shape, routing_map=routing_TP)
+        gradients = torch.autograd.grad(output, (tokens_TH, probs_TP), gradient_TH)
     return [rows_RH.detach(), probs_R.detach(), output.detach(), *gradients]
 
 
@@ -172,22 +172,10 @@ def test_same_bits_every_time(dtype: torch.dtype) -> None:
 
 def test_nothing_varies_and_nothing_waits_on_cuda() -> None:
     routing_TP = with_chunks(50, 12, topk=4, seed=4)
-    tokens_TH = random(50, 8)
-    probs_TP = random(50, 12)
-    count = int(routing_TP.sum())
     found = []
     for ours in (True, False):
-        with Operators() as operators:
-            if ours:
-                order = row_order(routing_TP, count)
-                rows_RH = gather_rows(tokens_TH, order)
-                probs_R = gather_weights(probs_TP, order)
-                output = combine(rows_RH * probs_R.unsqueeze(1), order)
-            else:
-                rows_RH, probs_R, order, *_ = permute(tokens_TH, routing_TP, probs=probs_TP, num_out_tokens=count)
-                assert probs_R is not None
-                output = unpermute(rows_RH * probs_R.unsqueeze(1), order, tokens_TH.shape, routing_map=routing_TP)
-            output.square().sum().backward()
+        operators = Operators()
+        forward_and_backward(ours, routing_TP, torch.float64, operators)
         found.append((operators.nondeterministic, operators.waiting))
     assert found[0] == ([], [])
     assert found[1][0] == ["aten.scatter_add_.default", "aten.index_add.default"], "of megatron-core's"

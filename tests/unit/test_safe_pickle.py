@@ -23,12 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, strategies
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_balance.checkpoint import safe_pickle
 from megatron_balance.checkpoint.loading import common_of, sharing
@@ -124,17 +119,6 @@ def test_what_megatron_core_saves_passes(checkpoint: Path) -> None:
     assert len(getattr(metadata, "all_local_plans", [None, None])) == 2
 
 
-def test_a_large_metadata_in_frames_and_batches(own: Path) -> None:
-    metadata = pickle.loads((own / ".metadata").read_bytes())
-    weight = metadata.state_dict_metadata["scalar"]
-    metadata.state_dict_metadata |= {f"{index}.{'long' * 70}": weight for index in range(3000)}
-    info = next(iter(metadata.storage_data.values()))
-    metadata.storage_data |= {MetadataIndex(f"{index}", [index, 2**36]): info for index in range(3000)}
-    for protocol in (4, 5):
-        (own / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
-        assert vars(read_metadata(own)) == vars(metadata)
-
-
 PICKLES = hostile.CALLS | hostile.PLACES | hostile.OPCODES
 
 
@@ -205,8 +189,9 @@ def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
             metadata = read_metadata(directory)
     except Damaged:
         return
-    # Accepted metadata equals the result of pickle, which also refuses a last frame that is too long
-    with contextlib.suppress(pickle.UnpicklingError, AttributeError):
+    # Accepted metadata equals the result of pickle, which also refuses a last frame that is too long. Metadata that
+    # contains itself cannot be compared
+    with contextlib.suppress(pickle.UnpicklingError, AttributeError, RecursionError):
         assert vars(metadata) == vars(pickle.loads(content))
 
 
@@ -239,16 +224,11 @@ def legacy(obj: Any) -> bytes:
 
 
 OBJECTS: dict[str, hostile.Payload] = {
-    "zip": lambda canary: zipped([touch(canary)]),
     "zip, nested": lambda canary: zipped({"rng": [torch.ones(2), {"state": (1, touch(canary))}]}),
-    "zip, eval": lambda canary: zipped([hostile.Call(eval, hostile.code(canary))]),
     "zip, chained": lambda canary: zipped([hostile.Call(hostile.FREE_LOAD, io.BytesIO(legacy(touch(canary))))]),
     "zip, state of a tensor": lambda canary: zipped(hostile.with_attribute(torch.ones(2), "more", touch(canary))),
-    "legacy": lambda canary: legacy([touch(canary)]),
     "legacy, nested": lambda canary: legacy({"rng": [torch.ones(2), {"state": (1, touch(canary))}]}),
     "bare pickle": lambda canary: pickle.dumps(touch(canary), protocol=2),
-    "bare pickle of protocol 4": lambda canary: saved(touch(canary)),
-    "bare pickle of protocol 0": lambda canary: pickle.dumps(touch(canary), protocol=0),
 }
 
 
@@ -264,33 +244,27 @@ def replace_object(directory: Path, name: str, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.parametrize("name", ["rng/shard_1_2", "common.pt"])
 @pytest.mark.parametrize("payload", OBJECTS.values(), ids=OBJECTS)
-def test_a_hostile_object_is_named_and_does_not_run(own: Path, payload: hostile.Payload) -> None:
+def test_a_hostile_object_is_named_and_does_not_run(
+    own: Path, payload: hostile.Payload, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     canary = own / "canary"
     content = payload(canary)
-    path = replace_object(own, "rng/shard_1_2", content)
-    with pytest.raises(Damaged, match=r"rng/shard_1_2 is not safe to read: UnpicklingError") as error:
-        check_pickles(own)
-    assert not canary.exists()
-    assert error.value.path == path
-    # torch.distributed.checkpoint's load planner reads like this
-    assert runs(lambda: torch.load(io.BytesIO(content), weights_only=False), canary)
-
-
-@pytest.mark.parametrize("payload", OBJECTS.values(), ids=OBJECTS)
-def test_a_hostile_common_is_named_and_does_not_run(
-    own: Path, payload: hostile.Payload, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = own / "common.pt"
-    canary = own / "canary"
-    path.write_bytes(payload(canary))
+    if name == "common.pt":
+        path = own / name
+        path.write_bytes(content)
+    else:
+        path = replace_object(own, name, content)
     # With this variable, megatron-core's own call reads without restrictions
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    with pytest.raises(Damaged, match=r"common\.pt: is not safe to read: UnpicklingError") as error:
+    with pytest.raises(Damaged, match=rf"{name}:? is not safe to read: UnpicklingError") as error:
         check_pickles(own)
     assert not canary.exists()
     assert error.value.path == path
-    assert runs(lambda: torch.load(path, map_location="cpu"), canary)
+    # torch.distributed.checkpoint's load planner and megatron-core read like this
+    assert runs(lambda: torch.load(io.BytesIO(content), weights_only=False), canary)
+    assert runs(lambda: torch.load(io.BytesIO(content), map_location="cpu"), canary)
 
 
 def save_new_member(path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +282,7 @@ def test_a_new_enumeration_of_megatrons_is_read_as_something_foreign(own: Path, 
     assert args.num_layers == 3 and isinstance(args.backend, Foreign)
     with pytest.raises(Damaged, match=r"not safe to read: .* megatron\.core\.new_enums\.NewBackend"):
         check_pickles(own)
-
-
-def test_another_new_class_is_refused_with_a_remedy(own: Path, monkeypatch) -> None:
+    # Another new class is refused with a remedy
     save_new_member(own / "common.pt", "new_enums", monkeypatch)
     with pytest.raises(Damaged, match=r"new_enums\.NewBackend .*; save the checkpoint again without it"):
         read_common(own)

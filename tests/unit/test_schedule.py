@@ -61,18 +61,13 @@ def trainings(draw: st.DrawFn) -> tuple[TrainConfig, int]:
 
 
 @given(trainings())
-def test_run_length_equals_the_model(training: tuple[TrainConfig, int]) -> None:
+def test_length_and_batch_sizes_are_those_of_the_model(training: tuple[TrainConfig, int]) -> None:
     train, ranks = training
     sizes = model_batch_sizes(train)
     assert run_length(train, ranks) == Length(len(sizes), sum(sizes))
-
-
-@given(trainings())
-def test_batch_schedule_follows_the_model(training: tuple[TrainConfig, int]) -> None:
-    train, ranks = training
     batches = build_batch_schedule(train, ranks)
     consumed = 0
-    for size in model_batch_sizes(train):
+    for size in sizes:
         batches.update(consumed, consistency_check=True)
         assert batches.get_current_running_global_batch_size() == size
         assert batches.get() * train.micro_batch_size * ranks == size
@@ -143,20 +138,12 @@ def values(schedule: OptimizerParamScheduler, iterations: int, name: str) -> lis
     return found
 
 
-def linear(iteration: int, warmup: int, decay: int) -> float:
-    if iteration <= warmup and warmup:
-        return PEAK * iteration / warmup
-    return max(FLOOR, PEAK - (PEAK - FLOOR) * (iteration - warmup) / (decay - warmup))
+def shape(style: str, share: float) -> float:
+    """Return how much of the decay is left after a share of it."""
+    return 1 - share if style == "linear" else (1 + math.cos(math.pi * share)) / 2
 
 
-def cosine(iteration: int, warmup: int, decay: int) -> float:
-    if iteration <= warmup and warmup:
-        return PEAK * iteration / warmup
-    share = min(1.0, (iteration - warmup) / (decay - warmup))
-    return FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * share)) / 2
-
-
-@pytest.mark.parametrize(("style", "model"), [("linear", linear), ("cosine", cosine)])
+@pytest.mark.parametrize("style", ["linear", "cosine"])
 @pytest.mark.parametrize(
     ("settings", "warmup", "decay"),
     [
@@ -170,20 +157,28 @@ def cosine(iteration: int, warmup: int, decay: int) -> float:
     ],
     ids=str,
 )
-def test_learning_rate(style: str, model: object, settings: dict, warmup: int, decay: int) -> None:
+def test_learning_rate(style: str, settings: dict, warmup: int, decay: int) -> None:
     rates = values(scheduler(lr_decay_style=style, **settings), 10, "lr")
-    assert rates == pytest.approx([model(iteration, warmup, decay) for iteration in range(11)])
+    rising = [PEAK * iteration / warmup for iteration in range(warmup)]
+    shares = [min(1.0, (iteration - warmup) / (decay - warmup)) for iteration in range(warmup, 11)]
+    assert rates == pytest.approx(rising + [FLOOR + (PEAK - FLOOR) * shape(style, share) for share in shares])
 
 
-def test_constant_after_warmup_from_a_start() -> None:
-    rates = values(scheduler(lr_decay_style="constant", lr_warmup_iters=2, lr_warmup_init=0.5), 4, "lr")
-    assert rates == pytest.approx([0.5, 0.75, 1, 1, 1])
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
 
 
-@pytest.mark.parametrize("annealing", [{"lr_wsd_decay_iters": 2}, {"lr_wsd_decay_samples": 8}], ids=str)
-def test_wsd_anneals_at_the_end(annealing: dict) -> None:
-    settings = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", **annealing}
-    assert values(scheduler(**settings), 10, "lr") == pytest.approx([PEAK] * 9 + [0.55, FLOOR])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_decay_style": "constant", "lr_warmup_iters": 2, "lr_warmup_init": 0.5}, [0.5, 0.75] + [PEAK] * 9),
+        (WSD | {"lr_wsd_decay_iters": 2}, [PEAK] * 9 + [0.55, FLOOR]),
+        (WSD | {"lr_wsd_decay_samples": 8}, [PEAK] * 9 + [0.55, FLOOR]),
+        ({"train_samples": 42}, [PEAK - (PEAK - FLOOR) * 4 * iteration / 42 for iteration in range(11)]),
+    ],
+    ids=str,
+)
+def test_other_learning_rates(settings: dict, expected: list[float]) -> None:
+    assert values(scheduler(**settings), 10, "lr") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +193,6 @@ def test_a_resumed_schedule_comes_from_the_side_asked_for(settings: dict, expect
     assert resumed.max_lr == expected
     with pytest.raises(AssertionError, match="do not match"):
         scheduler().load_state_dict(saved)
-
-
-def test_decay_is_over_the_samples_asked_for() -> None:
-    schedule = scheduler(train_samples=42)
-    assert values(schedule, 10, "lr")[-1] == pytest.approx(PEAK - (PEAK - FLOOR) * 40 / 42)
 
 
 @pytest.mark.parametrize(
@@ -235,15 +225,11 @@ def test_weight_decay(settings: dict, expected: list[float]) -> None:
         ),
         ({"start_weight_decay": 0.1}, "--start-weight-decay 0.1: choose 0 to --end-weight-decay 0.05"),
         ({"end_weight_decay": 0.1}, "--weight-decay-incr-style constant: .*use linear or cosine"),
+        ({"min_lr": -1.0}, "--min-lr -1.0: choose 0 to --lr 1.0"),
+        ({"min_lr": 2.0}, "--min-lr 2.0: choose 0 to --lr 1.0"),
     ],
     ids=str,
 )
 def test_contradictions(settings: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         scheduler(**settings)
-
-
-@pytest.mark.parametrize("min_lr", [-1.0, 2.0])
-def test_minimum_above_the_learning_rate(min_lr: float) -> None:
-    with pytest.raises(ValueError, match=f"--min-lr {min_lr}: choose 0 to --lr 1.0"):
-        scheduler(min_lr=min_lr)

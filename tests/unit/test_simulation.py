@@ -4,7 +4,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +27,16 @@ CLUSTER = ("--cluster", "configs/clusters/h100.yaml")
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """`run(*arguments, flags=FLAGS)` simulates from the root, and returns what the command writes about each run."""
     monkeypatch.chdir(ROOT)
 
+    def of(*arguments: str, flags: str = FLAGS) -> list[dict[str, Any]]:
+        found = tmp_path / "found.json"
+        assert simulate.main([*CLUSTER, *arguments, "--json", str(found), *flags.split()]) == 0
+        return json.loads(found.read_text())
 
-def run(*arguments: str, flags: str = FLAGS) -> None:
-    assert simulate.main([*CLUSTER, *arguments, *flags.split()]) == 0
+    return of
 
 
 def test_the_command_prints_a_table() -> None:
@@ -41,11 +47,10 @@ def test_the_command_prints_a_table() -> None:
     assert "iteration, ms" in ended.stdout
 
 
-def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
+def test_a_policy_helps_where_loads_are_uneven(run, tmp_path: Path) -> None:
     options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "3", "--plan-ms", "1", "--trace-ranks", "0", "31"]
-    files = ["--json", str(tmp_path / "found.json"), "--trace", str(tmp_path / "trace.json")]
-    run(*options, *files, "--compare", "balance-policy=none,quota")
-    none, quota = json.loads((tmp_path / "found.json").read_text())
+    trace = ["--trace", str(tmp_path / "trace.json")]
+    none, quota = run(*options, *trace, "--compare", "balance-policy=none,quota")
     assert quota["seconds"] < 0.7 * none["seconds"]
     # The same tokens are computed, only elsewhere
     assert quota["mean_seconds"]["experts"] == pytest.approx(none["mean_seconds"]["experts"], rel=1e-3)
@@ -56,20 +61,18 @@ def test_a_policy_helps_where_loads_are_uneven(tmp_path: Path) -> None:
         assert {event["pid"] for event in events} == {0, 31}
 
 
-def test_plans_on_exact_loads_are_waited_for(tmp_path: Path) -> None:
+def test_plans_on_exact_loads_are_waited_for(run) -> None:
     options = ["--nodes", "2", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "3"]
     flags = FLAGS.replace("--balance-overlap blockwise", "--balance-policy quota --balance-load exact")
-    run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
-    (found,) = json.loads((tmp_path / "found.json").read_text())
+    (found,) = run(*options, flags=flags)
     # Two layers on each stage wait for a plan and for Trans, once in an iteration
     assert found["mean_seconds"]["Plan"] == pytest.approx(2 * 3e-3)
     assert found["mean_seconds"]["Trans"] > 0 and found["mean_seconds"]["Agg"] > 0
 
 
-def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
+def test_even_loads_wait_for_nobody(run) -> None:
     flags = FLAGS.replace("--balance-overlap blockwise", "")
-    run("--nodes", "2", "--json", str(tmp_path / "found.json"), flags=flags)
-    (found,) = json.loads((tmp_path / "found.json").read_text())
+    (found,) = run("--nodes", "2", flags=flags)
     assert found["mean_seconds"].get("others' experts", 0.0) == pytest.approx(0.0, abs=1e-9)
     assert "Trans" not in found["mean_seconds"]
 
@@ -77,23 +80,21 @@ def test_even_loads_wait_for_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("common", "hidden"), [("", "--overlap-grad-reduce"), ("--overlap-grad-reduce", "--overlap-param-gather")]
 )
-def test_reductions_and_gathers_are_hidden(tmp_path: Path, common: str, hidden: str) -> None:
+def test_reductions_and_gathers_are_hidden(run, common: str, hidden: str) -> None:
     seconds = []
     for more in ("", hidden):
         flags = FLAGS.replace("--balance-overlap blockwise", f"{common} {more}").replace("size 64", "size 128")
-        run("--nodes", "8", "--json", str(tmp_path / "found.json"), flags=flags)
-        (found,) = json.loads((tmp_path / "found.json").read_text())
+        (found,) = run("--nodes", "8", flags=flags)
         seconds.append((found["seconds"], found["mean_seconds"]["reduction"]))
     (late, late_wait), (early, early_wait) = seconds
     assert early < late and early_wait < 0.9 * late_wait
 
 
-def test_stages_may_have_no_experts(tmp_path: Path) -> None:
+def test_stages_may_have_no_experts(run, tmp_path: Path) -> None:
     pattern = "--moe-layer-freq ([0]*2+[1]*2) --overlap-grad-reduce --overlap-param-gather"
     options = ["--nodes", "4", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "1", "--over-even"]
-    files = ["--json", str(tmp_path / "found.json"), "--html", str(tmp_path / "page.html")]
-    run(*options, *files, "--compare", "balance-policy=none,quota", flags=f"{FLAGS} {pattern}")
-    even, none, quota = json.loads((tmp_path / "found.json").read_text())
+    compare = ["--html", str(tmp_path / "page.html"), "--compare", "balance-policy=none,quota"]
+    even, none, quota = run(*options, *compare, flags=f"{FLAGS} {pattern}")
     assert even["label"] == "even" and even["seconds"] < quota["seconds"] < none["seconds"]
     # Half of the ranks have experts
     assert 0 < none["mean_seconds"]["experts"] < none["mean_seconds"]["others' experts"]
@@ -105,14 +106,13 @@ def test_stages_may_have_no_experts(tmp_path: Path) -> None:
         assert (text in page) == (text != "pro_prophet")
 
 
-def test_experts_change_owners_once(tmp_path: Path) -> None:
+def test_experts_change_owners_once(run) -> None:
     times = []
     seconds = []
     flags = f"{FLAGS} --num-experts 32 --balance-policy flexmoe --balance-ownership transfer"
     for iterations in range(1, 5):
         options = ["--nodes", "4", "--load", "zero_load", "--iterations", str(iterations), "--plan-ms", "1"]
-        run(*options, "--json", str(tmp_path / "found.json"), flags=flags)
-        (found,) = json.loads((tmp_path / "found.json").read_text())
+        (found,) = run(*options, flags=flags)
         times.append(found["in_progress_seconds"].get("Transfer", 0.0))
         assert all(most <= 1 for _, most in found["busy"].values())
         seconds.append(found["seconds"])
@@ -132,18 +132,16 @@ def test_experts_change_owners_once(tmp_path: Path) -> None:
         (["--nodes", "2", "--iterations", "0"], "", "--iterations 0"),
     ],
 )
-def test_a_mistake_is_named(arguments: list[str], more: str, message: str) -> None:
+def test_a_mistake_is_named(run, arguments: list[str], more: str, message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         run(*arguments, flags=f"{FLAGS} --balance-policy quota {more}")
 
 
-def test_plans_of_every_policy_take_time(tmp_path: Path) -> None:
+def test_plans_of_every_policy_take_time(run) -> None:
     policies = [name for name in registered() if name != "none"]
     options = ["--nodes", "2", "--load", "hot_rank", "--iterations", "2", "--plan-ms", "5"]
     flags = FLAGS.replace("--balance-overlap blockwise", "--balance-guest-slots 3")
-    compare = ["--json", str(tmp_path / "found.json"), "--compare", f"balance-policy=none,{','.join(policies)}"]
-    run(*options, *compare, flags=flags)
-    none, *others = json.loads((tmp_path / "found.json").read_text())
+    none, *others = run(*options, "--compare", f"balance-policy=none,{','.join(policies)}", flags=flags)
     assert "Plan" not in none["in_progress_seconds"] and [one["label"] for one in others] == policies
     for one in others:
         # Two layers on each of two stages, and one team on each
@@ -154,23 +152,15 @@ def test_plans_of_every_policy_take_time(tmp_path: Path) -> None:
 
 def test_a_run_without_a_policy_keeps_its_other_flags() -> None:
     flags = [
-        "--bf16",
-        "--balance-overlap",
-        "blockwise",
-        "@model.args",
-        "--balance-guest-slots",
-        "3",
-        "--seq-length",
-        "8",
+        *("--bf16", "--balance-overlap", "blockwise", "@model.args"),
+        *("--balance-guest-slots", "3", "--seq-length", "8"),
     ]
     (_, none), (_, quota) = simulate._variants("balance-policy=none,quota", flags)
     assert none == ["--bf16", "@model.args", "--seq-length", "8", "--balance-policy", "none"]
     assert quota == [*flags, "--balance-policy", "quota"]
 
 
-def test_progress_is_a_line_every_some_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_a_line_every_some_seconds(monkeypatch, capsys) -> None:
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0, 30.0, 30.0])
     monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now))
     show = simulate._progress("run")

@@ -130,38 +130,30 @@ def test_a_thread_that_waits_for_a_handle_waits(handle: Handle) -> None:
     assert place.startswith("finish (test_stall.py:")
 
 
-def test_a_collective_that_is_recorded_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_that_is_recorded_waits(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends may wait inside the method of ProcessGroup, below the recorder's frame."""
     seen: list[str | None] = []
 
     def blocked(group: dist.ProcessGroup, *_: object) -> None:
         seen.append(waits_in(sys._getframe(1)))
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(dist.ProcessGroup, "allreduce", blocked)
-        with Collectives().recorded() as collectives:
-            dist.all_reduce(torch.zeros(5))
-    finally:
-        dist.destroy_process_group()
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", blocked)
+    with Collectives().recorded() as collectives:
+        dist.all_reduce(torch.zeros(5))
     assert seen[0] is not None and seen[0].startswith("all_reduce < test_a_collective_that_is_recorded_waits (")
     (channel,) = collectives.record().values()
     assert channel.at(1).verb == "all-reduces" and channel.at(1).sizes == (5,)
 
 
 @pytest.mark.parametrize("recorder", [Collectives(kept=2), OrderedCollectives()])
-def test_collectives_work_on_after_they_were_recorded(recorder: Collectives) -> None:
+def test_collectives_work_on_after_they_were_recorded(alone: None, recorder: Collectives) -> None:
     methods = {**vars(dist.ProcessGroup)}, {**vars(dist.Work)}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with recorder.recorded() as collectives:
-            for _ in range(3):
-                dist.all_reduce(torch.zeros(5))
-        assert methods == ({**vars(dist.ProcessGroup)}, {**vars(dist.Work)})
-        dist.all_reduce(torch.zeros(5))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    with recorder.recorded() as collectives:
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(5))
+    assert methods == ({**vars(dist.ProcessGroup)}, {**vars(dist.Work)})
+    dist.all_reduce(torch.zeros(5))
+    dist.barrier()
     (channel,) = collectives.record().values()
     assert (channel.first, channel.last) == ((2, 3) if recorder.kept else (1, 3))
     assert collectives.entered == 3

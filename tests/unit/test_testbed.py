@@ -61,9 +61,7 @@ def test_mistakes_name_their_flag(arguments: tuple, message: str, capsys: pytest
 
 
 @pytest.mark.parametrize("obstacle", ["user", "tools"])
-def test_a_machine_that_cannot_is_told_so_in_one_line(
-    obstacle: str, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_machine_that_cannot_is_told_so_in_one_line(obstacle: str, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000 if obstacle == "user" else 0)
     if obstacle == "tools":
         monkeypatch.setenv("PATH", str(tmp_path))

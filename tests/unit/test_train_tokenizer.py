@@ -101,9 +101,7 @@ def test_vocabulary_the_corpus_cannot_fill(tmp_path: Path, model_type: str, caps
         ('{"text": ""}', (), "--input: the files hold no text"),
     ],
 )
-def test_what_cannot_be_trained(
-    tmp_path: Path, line: str, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_trained(tmp_path, line: str, flags: tuple[str, ...], message: str, capsys) -> None:
     (tmp_path / "in.jsonl").write_text(f"{line}\n")
     assert run(tmp_path / "in.jsonl", tmp_path / "m", *flags) == 1
     assert message in capsys.readouterr().err
