@@ -159,7 +159,7 @@ class Int8(Codec):
 
 @dataclass(frozen=True)
 class Zfp(Codec):
-    """Compresses CPU tensors by zfp, by default to 8 bits per element; 4 elements share an exponent.
+    """Compresses CPU tensors by zfp, to 8 bits per element; 4 elements share an exponent.
 
     The error is <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer.
     This is the worst case. Of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
