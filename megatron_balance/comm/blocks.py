@@ -1,4 +1,4 @@
-"""Reorders blocks of rows: by one gather of rows on a device, by concatenation of blocks on a CPU.
+"""Reorders blocks of rows by one gather of rows.
 
 A block is a run of consecutive rows that stay together, such as the rows of one source for one slot. The host knows all
 sizes. One copy takes two numbers per block to the device, for all moves of a layer, and a kernel expands them to the
@@ -7,6 +7,7 @@ index of each row. Without Triton, the copy takes the indices. Nothing waits for
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,45 +40,24 @@ class BlockMove(NamedTuple):
         return BlockMove(self.sizes_X[self.order_X], place_X)
 
 
+@dataclass(frozen=True, eq=False)
 class Gather:
     """Moves rows [R, ...] on one device; not differentiable."""
 
-    def __init__(self, index_R: torch.Tensor | None = None, move: BlockMove | None = None) -> None:
-        """`move`: blocks, on a CPU. `index_R`: each place's source row, int32 on the rows' device. None: no row
-        moves."""
-        self._index_R = index_R
-        self._move = move
-
-    @property
-    def stays(self) -> bool:
-        """Whether no row moves."""
-        return self._index_R is None and self._move is None
-
-    @property
-    def index_R(self) -> torch.Tensor:
-        """[R] int32: the source row of each place; must not be read if no row moves."""
-        if self._index_R is None:
-            assert self._move is not None, "no row moves"
-            (self._index_R,) = _indices([self._move], torch.device("cpu"))
-        assert self._index_R is not None
-        return self._index_R
+    index_R: torch.Tensor | None = None
+    """int32, on the rows' device: the source row of each place. None: no row moves."""
 
     @functools.cached_property
     def back(self) -> "Gather":
         """The inverse gather."""
-        if self._move is not None:
-            return Gather(move=self._move.back)
-        if self.stays:
+        if self.index_R is None:
             return self
         place_R = torch.empty_like(self.index_R)
         rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
         return Gather(place_R.index_put_((self.index_R,), rows_R))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._move is not None:
-            parts = rows.split(self._move.sizes_X.tolist())
-            return torch.cat([parts[block] for block in self._move.order_X.tolist()])
-        return rows if self._index_R is None else rows.index_select(0, self._index_R)
+        return rows if self.index_R is None else rows.index_select(0, self.index_R)
 
 
 STAYS = Gather()
@@ -85,9 +65,22 @@ STAYS = Gather()
 
 def gathers(moves: Sequence[BlockMove], device: torch.device) -> list[Gather]:
     """Return the gathers that execute the moves on `device`."""
-    if device.type == "cpu":
-        return [STAYS if _stays(*move) else Gather(move=move) for move in moves]
-    return [STAYS if index_R is None else Gather(index_R) for index_R in _indices(moves, device)]
+    by_block = of_rows(device) is not None
+    places = sum(len(move.order_X) if by_block else int(move.sizes_X.sum()) for move in moves)
+    room = np.empty((2 if by_block else 1, places), dtype=np.int32)
+    used = 0
+    total = 0
+    lengths = list[int]()
+    for move in moves:
+        blocks, rows = write_blocks(*move, room, used, total)
+        used += blocks
+        total += rows
+        lengths.append(rows)
+    if not used:
+        return [STAYS] * len(moves)
+    room = torch.from_numpy(room[:, : used if by_block else total].copy())
+    index_R = _indexed(to_device(room, device), total)
+    return [Gather(part) if rows else STAYS for part, rows in zip(index_R.split(lengths), lengths, strict=True)]
 
 
 def gather_room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
@@ -105,33 +98,6 @@ def transposed(rows: torch.Tensor, sizes: torch.Tensor, dimensions: Sequence[int
     """Transpose blocks of rows from the layout `sizes`, int64 in host memory, to `sizes.permute(dimensions)`."""
     (gather,) = gathers([BlockMove.transposed(sizes.numpy(), dimensions)], rows.device)
     return gather(rows)
-
-
-def _stays(sizes_X: np.ndarray, order_X: np.ndarray) -> bool:
-    order_X = order_X[sizes_X[order_X] > 0]
-    return bool((order_X[1:] > order_X[:-1]).all())
-
-
-def _indices(moves: Sequence[BlockMove], device: torch.device) -> list[torch.Tensor | None]:
-    """Return the int32 index of each move; None if no row moves."""
-    by_block = of_rows(device) is not None
-    places = sum(len(move.order_X) if by_block else int(move.sizes_X.sum()) for move in moves)
-    room = np.empty((2 if by_block else 1, places), dtype=np.int32)
-    used = 0
-    total = 0
-    lengths = list[int]()
-    for move in moves:
-        blocks, rows = write_blocks(*move, room, used, total)
-        used += blocks
-        total += rows
-        lengths.append(rows)
-    if not used:
-        return [None] * len(moves)
-    room = torch.from_numpy(room[:, : used if by_block else total].copy())
-    index_R = _indexed(to_device(room, device), total)
-    if len(moves) == 1:
-        return [index_R]
-    return [part if rows else None for part, rows in zip(index_R.split(lengths), lengths, strict=True)]
 
 
 def _indexed(room: torch.Tensor, rows: int) -> torch.Tensor:

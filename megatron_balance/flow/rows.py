@@ -56,12 +56,13 @@ class RowOrder:
 
     def moved(self, move: Gather, back: Gather | None = None) -> "RowOrder":
         """Return the order of moved rows; `back` is the inverse of `move`, if computed already."""
-        if move.stays:
+        if move.index_R is None:
             return self
 
         def find() -> RowPlaces:
             place_R, by_token_R, first_T = self.rest
             moved_R = (back or move.back).index_R
+            assert moved_R is not None, "the inverse of a move moves rows, too"
             return RowPlaces(move(place_R), moved_R.index_select(0, by_token_R), first_T)
 
         return RowOrder(move(self.token_R), find)

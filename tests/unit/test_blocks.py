@@ -1,4 +1,4 @@
-"""Blocks of rows in another order: on a device by index, on a CPU in pieces, and the same on both."""
+"""Blocks of rows in another order."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.comm.blocks import STAYS, BlockMove, Gather, _indices, gathers, transposed
+from megatron_balance.comm.blocks import BlockMove, gathers, transposed
 
 CPU = torch.device("cpu")
 
@@ -37,23 +37,12 @@ def test_moves_are_those_of_the_definition(cases: list[tuple[np.ndarray, list[in
             transposed(rows, torch.from_numpy(case[0]), case[1]), expected
         )
         (back,) = gathers([BlockMove.transposed(*case).back], CPU)
-        assert torch.equal(back(gather(rows)), rows) and back.stays == gather.stays
-        assert torch.equal(gather.back(gather(rows)), rows)
-        assert gather.stays == torch.equal(rows, expected)
-        if not gather.stays:
-            assert torch.equal(gather.index_R, expected)
-            assert torch.equal(gather.back.index_R, back.index_R)
-
-
-@given(st.lists(layouts(), min_size=1, max_size=4))
-def test_indices_of_a_device_move_as_blocks_do(cases: list[tuple[np.ndarray, list[int]]]) -> None:
-    """The device is this host, whose indices are found as on any other one."""
-    for case, index_R in zip(cases, _indices([BlockMove.transposed(*case) for case in cases], CPU), strict=True):
-        expected = by_definition(*case)
-        rows = torch.arange(len(expected))
-        gather = STAYS if index_R is None else Gather(index_R)
-        assert torch.equal(gather(rows), expected) and torch.equal(gather.back(expected), rows)
-        assert gather.back.stays or gather.back.index_R.dtype == torch.int32
+        assert torch.equal(back(gather(rows)), rows) and torch.equal(gather.back(gather(rows)), rows)
+        if torch.equal(rows, expected):
+            assert gather.index_R is back.index_R is gather.back.index_R is None
+        else:
+            assert torch.equal(gather.index_R, expected) and torch.equal(gather.back.index_R, back.index_R)
+            assert gather.back.index_R.dtype == torch.int32
 
 
 def test_a_device_gets_all_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +62,6 @@ def test_a_device_gets_all_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) ->
         BlockMove.transposed(sizes.T, (1, 0)),
     ]
     one, same, other = gathers(moves, torch.device("meta"))
-    assert len(copied) == 1 and same.stays
+    assert len(copied) == 1 and same.index_R is None
     rows = torch.empty(7, 4, device="meta")
     assert one(rows).shape == other(rows).shape == rows.shape and one.index_R.device == rows.device
