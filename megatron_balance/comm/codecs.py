@@ -10,7 +10,7 @@ differentiable.
     fp16   2 H                2 / 1                      |x| / 2^11 up to 65504             arrive
     fp8    H + 4              4 / 2                      |x| / 16 or amax / 2^18            arrive
     int8   H + 8              4 / 2                      (hi - lo) / 500                    arrive
-    zfp    H rate / 8 + 1     32 / rate, 16 / rate       2^e 80 / 2^rate, e of 4 elements   their row becomes NaN
+    zfp    H + 1              4 / 2                      2^e 5 / 16, e of 4 elements        their row becomes NaN
 
 The classes state the full bounds. The bounds hold for decoded values before rounding to `dtype`, which adds half a unit
 in the last place. Lossy codecs first round float64 to float32, but never a finite element to infinity. They may lose
@@ -19,8 +19,6 @@ the sign of a zero.
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
@@ -157,33 +155,32 @@ class Int8(Codec):
         return torch.addcmul(header_R2[:, :1], levels, header_R2[:, 1:]).to(dtype)
 
 
-@dataclass(frozen=True)
 class Zfp(Codec):
     """Compresses CPU tensors by zfp, to 8 bits per element; 4 elements share an exponent.
 
-    The error is <= 2^e (80 / 2^rate + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer.
-    This is the worst case. Of a block's 4 rate bits, 9 hold the exponent and up to 3 mark which elements have begun, so
-    rate - 3 of 32 bit planes arrive. The missing planes are at most 2/3 of the last one sent (negabinary), and the
-    inverse transform amplifies this error by up to 15/4. Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 if
-    the row decodes to NaN.
+    The error is <= 2^e (5 / 16 + 2^-24) + 2^-97 in a block of 4 elements < 2^e; e is the smallest such integer. This is
+    the worst case. Of a block's 32 bits, 9 hold the exponent and up to 3 mark which elements have begun, so 5 of 32 bit
+    planes arrive. The missing planes are at most 2/3 of the last one sent (negabinary), and the inverse transform
+    amplifies this error by up to 15/4. Payload row: ceil(H / 4) blocks, then 1 byte, which is 1 if the row decodes to
+    NaN.
 
     Raises:
-        ValueError: zfpy is not installed, the rate is invalid, or the tensors are not on the CPU.
+        ValueError: zfpy is not installed.
     """
 
-    rate: int = 8
-    """Bits per element, 4 to 24; even, because a block must have whole bytes."""
+    RATE = 8
 
-    def __post_init__(self) -> None:
-        if self.rate not in range(4, 25, 2):
-            raise ValueError(f"{FLAG} zfp: rate {self.rate}: give an even number from 4 to 24")
-        _zfpy()
+    def __init__(self) -> None:
+        try:
+            self.zfpy = importlib.import_module("zfpy")
+        except ImportError as error:
+            remedy = "in the checkout, pip install -e '.[zfp]'; or choose fp8 or int8"
+            raise ValueError(f"{FLAG} zfp: the package zfpy cannot be imported ({error}): {remedy}") from error
 
     def bytes_per_row(self, hidden: int, dtype: torch.dtype) -> int:
-        return self._block_bytes(hidden) + 1
+        return hidden + -hidden % 4 + 1
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        _require_cpu(rows)
         num_rows, hidden = rows.shape
         payload = rows.new_empty((num_rows, self.bytes_per_row(hidden, rows.dtype)), dtype=torch.uint8)
         if num_rows == 0:
@@ -193,29 +190,23 @@ class Zfp(Codec):
         # zfp supports neither NaN nor Inf, and its integers underflow for smaller exponents
         values = torch.where(rows.isfinite() & (rows.abs() >= 2.0**-97), rows, 0)
         blocks = pad(values, (0, -hidden % 4)).flatten().numpy()
-        stream = bytearray(_zfpy().compress_numpy(blocks, rate=self.rate, write_header=False))
-        # Blocks are packed into little-endian words, so whole bytes can be split off; the last word is padded
-        size = num_rows * self._block_bytes(hidden)
-        payload[:, :-1] = torch.frombuffer(stream, dtype=torch.uint8, count=size).view(num_rows, -1)
+        stream = bytearray(self.zfpy.compress_numpy(blocks, rate=self.RATE, write_header=False))
+        # zfp pads its last word of 8 bytes
+        payload[:, :-1] = torch.frombuffer(stream, dtype=torch.uint8, count=len(blocks)).view(num_rows, -1)
         return payload
 
     def decode(self, payload: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-        _require_cpu(payload)
         num_rows = len(payload)
         if num_rows == 0:
             return payload.new_empty((0, hidden), dtype=dtype)
         stream = payload[:, :-1].flatten()
+        size = len(stream)
         # zfp reads words of 8 bytes
-        stream = pad(stream, (0, -len(stream) % 8)).numpy().tobytes()
-        zfpy = _zfpy()
-        padded = hidden + -hidden % 4
-        values = zfpy._decompress(stream, zfpy.type_float, (num_rows * padded,), rate=self.rate)
-        values = torch.from_numpy(values).view(num_rows, padded)[:, :hidden]
+        words = pad(stream, (0, -size % 8)).numpy().tobytes()
+        values = self.zfpy._decompress(words, self.zfpy.type_float, (size,), rate=self.RATE)
+        values = torch.from_numpy(values).view(num_rows, -1)[:, :hidden]
         largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         return values.clamp(-largest, largest).masked_fill_(payload[:, -1:] != 0, torch.nan).to(dtype)
-
-    def _block_bytes(self, hidden: int) -> int:
-        return -(-hidden // 4) * self.rate // 2
 
 
 CODECS: dict[str, type[Codec]] = {
@@ -288,16 +279,3 @@ def _read_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if flat.storage_offset() * flat.itemsize % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).view(len(rows), rows.shape[1] * rows.itemsize // dtype.itemsize)
-
-
-def _zfpy() -> ModuleType:
-    try:
-        return importlib.import_module("zfpy")
-    except ImportError as error:
-        remedy = "in the checkout, pip install -e '.[zfp]'; or choose fp8 or int8"
-        raise ValueError(f"{FLAG} zfp: the package zfpy cannot be imported ({error}): {remedy}") from error
-
-
-def _require_cpu(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{FLAG} zfp: works on CPU tensors, these are on {tensor.device.type}: choose fp8 or int8")
