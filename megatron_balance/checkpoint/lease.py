@@ -73,49 +73,34 @@ class Owner:
     @classmethod
     def here(cls, run: str, job: str | None = None, attempt: int = 0) -> "Owner":
         """Return this process as an owner."""
-        machine = ""
+        own = cls(run, host=socket.gethostname(), process=os.getpid(), since=utc_now(), job=job, attempt=attempt)
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-        state = process_state(os.getpid())
-        return cls(
-            run,
-            host=socket.gethostname(),
-            process=os.getpid(),
-            since=utc_now(),
-            job=job,
-            attempt=attempt,
-            machine=machine,
-            started=state[1] if state else 0,
-        )
+            _, started = process_state(own.process)
+            return dataclasses.replace(own, machine=machine, started=started)
+        return own
 
     def __str__(self) -> str:
-        return (
-            f"run {cleaned(self.run)}, process {self.process} on host {cleaned(self.host)}, since {cleaned(self.since)}"
-        )
-
-    def follows(self, other: "Owner") -> bool:
-        """Return whether a launcher has started this process to replace `other`."""
-        return self.job is not None and self.job == other.job and self.attempt > other.attempt
+        run, host, since = map(cleaned, (self.run, self.host, self.since))
+        return f"run {run}, process {self.process} on host {host}, since {since}"
 
     def sees_running(self, other: "Owner") -> bool | None:
         """Return whether `other` still runs; None if this process cannot find out."""
         if not self.machine or self.machine != other.machine:
             return None
-        if not psutil.pid_exists(other.process):
-            return False
-        state = process_state(other.process)
-        return None if state is None else state[0] not in "ZX" and state[1] == other.started
+        try:
+            state, started = process_state(other.process)
+        except OSError:
+            return None if psutil.pid_exists(other.process) else False
+        return state not in "ZX" and started == other.started
 
 
-def process_state(number: int) -> tuple[str, int] | None:
-    """Return the state and the start time of a process as in /proc; None if it cannot be read."""
-    try:
-        # The second field, in parentheses, may contain any character
-        fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
-    except OSError:
-        return None
+def process_state(number: int) -> tuple[str, int]:
+    """Return the state and the start time of a process as in /proc; raise OSError if they cannot be read."""
+    # The second field, in parentheses, may contain any character
+    fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
 
 
 @dataclass(frozen=True)
@@ -173,17 +158,18 @@ class Lease:
 
     def acquire(self, log: Callable[[str], object], attempt: Callable[[], bool] | None = None) -> None:
         """Call `attempt` until it succeeds, for little more than STALE_SECONDS. Log once which holder it waits for."""
-        logged = False
+        holder = None
         while not (attempt or self.attempt)():
-            record = None if logged or self._seen is None else LeaseRecord.parse(self._seen[1])
-            if record is not None:
-                limit = self._limit(record)
-                log(f"{self.named}: waiting up to {limit:.0f} s to see whether {record.owner} still renews its lease")
-                logged = True
+            if holder is None and self._seen and (holder := LeaseRecord.parse(self._seen[1])):
+                limit = self._limit(holder)
+                log(f"{self.named}: waiting up to {limit:.0f} s to see whether {holder.owner} still renews its lease")
             time.sleep(POLL_SECONDS)
 
     def _limit(self, other: LeaseRecord | None) -> float:
-        return RESTART_SECONDS if other is not None and self.owner.follows(other.owner) else STALE_SECONDS
+        """Return after how long another's lease is stale: earlier if a launcher started this process to replace it."""
+        if other is None or self.owner.job is None or self.owner.job != other.owner.job:
+            return STALE_SECONDS
+        return RESTART_SECONDS if self.owner.attempt > other.owner.attempt else STALE_SECONDS
 
     def _is_free(self, generation: int) -> bool:
         raw = self._read(generation)
@@ -239,15 +225,13 @@ class Lease:
             self._renewals += 1
             if self.generation is None:
                 return False
-            try:
-                with open(self._path(self.generation), "r+b", buffering=0) as file:
-                    # After the directory was removed, another process may hold the same number
-                    if self._is_mine(file.read(BYTES)):
-                        file.seek(0)
-                        file.write(self._rendered(released))
-                        return True
-            except FileNotFoundError:
-                pass
+            path = self._path(self.generation)
+            with contextlib.suppress(FileNotFoundError), open(path, "r+b", buffering=0) as file:
+                # After the directory was removed, another process may hold the same number
+                if self._is_mine(file.read(BYTES)):
+                    file.seek(0)
+                    file.write(self._rendered(released))
+                    return True
             return False
 
     def check(self) -> None:
@@ -260,12 +244,10 @@ class Lease:
         with self._changing:
             held = self.generation
             assert held is not None
-            try:
+            # The directory may be gone
+            with contextlib.suppress(FileNotFoundError):
                 if self._is_mine(self._read(held)) and self._take(held + 1):
                     return
-            except FileNotFoundError:
-                # The directory is gone
-                pass
             other = LeaseRecord.parse(self._read(max(self._generations(), default=0)) or b"")
             if other is None or other.token == self._token:
                 raise LeaseLost(
@@ -296,10 +278,7 @@ class Lease:
         return self.root / f"lease.{generation:06d}"
 
     def _generations(self) -> list[int]:
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
+        names = os.listdir(self.root) if self.root.is_dir() else ()
         return [int(match[1]) for match in map(NAME.fullmatch, names) if match]
 
     def _read(self, generation: int) -> bytes | None:

@@ -133,7 +133,7 @@ def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tu
             raise ValueError(f"{path} of {origin}: {'; '.join(refused)}")
         for difference in warned:
             log.message(f"WARNING: {path}: {difference}")
-        common = common_of(path)
+        common = on_first_rank(lambda: read_common(path))
         # A converted model consists of weights only
         weights_only = weights_only or (not common["parts"] and "opt_param_scheduler" not in common)
         parts = _parts_to_load(run, common, weights_only, log)
@@ -151,14 +151,6 @@ def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tu
         loaded: Any = dist_checkpointing.load(state, str(path), strategy, **sharing(common))
         run_state.restore(run, loaded, parts, weights_only)
     return origin, weights_only
-
-
-def common_of(path: Path) -> dict[str, Any]:
-    """Return the state that is the same on every rank."""
-    if hasattr(strategies, "base"):
-        return on_first_rank(lambda: read_common(path))
-    # Since 0.19, this knows both files, and `load` reads it again together with the shards; it is a few kilobytes
-    return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def sharing(common: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The `--save` directory of a job: take its lease, check that every rank can write there, and clean up."""
 
 import dataclasses
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -83,8 +84,8 @@ class SaveDirectory:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise ValueError(
-                    f"--save {self.root}: rank {rank} cannot write into what rank 0 has made there ({failure}); choose "
-                    "a directory on a file system that all hosts share"
+                    f"--save {self.root}: rank {rank} cannot write into the directory that rank 0 created ({failure}); "
+                    "choose a directory on a file system that all hosts share"
                 )
 
     def resumed(self, checkpoint: Path, origin: Origin, whole: bool) -> None:
@@ -102,11 +103,9 @@ class SaveDirectory:
     def others(self) -> str:
         """Describe the checkpoints of other runs in the directory; empty if there are none. Called on rank 0."""
         assert self.directory is not None
-        found = self.directory.iterations_of_runs().items()
-        others = (
-            f"iterations {iterations} of run {cleaned(run)}" for run, iterations in found if run not in (None, self.run)
-        )
-        return "; ".join(others)
+        runs = self.directory.iterations_of_runs()
+        others = (run for run in runs if run not in (None, self.run))
+        return "; ".join(f"iterations {runs[run]} of run {cleaned(run)}" for run in others)
 
     def origin(self) -> Origin:
         """Return the origin of a checkpoint that is saved now."""
@@ -121,9 +120,7 @@ class SaveDirectory:
 
 def write_obstacle(staged: Path) -> str | None:
     """Return why this process cannot write into a directory, and its host; None if it can write."""
-    try:
-        os.stat(staged)
-        reason = None if os.access(staged, os.W_OK | os.X_OK) else "Permission denied"
-    except OSError as error:
-        reason = error.strerror
-    return reason and f"{staged} on host {socket.gethostname()}: {reason}"
+    if os.access(staged, os.W_OK | os.X_OK):
+        return None
+    reason = errno.EACCES if staged.exists() else errno.ENOENT
+    return f"{staged} on host {socket.gethostname()}: {os.strerror(reason)}"

@@ -1,7 +1,6 @@
 """The flags of the run that saved a checkpoint, in its `arguments.json`."""
 
 import argparse
-import dataclasses
 import enum
 import json
 import math
@@ -57,7 +56,7 @@ NEGATED = {"add_bias_linear"}
 
 
 def to_json(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> str:
-    """Return all settings that JSON can represent, by section and field."""
+    """Return `sections` as text."""
     return json.dumps(sections(config, schedule), indent=1, allow_nan=False)
 
 
@@ -67,10 +66,10 @@ def sections(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> di
     Args:
         schedule: the settings of megatron-core's scheduler, which follow from the flags and the number of ranks.
     """
-    parts = {field.name: vars(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    parts = {name: vars(section) for name, section in vars(config).items()} | {"schedule": schedule or {}}
     return {
         name: {key: plain for key, value in section.items() if is_plain(plain := _plain(value))}
-        for name, section in (parts | {"schedule": schedule or {}}).items()
+        for name, section in parts.items()
     }
 
 
@@ -118,7 +117,7 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
     entries = value if isinstance(value, list) and action.nargs is not None else [value]
     try:
         if action.nargs == 0 or isinstance(value, bool):
-            raise ValueError("switches are true or false, other flags are not")
+            raise ValueError(f"must {'' if action.nargs == 0 else 'not '}be true or false")
         # A flag whose value is a list has a converter that takes the list as one string
         words = [str(entry).replace(" ", "") if isinstance(entry, list) else str(entry) for entry in entries]
         converted = [action.type(word) if callable(action.type) else word for word in words]

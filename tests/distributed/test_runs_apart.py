@@ -175,7 +175,7 @@ def prepare_apart(directory: str) -> str:
 
 def test_every_host_has_to_see_the_directory(ranks, tmp_path: Path) -> None:
     for message in ranks(2).run(prepare_apart, str(tmp_path)):
-        assert f"--save {tmp_path}: rank 1 cannot write into what rank 0 has made there" in message
+        assert f"--save {tmp_path}: rank 1 cannot write into the directory that rank 0 created" in message
         assert "No such file or directory" in message and "on host" in message
     (lease,) = tmp_path.iterdir()
     assert LeaseRecord.parse(lease.read_bytes()).released

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_balance.checkpoint import safe_pickle
-from megatron_balance.checkpoint.loading import common_of, sharing
+from megatron_balance.checkpoint.loading import sharing
 from megatron_balance.checkpoint.manifest import Damaged
 from megatron_balance.checkpoint.safe_pickle import Foreign, check_pickles, check_places, read_common, read_metadata
 from tests.unit import hostile
@@ -290,7 +290,7 @@ def test_a_new_enumeration_of_megatrons_is_read_as_something_foreign(own: Path, 
 
 def load_scalar(directory: str) -> tuple[dict[str, Any], float]:
     """Return the common state of a checkpoint and a tensor that megatron-core loads; a task for ranks."""
-    common = common_of(Path(directory))
+    common = read_common(Path(directory))
     state = {"whole": ShardedTensor.from_rank_offsets("scalar", torch.tensor(0.0))}
     return common, float(dist_checkpointing.load(state, directory, **sharing(common))["whole"])
 
