@@ -56,7 +56,7 @@ class Checkpoints:
 
     Args:
         patience: seconds without progress after which a writer counts as stalled.
-        save_directory: directory to save to; default: `--save`, which `prepare` or the first save takes.
+        save_directory: default: `--save`, which `prepare` or the first save takes.
     """
 
     def __init__(self, run: Run, log: RunLog, *, patience: float, save_directory: SaveDirectory | None = None) -> None:

@@ -26,7 +26,7 @@ from megatron_balance.files.writing import sync, write_file
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPLETE = re.compile(r"iter_(\d{7,})")
 PROBE_BYTES = 1 << 20
-"""Bytes written to find a full disk before the collective part of a save. Rank 0 writes less than that in that part."""
+"""Bytes written to find a full disk before the collective part of a save, in which rank 0 writes less than that."""
 
 UNFINISHED = re.compile(r"(iter_\d{7,})\.(saving|replaced|deleting)-[0-9a-f]{8}")
 
@@ -109,12 +109,8 @@ class CheckpointDirectory:
             shutil.rmtree(replaced)
 
     def prune(self, run: str, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
-        """Delete old checkpoints of this run and return their iterations.
-
-        Among the checkpoints up to `newest`, the last `keep_last` and all multiples of `retain_interval` are kept.
-        Later checkpoints, left behind by a run that went back, and those of other runs are not touched. With neither
-        limit, all checkpoints are kept.
-        """
+        """Delete checkpoints of this run up to `newest`, except the last `keep_last` and multiples of
+        `retain_interval`; return their iterations. With neither limit, all checkpoints are kept."""
         if keep_last is None and retain_interval is None:
             return []
         own = self.iterations_of_runs().get(run, [])
@@ -138,8 +134,7 @@ class CheckpointDirectory:
         """Clean up after processes that died, and return one sentence for each leftover."""
         notices = []
         for entry in sorted(self.root.glob("iter_*.*")):
-            match = UNFINISHED.fullmatch(entry.name)
-            if match is None:
+            if (match := UNFINISHED.fullmatch(entry.name)) is None:
                 continue
             if match[2] == "replaced" and not (self.root / match[1]).exists():
                 os.rename(entry, self.root / match[1])

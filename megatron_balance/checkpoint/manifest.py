@@ -21,8 +21,7 @@ from megatron_balance.messages import cleaned
 
 NAME = "manifest.json"
 FORMAT = 1
-
-_DIGEST_BYTES = 32
+DIGEST_BYTES = 32
 PACKAGES = ("megatron-balance", "megatron-core", "torch")
 """Packages whose versions a checkpoint records."""
 
@@ -112,7 +111,7 @@ def digest(path: Path) -> Entry:
     """Return the size and digest of a file; raise OSError if it cannot be read."""
     # Reading instead of a memory map: a file that is truncated meanwhile causes an error, not a SIGBUS
     with open(path, "rb", buffering=0) as file:
-        hasher = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+        hasher = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         return Entry(file.tell(), hasher.hexdigest())
 
 
@@ -131,10 +130,8 @@ def is_plain_name(name: str) -> bool:
 
 
 def write(directory: Path, iteration: int, origin: Origin, entries: Mapping[str, Entry]) -> None:
-    """Write the manifest of `directory` and wait until it is on disk.
-
-    The caller makes the other files durable, and the directory's entries, including that of the manifest.
-    """
+    """Write the manifest of `directory` and wait until it is on disk; the caller does so for all other files and for
+    the directory's entries."""
     write_file(directory / NAME, _render(Manifest(iteration, origin, entries)))
 
 
@@ -173,9 +170,7 @@ def run_of(directory: Path) -> str | None:
 
 
 def verify(directory: Path, names: Iterable[str]) -> None:
-    """Compare the named files of `directory` with its manifest; sizes first, because they cost nothing.
-
-    This reads every named file once, so ranks divide the names among themselves.
+    """Compare the named files of `directory` with its manifest: first all sizes, which cost nothing, then the contents.
 
     Raises:
         Damaged: a file is absent, not listed, or of another size or content; or the manifest itself is damaged.
@@ -190,11 +185,10 @@ def verify(directory: Path, names: Iterable[str]) -> None:
         if size != files[path.name].bytes:
             raise Damaged(path, f"has {size} bytes, {files[path.name].bytes} when saved")
     for path in paths:
-        entry = files[path.name]
         with reading(path):
-            found = digest(path)
-        if found != entry:
-            raise Damaged(path, f"content was changed: digest {found.blake2b}, {entry.blake2b} when saved")
+            found = digest(path).blake2b
+        if found != files[path.name].blake2b:
+            raise Damaged(path, f"content was changed: digest {found}, {files[path.name].blake2b} when saved")
 
 
 def _render(manifest: Manifest) -> bytes:
@@ -203,7 +197,7 @@ def _render(manifest: Manifest) -> bytes:
     origin = asdict(manifest.origin)
     content = {"format": FORMAT, "iteration": manifest.iteration, "origin": origin, "files": files}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    seal = hashlib.blake2b(canonical, digest_size=_DIGEST_BYTES).hexdigest()
+    seal = hashlib.blake2b(canonical, digest_size=DIGEST_BYTES).hexdigest()
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in files.items())
     return (
         f'{{\n  "format": {FORMAT},\n  "iteration": {manifest.iteration},\n'
