@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm import hierarchical
 from megatron_balance.comm.alltoall import AllToAll, NodeAllToAll
-from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE, PipelinedAllToAll
+from megatron_balance.comm.pipelined import MESSAGES_AT_ONCE
 from megatron_balance.comm.registry import ALL_TO_ALLS, Chooser, load_all_to_all
 from megatron_balance.cost.exchange import stages
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.profile.cluster_profile import Fit, builtin
 from tests.distributed import runs
-from tests.distributed.layers import ACTIVATIONS, check_against_oracle
 from tests.variants import variants
 
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
@@ -281,33 +279,6 @@ def test_messages_are_those_of_the_model(ranks, name: str, world_size: int, node
         assert sum(stage.sum() for stage in stages(name, bytes_DD, node_size)) > bytes_DD.sum()
 
 
-def errors_of_the_thread(names: list[str]) -> list[str]:
-    """Return the errors that `wait` raises if the thread that posts messages fails at its end."""
-
-    def failing(post: Callable[..., None]) -> Callable[..., None]:
-        def posting(*args: object) -> None:
-            post(*args)
-            raise ConnectionError("a lost link")
-
-        return posting
-
-    raised = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelinedAllToAll, "_send_in_order", failing(PipelinedAllToAll._send_in_order))
-        patch.setattr(hierarchical, "_finish", failing(hierarchical._finish))
-        for member in all_of(names, 1).values():
-            exchange = member.start(some_rows(6, torch.float32), torch.full((2, 2), 3))
-            with pytest.raises(ConnectionError) as error:
-                exchange.wait()
-            raised.append(str(error.value))
-    return raised
-
-
-def test_errors_of_the_thread_reach_who_waits(ranks) -> None:
-    names = ["pipe", "1dh", "2dh"]
-    assert ranks(2).run(errors_of_the_thread, names) == [["a lost link"] * len(names)] * 2
-
-
 def rindex(values: list, value: object) -> int:
     return len(values) - 1 - values[::-1].index(value)
 
@@ -344,19 +315,6 @@ def in_two_groups() -> None:
 
 def test_groups_at_the_same_time(ranks) -> None:
     ranks(8).run(in_two_groups)
-
-
-def oracle(name: str, node_size: int, tokens: str) -> None:
-    def build(ep_group: dist.ProcessGroup) -> AllToAll:
-        return load(name, new_node_groups(ep_group, dist.group.WORLD, node_size))
-
-    check_against_oracle(ACTIVATIONS["gelu"], tokens, all_to_all=build)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tokens", [pytest.param("uneven", marks=pytest.mark.slow), "empty"])
-def test_a_layer_equals_the_oracle(ranks, name: str, tokens: str) -> None:
-    ranks(4).run(oracle, name, 2, tokens)
 
 
 RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatcher-type alltoall"
