@@ -95,14 +95,6 @@ def _is_cuda(device: Any) -> bool:
 _STREAM = _Stream()
 
 
-def _does_nothing() -> Callable:
-    """Return a new function, because torch's compiler refuses a function with two names."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
-    return nothing
-
-
 def _same(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
@@ -121,9 +113,10 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, **kwargs: Any) -
 
 TORCH_CUDA = {
     "current_device": lambda: CPU,
-    "set_device": _does_nothing(),
-    "synchronize": _does_nothing(),
-    "empty_cache": _does_nothing(),
+    # Three functions, because torch's compiler refuses a function with several names
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "empty_cache": lambda: None,
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
     "stream": contextlib.nullcontext,
