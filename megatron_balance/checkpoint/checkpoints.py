@@ -52,12 +52,8 @@ class _Save:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        patience: seconds without progress after which a writer counts as stalled.
-        save_directory: default: `--save`, which `prepare` or the first save takes.
-    """
+    """The checkpoints of one run. A writer without progress for `patience` seconds counts as stalled. `save_directory`
+    defaults to `--save`, which `prepare` or the first save takes."""
 
     def __init__(self, run: Run, log: RunLog, *, patience: float, save_directory: SaveDirectory | None = None) -> None:
         self.run = run
@@ -77,11 +73,8 @@ class Checkpoints:
         self._strategy: ShardStrategy | FullyParallelSaveStrategyWrapper | None = None
 
     def prepare(self) -> None:
-        """Take `--save` for this job, unless this job already holds it, and log what was found there.
-
-        Raises:
-            ValueError: another run holds it, or it cannot be written; the message names the flag and the reason.
-        """
+        """Take `--save` for this job, unless this job already holds it, and log what was found there; raise ValueError,
+        which names the flag and the reason, if another run holds it or it cannot be written."""
         if not self.save_directory.is_held:
             self.save_directory.prepare()
         while self.save_directory.notices:
@@ -97,11 +90,8 @@ class Checkpoints:
             self.finish()
 
     def save(self) -> None:
-        """Save the run's current state; with `--async-save`, only start the save.
-
-        Raises:
-            CheckpointError: the save failed on some rank; earlier checkpoints are intact.
-        """
+        """Save the run's current state; with `--async-save`, only start the save. Raise CheckpointError if it failed on
+        some rank; earlier checkpoints are then intact."""
         if self.directory is None or self.saved_iteration == self.run.progress.iteration:
             return
         self.finish()

@@ -65,11 +65,9 @@ class CheckpointDirectory:
         return self.path(iteration)
 
     def finished_after_tracker(self, tracked: int) -> list[int]:
-        """Return the iterations after the tracker's that were finished after it was written, newest first.
-
-        Their process died before it could update the tracker. Later iterations that are older than the tracker do not
-        count: a run that went back to an earlier iteration left them behind, or the tracker was set back by hand.
-        """
+        """Return the iterations after the tracker's that were finished after it was written, newest first. Their
+        process died before it could update the tracker. Other later iterations were left behind by a run that went
+        back, or the tracker was set back by hand."""
 
         def finished(path: Path) -> int:
             return path.stat().st_mtime_ns if path.exists() else 0

@@ -123,14 +123,8 @@ class LeaseRecord:
 
 
 class Lease:
-    """The lease of one directory. Call `attempt` until it returns True.
-
-    Args:
-        root: the directory.
-        owner: this process.
-        named: the directory's name in messages, with its flag.
-        clock: monotonic clock, in seconds.
-    """
+    """The lease of one directory; call `attempt` until it returns True. `owner`: this process. `named`: the directory's
+    name in messages, with its flag. `clock`: a monotonic clock, in seconds."""
 
     def __init__(self, root: Path, owner: Owner, named: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
@@ -147,12 +141,8 @@ class Lease:
         self._ending = threading.Event()
 
     def attempt(self) -> bool:
-        """Take the lease if it is free. Return whether it was taken; if not, try again after POLL_SECONDS.
-
-        Raises:
-            ValueError: another process holds the lease; the message names it.
-            OSError: the directory cannot be written.
-        """
+        """Take the lease if it is free, and return whether it was taken; if not, try again after POLL_SECONDS. Raise
+        ValueError if another process holds it, and OSError if the directory cannot be written."""
         generation = max(self._generations(), default=0)
         return (generation == 0 or self._is_free(generation)) and self._take(generation + 1)
 
@@ -235,12 +225,8 @@ class Lease:
             return False
 
     def check(self) -> None:
-        """Check that this process still holds the directory. Call it before every change to the checkpoints.
-
-        Raises:
-            LeaseLost: this process does not hold it; the message names the holder.
-            OSError: the directory cannot be written.
-        """
+        """Check that this process still holds the directory, before every change to the checkpoints. Raise LeaseLost,
+        which names the holder, if it does not, and OSError if the directory cannot be written."""
         with self._changing:
             held = self.generation
             assert held is not None

@@ -166,12 +166,9 @@ def sharing(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_newest(config: RunConfig, length: Length) -> None:
-    """Compare a run's flags with those of the checkpoint that it will load if no file is damaged. Not collective.
-
-    Raises:
-        ValueError: there is no checkpoint where flags require one, or flags differ that must not; the message names
-            them, both values and the remedies.
-    """
+    """Compare a run's flags with those of the checkpoint that it will load if no file is damaged. Not collective. Raise
+    ValueError, with both values and the remedies, if there is no checkpoint where flags require one, or if flags differ
+    that must not."""
     settings = config.checkpoint
     there = [(root, CheckpointDirectory(root).iterations()) for root, _ in sources(settings)]
     if settings.ckpt_step is not None and there and settings.ckpt_step not in there[0][1]:

@@ -136,11 +136,7 @@ def write(directory: Path, iteration: int, origin: Origin, entries: Mapping[str,
 
 
 def read(directory: Path) -> Manifest:
-    """Return the manifest of `directory`.
-
-    Raises:
-        Damaged: the manifest is absent, unreadable, not a manifest, or not byte for byte what `write` wrote.
-    """
+    """Return the manifest of `directory`; raise Damaged unless it is byte for byte what `write` wrote."""
     path = directory / NAME
     with reading(path):
         raw = path.read_bytes()
@@ -171,10 +167,7 @@ def run_of(directory: Path) -> str | None:
 
 def verify(directory: Path, names: Iterable[str]) -> None:
     """Compare the named files of `directory` with its manifest: first all sizes, which cost nothing, then the contents.
-
-    Raises:
-        Damaged: a file is absent, not listed, or of another size or content; or the manifest itself is damaged.
-    """
+    Raise Damaged if a file is absent, not listed or differs, or if the manifest itself is damaged."""
     files = read(directory).files
     paths = [directory / name for name in names]
     for path in paths:

@@ -152,10 +152,8 @@ def _optimizer_patched(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def balancer_state(run: Run) -> ShardedStateDict:
-    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts.
-
-    Ranks that have one placement also predict the same loads. The first of these ranks saves both for all.
-    """
+    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts. Of
+    the ranks with one placement, which also predict the same loads, the first saves both for all."""
     assert run.balancer is not None
     group = run.balancer.deciders
     first = min(dist.get_process_group_ranks(group))
@@ -169,10 +167,8 @@ def _per_rank_object(name: str, value: Any) -> ShardedObject:
 
 
 def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) -> None:
-    """Restore the run from what `dist_checkpointing.load` returned for `sharded_state`.
-
-    With `weights_only`, the run starts at iteration 0 with these weights.
-    """
+    """Restore the run from what `dist_checkpointing.load` returned for `sharded_state`. With `weights_only`, the run
+    starts at iteration 0 with these weights."""
     for index, module in enumerate(unwrap_model(run.model)):
         module.load_state_dict(loaded.get(f"model{index}", {}), strict=True)
     if "optimizer" in parts:
@@ -253,11 +249,8 @@ def _step(optimizer: MegatronOptimizer) -> int:
 
 
 def _name_main_parameters(optimizer: dict, models: dict, half: bool, is_loading: bool) -> None:
-    """Name the distributed optimizer's main parameters as other optimizers do, so that a resumed run may switch.
-
-    Without the distributed optimizer they are called `fp32_param` in half precision. Otherwise they are the weights,
-    which are saved already.
-    """
+    """Name the distributed optimizer's main parameters as other optimizers do, so that a resumed run may switch:
+    `fp32_param` in half precision; otherwise they are the weights, which are saved already."""
     prefix = "optimizer.state.param."
     weights = {
         _shard_key(shard, shard.key): shard.data

@@ -89,11 +89,8 @@ class Foreign:
 
 
 def check_pickles(directory: Path) -> None:
-    """Check that reading this checkpoint runs no code from it. This reads everything but the tensors once.
-
-    Raises:
-        Damaged: a file is not in torch_dist's format, or refers to code; the message names the file and the code.
-    """
+    """Check that reading this checkpoint runs no code from it, by reading everything but the tensors once. Raise
+    Damaged, which names the file and the code, if a file refers to code or is not in torch_dist's format."""
     metadata = read_metadata(directory)
     # Since 0.19 the content of common.pt is one of the objects, but megatron-core still reads a common.pt if it exists
     if _read_config(directory) == _CONFIG or (directory / COMMON).exists():
@@ -104,11 +101,8 @@ def check_pickles(directory: Path) -> None:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return the content of .metadata, after checking that the files have room for all entries.
-
-    Raises:
-        Damaged: a file is absent or not in torch_dist's format, or .metadata contains what no checkpoint needs.
-    """
+    """Return the content of .metadata, after checking that the files have room for all entries. Raise Damaged if a file
+    is absent or not in torch_dist's format, or .metadata contains what no checkpoint needs."""
     _read_config(directory)
     path = directory / ".metadata"
     content = _read(path)
@@ -156,11 +150,8 @@ def check_places(directory: Path, metadata: Metadata) -> None:
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """Return the state that all ranks share: the content of common.pt or, since megatron-core 0.19, of an object.
-
-    Raises:
-        Damaged: it is absent, or refers to code; a class of Megatron's that this version lacks becomes `Foreign`.
-    """
+    """Return the state that all ranks share: the content of common.pt or, since megatron-core 0.19, of an object. A
+    class of Megatron's that this version lacks becomes `Foreign`. Raise Damaged if it is absent, or refers to code."""
     path = directory / COMMON
     if path.exists():
         return _load_safe(path, "", _read(path), foreign=True)
@@ -180,11 +171,8 @@ def _object(directory: Path, metadata: Metadata, name: str) -> tuple[Path, str, 
 
 
 def _load_safe(path: Path, name: str, content: bytes, foreign: bool = False) -> Any:
-    """Return what torch's restricted unpickler reads from `content`, or raise Damaged.
-
-    Args:
-        foreign: whether objects of unknown classes of Megatron's become `Foreign`.
-    """
+    """Return what torch's restricted unpickler reads from `content`, or raise Damaged. With `foreign`, objects of
+    unknown classes of Megatron's become `Foreign`."""
     file = io.BytesIO(content)
     try:
         unknown = get_unsafe_globals_in_checkpoint(file) if foreign else []

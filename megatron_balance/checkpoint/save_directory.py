@@ -45,12 +45,8 @@ class SaveDirectory:
         return self.root and CheckpointDirectory(self.root)
 
     def prepare(self) -> None:
-        """Take the lease, clean up, and check that every rank can write here. Collective.
-
-        Raises:
-            ValueError: another run saves here, or the directory cannot be written; the message names the flag and the
-                reason.
-        """
+        """Take the lease, clean up, and check that every rank can write here. Collective. Raise ValueError, which names
+        the flag and the reason, if another run saves here or the directory cannot be written."""
         self.run = self.run or on_first_rank(new_run_name)
         if self.root is None:
             return
@@ -89,11 +85,8 @@ class SaveDirectory:
                 )
 
     def resumed(self, checkpoint: Path, origin: Origin, whole: bool) -> None:
-        """Record which checkpoint this run was loaded from.
-
-        Args:
-            whole: whether this run continues the checkpoint's run and takes its name, or only starts from its weights.
-        """
+        """Record which checkpoint this run was loaded from. If it was loaded as a `whole`, this run continues the
+        checkpoint's run and takes its name; otherwise it only starts from its weights."""
         self.parent = f"{checkpoint.resolve()} of {origin}"
         if whole:
             self.run = origin.run

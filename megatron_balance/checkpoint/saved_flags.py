@@ -61,11 +61,8 @@ def to_json(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> str
 
 
 def sections(config: RunConfig, schedule: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return all settings that JSON can represent, as JSON would return them, by section and field.
-
-    Args:
-        schedule: the settings of megatron-core's scheduler, which follow from the flags and the number of ranks.
-    """
+    """Return all settings that JSON can represent, as JSON would return them, by section and field. `schedule`: the
+    settings of megatron-core's scheduler, which follow from the flags and the number of ranks."""
     parts = {name: vars(section) for name, section in vars(config).items()} | {"schedule": schedule or {}}
     return {
         name: {key: plain for key, value in section.items() if is_plain(plain := _plain(value))}
@@ -129,11 +126,8 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
 
 
 def read_newest(root: Path, step: int | None) -> dict[str, Any]:
-    """Return the model and tokenizer settings, by field name, of the checkpoint that `--load root` would load.
-
-    Raises:
-        ValueError: there is no checkpoint, or its flags cannot be read.
-    """
+    """Return the model and tokenizer settings, by field name, of the checkpoint that `--load root` would load; raise
+    ValueError if there is none, or its flags cannot be read."""
     newest = newest_of(root, step)
     if newest is None:
         raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint; give the model's flags")

@@ -45,10 +45,8 @@ METADATA, CONFIG = ".metadata", "metadata.json"
 
 @contextlib.contextmanager
 def common_state_in_memory() -> Iterator[io.BytesIO]:
-    """Inside the block, let `dist_checkpointing.save` write common.pt into the returned buffer on rank 0.
-
-    megatron-core writes it in the collective part of a save, where a failure on one rank leaves the others waiting.
-    """
+    """Inside the block, let `dist_checkpointing.save` write common.pt into the returned buffer on rank 0. megatron-core
+    writes it in the collective part of a save, where a failure on one rank leaves the others waiting."""
     content = io.BytesIO()
     strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
     if not hasattr(strategies, "base"):
@@ -105,22 +103,15 @@ class PartWriter:
         self.last_growth = time.monotonic()
 
     def start(self) -> None:
-        """Start the processes.
-
-        Raises:
-            OSError: the system cannot start a process.
-        """
+        """Start the processes; raise OSError if the system cannot start one."""
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         buckets = self.writer.preload_tensors(self.writer.write_buckets) if self.writer.write_buckets else []
         for bucket in buckets:
             self.parts.append(_start(bucket, transforms))
 
     def poll(self) -> bool:
-        """Return whether all files are on disk.
-
-        Raises:
-            OSError: a writer failed, died or stalled; the message names the file and the reason.
-        """
+        """Return whether all files are on disk. Raise OSError, which names the file and the reason, if a writer failed,
+        died or stalled."""
         for part in self.parts:
             if part.outcome is None and part.pipe.poll():
                 part.outcome = _receive(part)

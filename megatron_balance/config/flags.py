@@ -66,10 +66,8 @@ def flag_field(default: Any, **argparse_meta: Any) -> Any:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, inherited ones included: `{field name: text}`.
-
-    Only lines that begin with `- ` stay lines of their own.
-    """
+    """Return the docstrings of a dataclass's fields, inherited ones included: `{field name: text}`. Only lines that
+    begin with `- ` stay lines of their own."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -99,10 +97,8 @@ def add_flags(group: FlagGroup, cls: type, texts: Mapping[str, str] | None = Non
 def add_flag(
     group: FlagGroup, cls: type, name: str, text: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
 ) -> bool:
-    """Add the flag of a field of dataclass `cls`, with `text` and the default as its help.
-
-    `metadata` override those of the field. Return False if the field's type has no text form.
-    """
+    """Add the flag of a field of dataclass `cls`, with `text` and the default as its help; `metadata` override those of
+    the field. Return False if the field's type has no text form."""
     field = {field.name: field for field in dataclasses.fields(cls)}[name]
     meta = dict(field.metadata.get("argparse_meta", {})) | dict(metadata)
     options = _argparse_options(typing.get_type_hints(cls)[name], _default(field))
@@ -154,11 +150,7 @@ def did_you_mean(flag: str, parser: argparse.ArgumentParser) -> str:
 
 
 def enum_member(kind: type[enum.Enum], name: str) -> enum.Enum:
-    """Return the member of an enumeration with this name.
-
-    Raises:
-        argparse.ArgumentTypeError: the enumeration has no such member.
-    """
+    """Return the member of an enumeration with this name; raise ArgumentTypeError if there is none."""
     if name not in kind.__members__:
         raise argparse.ArgumentTypeError(f"{name[:80]!r}: choose from {', '.join(kind.__members__)}")
     return kind[name]
@@ -219,11 +211,8 @@ def _argparse_options(hint: Any, default: Any) -> dict[str, Any] | None:
 
 
 def named(flag: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Look up the name that was given with a flag in `known`, or import it as `package.module:Class`.
-
-    Raises:
-        ValueError: there is no such name, module or class.
-    """
+    """Look up the name that was given with a flag in `known`, or import it as `package.module:Class`; raise ValueError
+    if there is no such name, module or class."""
     remedy = f"choose from {', '.join(known)}, or give package.module:Class"
     if ":" not in name:
         if name not in known:

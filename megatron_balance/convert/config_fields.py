@@ -169,11 +169,8 @@ class Fields(dict[str, Any]):
 
 
 def read_rope(config: Fields) -> Fields:
-    """Return the checked settings of rotary embeddings, which are in `rope_parameters` since transformers 5.
-
-    Raises:
-        ValueError: an entry has another type or is out of its range, or two entries contradict each other.
-    """
+    """Return the checked settings of rotary embeddings, which are in `rope_parameters` since transformers 5; raise
+    ValueError if an entry has another type or is out of its range, or two entries contradict each other."""
     there = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     if len(there) == 2 and config[there[0]] != config[there[1]]:
         raise ValueError("rope_parameters, rope_scaling: differ; keep one of them")

@@ -59,10 +59,8 @@ def import_model(source: Path, target: Path, log: Log, without: Sequence[str] = 
 
 
 def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda text: None) -> tuple[Model, Weights]:
-    """Return a Hugging Face model and exactly its tensors, after checking that they match its config.json.
-
-    See `import_model` for the arguments and errors.
-    """
+    """Return a Hugging Face model and exactly its tensors, after checking that they match its config.json; arguments
+    and errors are those of `import_model`."""
     weights = Weights(source)
     model = _model(source)
     for pattern in without:
@@ -223,12 +221,8 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
 
 
 def _compare(found: Mapping[str, Size], tensors: Iterable[tuple[str, Size]], where: str, remedy: str = "") -> None:
-    """Raise ValueError unless the found tensors have exactly these names and sizes.
-
-    Args:
-        tensors: expected names and sizes. Iteration stops once more are missing than an error can list.
-        remedy: what to do about tensors that are not part of the model.
-    """
+    """Raise ValueError unless the found tensors have exactly the names and sizes in `tensors`; iteration stops once
+    more are missing than an error can list. `remedy`: what to do about tensors that are not part of the model."""
     wanted: dict[str, Size] = {}
     for name, size in tensors:
         wanted[name] = size

@@ -48,16 +48,10 @@ _Own = tuple[int | None, int | None]
 
 
 class MegatronCheckpoint:
-    """A checkpoint of Megatron-LM, read piece by piece.
-
-    Args:
-        source: the directory with latest_checkpointed_iteration.txt.
-        step: iteration of the checkpoint; default: the latest.
-
-    Raises:
-        ValueError: there is no such checkpoint, it holds something else, or parts are missing; the message names them.
-        Damaged: reading the checkpoint would run code, or a file is damaged.
-    """
+    """A checkpoint of Megatron-LM, read piece by piece. `source` is the directory with
+    latest_checkpointed_iteration.txt; `step` is the checkpoint's iteration, by default the latest. Raises ValueError,
+    which names it, if the checkpoint or a part is missing, or if it holds something else; Damaged if a file is damaged
+    or would run code."""
 
     def __init__(self, source: Path, step: int | None) -> None:
         self.path = CheckpointDirectory(source).chosen(step)
@@ -95,17 +89,9 @@ class MegatronCheckpoint:
 
 
 def pieces_of(sizes: Mapping[str, Size], stack: bool) -> list[list[Piece]]:
-    """Return the pieces of a checkpoint with all experts in one tensor, from the tensor shapes of any checkpoint.
-
-    Args:
-        stack: whether to join all layers into one tensor; otherwise separate layers stay separate.
-
-    Returns:
-        One list of pieces for each tensor outside the layers, and one for each layer.
-
-    Raises:
-        ValueError: a layer or an expert is missing.
-    """
+    """Return the pieces of a checkpoint with all experts in one tensor, given the tensor shapes of any checkpoint: one
+    list for each tensor outside the layers, and one for each layer. `stack`: whether to join all layers into one
+    tensor, instead of keeping separate layers separate. Raise ValueError if a layer or an expert is missing."""
     sources: dict[str, dict[_Own, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(sizes, key=lambda name: (name.endswith("_v"), name)):
         key = name

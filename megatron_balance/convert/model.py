@@ -19,15 +19,8 @@ LATENT_EPSILON = 1e-6
 
 
 class Model:
-    """One model, with its flags and its pieces.
-
-    Args:
-        content: the model's config.json.
-
-    Raises:
-        ValueError: the architecture is unknown, an entry is invalid, or the model needs an unsupported feature; the
-            message names it.
-    """
+    """One model, with its flags and its pieces, given the `content` of its config.json. Raises ValueError if the
+    architecture is unknown, an entry is invalid, or the model needs an unsupported feature; the message names it."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         model_type = content.get("model_type")
@@ -112,11 +105,8 @@ class Model:
         self.flags()
 
     def notices(self, capacity: float | None = None) -> Iterator[str]:
-        """Generate what differs from the model of transformers although config.json can be translated.
-
-        Args:
-            capacity: `--moe-expert-capacity-factor` of the run that trained the model.
-        """
+        """Generate what differs from the model of transformers although config.json can be translated. `capacity`:
+        `--moe-expert-capacity-factor` of the run that trained the model."""
         if capacity is not None:
             yield f"--moe-expert-capacity-factor {capacity}: the exported model has no capacity and drops no token"
         epsilon = self.config["rms_norm_eps"]
@@ -199,11 +189,8 @@ class Model:
         return [list(pieces) for pieces in self.files()]
 
     def files(self, experts: int | None = None) -> Iterator[Iterable[Piece]]:
-        """Generate what `pieces` returns, because a config.json may describe more pieces than memory can hold.
-
-        Args:
-            experts: largest number of experts per layer to include; default: all.
-        """
+        """Generate what `pieces` returns, because a config.json may describe more pieces than memory can hold; with at
+        most `experts` experts of each layer."""
         table = (self.vocabulary, self.hidden)
         norm = Piece("decoder.final_layernorm.weight", (self.hidden,), (), ("model.norm.weight",))
         yield [Piece("embedding.word_embeddings.weight", table, (), (TABLE,))]
@@ -213,10 +200,7 @@ class Model:
 
     def divisions(self, shapes: Mapping[str, Size]) -> Iterator[tuple[str, dict[str, Index]]]:
         """Generate the tensors with all experts of a layer, as transformers 5 keeps them, and their parts by name.
-
-        Args:
-            shapes: the tensors that are there, by name. Raises ValueError if such a tensor has another shape.
-        """
+        `shapes`: those of all tensors that are there, by name. Raise ValueError if such a tensor has another shape."""
         arch = self.architecture
         gate, up, down = arch.expert
         halves: dict[str, slice] = {gate: slice(0, self.width), up: slice(self.width, 2 * self.width)}

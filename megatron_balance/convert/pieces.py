@@ -31,13 +31,8 @@ HALVES = Join(lambda parts: torch.cat(list(parts)), lambda whole: list(whole.chu
 
 @functools.cache
 def query_key_value(heads: int, groups: int, channels: int) -> Join:
-    """Return the join of queries, keys and values, interleaved by query group as megatron-core stores them.
-
-    Args:
-        heads: number of query heads.
-        groups: number of key heads and of value heads.
-        channels: channels of a head.
-    """
+    """Return the join of queries, keys and values, interleaved by query group as megatron-core stores them. There are
+    `heads` query heads, `groups` key heads and `groups` value heads, of `channels` channels each."""
     rows = [heads // groups * channels, channels, channels]
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -56,11 +56,8 @@ class StoredTensor(NamedTuple):
 
 
 class Weights:
-    """The tensors of a model's safetensors files, read one at a time.
-
-    Raises:
-        ValueError: a file is missing or its header is invalid; the message names it.
-    """
+    """The tensors of a model's safetensors files, read one at a time. Raises ValueError, which names the file, if one
+    is missing or its header is invalid."""
 
     def __init__(self, directory: Path) -> None:
         if os.path.lexists(directory / ADAPTER):
@@ -126,11 +123,8 @@ class Weights:
             raise ValueError(f"{path}: damaged: {cleaned(error)}") from error
 
     def divide(self, name: str, parts: Mapping[str, tuple[int | slice, ...]]) -> None:
-        """Replace a tensor by parts of it; raise ValueError if a part is also there as a tensor.
-
-        Args:
-            parts: index of each part in the tensor, by the part's name.
-        """
+        """Replace a tensor by its `parts`, indices in the tensor by name; raise ValueError if a part is also there as a
+        tensor."""
         tensor = self.tensors.pop(name)
         if twice := self.tensors.keys() & parts.keys():
             raise ValueError(f"{self.directory / tensor.file}: {cleaned(name)} also contains {cleaned(min(twice))}")
@@ -180,13 +174,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the files of a model other than its weights into an empty directory.
-
-    Raises:
-        ValueError: a file is a link out of the model's directory, not a regular file, or too large; the message names
-            it.
-        OSError: `target` cannot be written.
-    """
+    """Copy the files of a model other than its weights into an empty directory. Raise ValueError, which names the file,
+    if one is a link out of the model's directory, not regular or too large, and OSError if `target` cannot be
+    written."""
     for pattern in CARRIED:
         for path in source.glob(pattern):
             if not path.is_dir():

@@ -55,11 +55,8 @@ class Reader:
         """All tensors except the optimizer's state."""
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """Return a piece of one tensor. If the checkpoint has more rows (a padded vocabulary), return the first ones.
-
-        Raises:
-            ValueError: the tensor has another shape.
-        """
+        """Return a piece of one tensor; of a tensor with more rows (a padded vocabulary), the first ones. Raise
+        ValueError if the tensor has another shape."""
         found = self.weights[piece.key]
         if len(found.size) != len(piece.shape) or found.size[0] < piece.shape[0] or found.size[1:] != piece.shape[1:]:
             raise ValueError(f"{piece.key}: is {tuple(found.size)} in the checkpoint instead of {piece.shape}")
@@ -73,10 +70,8 @@ class Reader:
 def _check_extents(
     path: Path, weights: Mapping[str, TensorStorageMetadata], storage: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Raise Damaged unless the parts of every weight cover it exactly and the files have enough bytes for them.
-
-    The sizes come from a file but determine the allocated memory; uncovered elements would stay uninitialized.
-    """
+    """Raise Damaged unless the parts of every weight cover it exactly and the files have enough bytes for them. The
+    sizes come from a file but determine the allocated memory; uncovered elements would stay uninitialized."""
     for name, entry in weights.items():
         there = 0
         for chunk in entry.chunks:
@@ -130,11 +125,8 @@ def _index(piece: Piece) -> MetadataIndex:
 
 
 def write(directory: Path, files: Iterable[Sequence[Piece]], source: PieceSource) -> None:
-    """Write tensors piece by piece into an empty directory, as one rank's part of a torch_dist checkpoint.
-
-    Args:
-        files: the pieces of each file.
-    """
+    """Write tensors piece by piece into an empty directory, as one rank's part of a torch_dist checkpoint; `files` are
+    the pieces of each file."""
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     writer.set_up_storage_writer(is_coordinator=True)
     results: list[Any] = []

@@ -30,11 +30,8 @@ _SAMPLES, _SAMPLE_BYTES = 8, 32 * KIB
 
 
 def check_regular(path: str | Path, flag: str = "") -> int:
-    """Return the size of a regular file in bytes; raise ValueError if it does not exist or is not regular.
-
-    Args:
-        flag: the flag that named the path, for the message.
-    """
+    """Return the size of a regular file in bytes. Raise ValueError, which names the file and the flag that named it, if
+    it does not exist or is not regular."""
     with _naming(path, flag):
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
@@ -45,11 +42,8 @@ def check_regular(path: str | Path, flag: str = "") -> int:
 
 
 def read_bounded(path: str | Path, limit: int, flag: str = "") -> bytes:
-    """Return the content of a regular file; raise ValueError if it is larger than `limit` bytes or cannot be read.
-
-    Args:
-        flag: the flag that named the path, for the message.
-    """
+    """Return the content of a regular file. Raise ValueError, which names the file and the flag that named it, if it is
+    larger than `limit` bytes or cannot be read."""
     check_regular(path, flag)
     with _naming(path, flag), open(path, "rb") as file:
         content = file.read(limit + 1)
@@ -89,11 +83,8 @@ def parse_json(text: str) -> Any:
 
 
 def read_yaml(path: str | Path, flag: str = "") -> yaml.Node | None:
-    """Return the nodes of a small YAML document, without constructing objects; None if the document is empty.
-
-    Raises:
-        ValueError: as for `read_bounded`; or the file is not one YAML document, or has anchors, aliases or tags.
-    """
+    """Return the nodes of a small YAML document, without constructing objects; None if it is empty. Raise ValueError as
+    `read_bounded`, and if the file is not one YAML document, or has anchors, aliases or tags."""
     text = read_bounded(path, MAX_YAML_BYTES, flag)
     with _naming(path, flag):
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -139,11 +130,8 @@ def shown(value: object) -> str:
 
 
 def number_in(value: Any, low: float, high: float, where: str, *, unit: str = "", whole: bool = False) -> Any:
-    """Return `value` if it is a number from `low` to `high` and, with `whole`, an integer; else raise ValueError.
-
-    Args:
-        where, unit: the place and the unit of the value, for the message.
-    """
+    """Return `value` if it is a number from `low` to `high` and, with `whole`, an integer; else raise ValueError, which
+    names the place `where` and the unit."""
     kinds = int if whole else (int, float)
     if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
         kind = "an integer" if whole else "a number"
@@ -180,11 +168,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def content_digest(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> str:
-    """Return a digest of a file, or of the files in a directory. Never raise: the code that uses the file raises.
-
-    Args:
-        max_bytes: larger files are represented by their size and a few samples.
-    """
+    """Return a digest of a file, or of the files in a directory; files above `max_bytes` are represented by their size
+    and a few samples. Never raise: the code that uses the file raises."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         if path.is_dir():

@@ -21,14 +21,8 @@ def sync(path: Path) -> None:
 
 
 def check_creatable(directory: str, flag: str) -> None:
-    """Check that a directory can be written to or, where it is absent, that it can be made. Nothing is written.
-
-    Args:
-        flag: the flag that named the directory, for the message.
-
-    Raises:
-        ValueError: it cannot; the error names the flag and the reason.
-    """
+    """Check that a directory can be written to or, where it is absent, that it can be made. Nothing is written. Raise
+    ValueError, which names the reason and the flag that named the directory, if it cannot."""
     there = Path(directory).absolute()
     while not os.path.lexists(there):
         there = there.parent
@@ -39,11 +33,8 @@ def check_creatable(directory: str, flag: str) -> None:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error behind a library's exception, or None.
-
-    Libraries hide it: torch reports an unexpected length of its archive, and safetensors only mentions the error's
-    number in its text.
-    """
+    """Return the operating system's error behind a library's exception, or None. Libraries hide it: torch reports an
+    unexpected length of its archive, and safetensors only mentions the error's number in its text."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
@@ -56,10 +47,8 @@ def system_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an error of the operating system inside the block into an OSError that names `path` and the reason.
-
-    A ValueError passes unchanged because its message already names the problem, which may be the data.
-    """
+    """Turn an error of the operating system inside the block into an OSError that names `path` and the reason. A
+    ValueError passes unchanged because its message already names the problem, which may be the data."""
     try:
         yield
     except ValueError:
@@ -72,11 +61,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on disk.
-
-    Raises:
-        OSError: it could not be written; the message names it.
-    """
+    """Write a file and wait until it is on disk; raise OSError, which names it, if it could not be written."""
     with writing(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -85,16 +70,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def staged(directory: Path, last: str = "") -> Iterator[Path]:
-    """Yield a temporary folder inside `directory`; when the block succeeds, move its files up, replacing older ones.
-
-    If the block fails or is interrupted, `directory` stays as it was. Files are on disk before they move.
-
-    Args:
-        last: name of the file to move last; without this file, a reader does not take the output for complete.
-
-    Raises:
-        OSError: `directory` cannot be written; the message names it, or the file.
-    """
+    """Yield a temporary folder inside `directory`. When the block succeeds, flush the folder's files to disk and move
+    them up, replacing older ones; the file named `last` moves last, because without it, a reader does not take the
+    output for complete. If the block fails or is interrupted, `directory` stays as it was. Raise OSError, which names
+    the directory or the file, if it cannot be written."""
     existed = directory.is_dir()
     directory.mkdir(parents=True, exist_ok=True)
     staging = ""
@@ -119,11 +98,8 @@ def staged(directory: Path, last: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that appears at `path` when the block ends; create its directory if it is missing.
-
-    Raises:
-        OSError: the file could not be written; no part of it is left.
-    """
+    """Yield where to write a file that appears at `path` when the block ends; create its directory if it is missing. If
+    the file could not be written, raise OSError and leave no part of it."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
