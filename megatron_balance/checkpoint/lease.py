@@ -157,9 +157,9 @@ class Lease:
 
     def _limit(self, other: LeaseRecord | None) -> float:
         """Return after how long another's lease is stale: earlier if a launcher started this process to replace it."""
-        if other is None or self.owner.job is None or self.owner.job != other.owner.job:
-            return STALE_SECONDS
-        return RESTART_SECONDS if self.owner.attempt > other.owner.attempt else STALE_SECONDS
+        own = self.owner
+        replaces = other is not None and other.owner.job == own.job is not None and other.owner.attempt < own.attempt
+        return RESTART_SECONDS if replaces else STALE_SECONDS
 
     def _is_free(self, generation: int) -> bool:
         raw = self._read(generation)
