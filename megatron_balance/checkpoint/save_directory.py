@@ -1,7 +1,6 @@
 """The `--save` directory of a job: take its lease, check that every rank can write there, and clean up."""
 
 import dataclasses
-import errno
 import os
 import socket
 from collections.abc import Callable
@@ -113,7 +112,9 @@ class SaveDirectory:
 
 def write_obstacle(staged: Path) -> str | None:
     """Return why this process cannot write into a directory, and its host; None if it can write."""
-    if os.access(staged, os.W_OK | os.X_OK):
-        return None
-    reason = errno.EACCES if staged.exists() else errno.ENOENT
-    return f"{staged} on host {socket.gethostname()}: {os.strerror(reason)}"
+    try:
+        os.stat(staged)
+        reason = None if os.access(staged, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    return reason and f"{staged} on host {socket.gethostname()}: {reason}"
