@@ -6,7 +6,6 @@ Routing is even, so that the bytes are the same on every machine and in every la
 """
 
 import argparse
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -66,23 +65,16 @@ SIZES = ((2, 1), (3, 1), (2, 2), (3, 2))
 COLUMNS = ("layer and microbatch", "layer", "microbatch", "iteration")
 
 
-def counted(ranks: DeviceRanks, case: Case, mutate: Callable | None = None) -> dict[str, dict[tuple[int, int], Counts]]:
+def counted(ranks: DeviceRanks, case: Case) -> dict[str, dict[tuple[int, int], Counts]]:
     """Return kind of table -> size -> counts of the first rank's second iteration, for each of `SIZES`."""
     found: dict[str, dict[tuple[int, int], Counts]] = {kind: {} for kind in KINDS}
     for layers, microbatches in SIZES:
         size = f"--num-layers {layers} --global-batch-size {2 * WORLD_SIZE * microbatches}"
-        change = functools.partial(_change, mutate)
-        outcome = ranks.run(watched, f"{PLAIN} {case.flags} {size}", 2, change)[0]
+        outcome = ranks.run(watched, f"{PLAIN} {case.flags} {size}", 2, route_evenly)[0]
         assert not outcome.complaints, outcome.complaints
         found["waits"][layers, microbatches] = outcome.synchronizations
         found["work"][layers, microbatches] = by_file(outcome.work)
     return found
-
-
-def _change(mutate: Callable | None, run: Run) -> None:
-    route_evenly(run)
-    if mutate is not None:
-        mutate(run)
 
 
 def route_evenly(run: Run) -> None:
