@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 import torch
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from megatron_balance.profile.cluster_profile import (
     ParallelLines,
     Throughput,
     fit,
+    fit_terms,
     load,
 )
 
@@ -229,21 +229,8 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
     ]
     terms = np.array(numbers) / np.array(seconds)[:, None]
     is_held = np.array([sizes.index(load.num_bytes) % 2 == 1 for load in given])
-    found = _positive(terms)
-    start, launch, message, byte = found
-    errors = _error(terms, found), _error(terms[is_held], _positive(terms[~is_held]))
+    (start, launch, message, byte), *errors = fit_terms(terms, is_held)
     return BatchLines(Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start)
-
-
-def _positive(terms: np.ndarray) -> list[float]:
-    """Return the seconds per unit of each term; `terms` [loads, 4] are divided by each load's measured seconds."""
-    # Scale the terms, because a byte takes a millionth of a message's seconds
-    scale = terms.max(0)
-    return (scipy.optimize.nnls(terms / scale, np.ones(len(terms)))[0] / scale).tolist()
-
-
-def _error(terms: np.ndarray, seconds: list[float]) -> float:
-    return float(np.sqrt(np.mean((terms @ seconds - 1) ** 2)))
 
 
 def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Any]:
@@ -349,7 +336,6 @@ def measured_once(
 
     def write() -> ClusterProfile:
         if paths:
-            paths[0].parent.mkdir(parents=True, exist_ok=True)
             measured.save(paths[0])
         return measured
 
