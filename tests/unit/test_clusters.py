@@ -161,7 +161,7 @@ def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> No
         ),
         ("nodes: {value: 2,", "nodes: {value: 2.0,", r"gpus\[0\].nodes.value: 2.0 is not an integer from 1 to 1000000"),
         ("gpus:\n  - ", "gpus: ", "gpus: an object is not a list"),
-        (SMALL[SMALL.index("gpus:") : SMALL.index("node: {")], "gpus: []\n", "gpus: has no entries"),
+        (SMALL[SMALL.index("gpus:") : SMALL.index("\nnode:")], "gpus: []", "gpus: has no entries"),
         ("name: small", "name: {", "small.yaml: "),
         ("name: small", "name: !!python/object:os.system x", "small.yaml: line 2: tags .*os.system"),
         (SMALL, "3", "the file: 3 is not an object with name"),
