@@ -4,8 +4,6 @@ Pure functions of the records that `job/collectives.py` made on every rank. Memb
 """
 
 import itertools
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import NamedTuple
@@ -72,27 +70,9 @@ class Channel(NamedTuple):
     def at(self, number: int) -> RecordedOperation:
         return self.operations[number - self.first]
 
-    def latest(self, count: int = 0) -> "Channel":
-        """Return a copy with the latest `count` operations; 0: all of them."""
-        return self._replace(operations=list(self.operations)[-count:])
-
 
 Recording = Mapping[str, Channel]
 """Operations that one rank entered, by a key of the channel that is the same on all ranks."""
-
-
-def pack(recording: Recording, last: int) -> bytes:
-    """Pack the last operations of each channel into few bytes, for a key-value store."""
-    return zlib.compress(json.dumps({key: channel.latest(last) for key, channel in recording.items()}).encode())
-
-
-def unpack(packed: bytes) -> Recording:
-    """Return the recording that `pack` packed; all its sequences are lists."""
-    channels = {key: Channel(*fields) for key, fields in json.loads(zlib.decompress(packed)).items()}
-    return {
-        key: channel._replace(operations=[RecordedOperation(*fields) for fields in channel.operations])
-        for key, channel in channels.items()
-    }
 
 
 def differences(records: Mapping[int, Recording]) -> list[str]:

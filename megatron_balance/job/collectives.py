@@ -103,7 +103,8 @@ class Collectives:
 
     def record(self) -> Recording:
         """Return the operations entered so far; any thread may call this."""
-        return {key: channel.latest() for key, channel in list(self._channels.items())}
+        channels = list(self._channels.items())
+        return {key: channel._replace(operations=list(channel.operations)) for key, channel in channels}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:

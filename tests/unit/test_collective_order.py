@@ -1,6 +1,5 @@
 """Differences between ranks' collectives: order, omissions, sizes, cycles. Equal orders pass."""
 
-import json
 import random
 from collections.abc import Sequence
 
@@ -13,9 +12,7 @@ from megatron_balance.job.collective_order import (
     RecordedOperation,
     Recording,
     differences,
-    pack,
     report,
-    unpack,
     waits,
 )
 from tests.issue_order import Event, find_cycle
@@ -148,21 +145,3 @@ def test_ranks_that_follow_one_order_have_no_circle(ranks: int, groups: int, see
 
 def numbered(channels: Sequence[str]) -> list[Event]:
     return issued(*((channel, channels[: place + 1].count(channel)) for place, channel in enumerate(channels)))
-
-
-names = st.text(max_size=5)
-operations = st.builds(
-    RecordedOperation,
-    *(names, st.lists(st.integers(0, 9), max_size=3).map(tuple), names, names, names, names),
-    *(st.lists(st.integers(0, 9), max_size=3).map(tuple) for _ in range(2)),
-    st.floats(0, 1e9),
-)
-
-
-@settings(max_examples=40)
-@given(st.lists(operations, max_size=5), st.integers(1, 4))
-def test_packing_keeps_the_last_operations(found: list[RecordedOperation], last: int) -> None:
-    kept = found[-last:]
-    expected = record(*kept, first=1 + len(found) - len(kept))
-    assert json.dumps(unpack(pack(record(*found), last))) == json.dumps(expected)
-    assert len(expected["7"].operations) <= last and expected["7"].last == len(found)
