@@ -45,7 +45,7 @@ class RankSpan(NamedTuple):
 
 
 class Recorder:
-    """Adds up the teams' activities; an `engine.Observer`."""
+    """Adds up the teams' activities, which come in no particular order of time."""
 
     def __init__(self, ranks: Sequence[np.ndarray], spans_of: Collection[int] = ()) -> None:
         """Create a recorder for the ranks of each team; it keeps the spans of some ranks."""
@@ -59,12 +59,12 @@ class Recorder:
         self.spans: list[RankSpan] = []
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
-        """See `engine.Observer`."""
+        """Add a computation of the team's ranks."""
         self.seconds[part_of(label)][self.ranks[team]] += end_R - begin_R
         self._keep(team, "computation", label, begin_R, end_R)
 
     def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
-        """See `engine.Observer`."""
+        """Add a wait of the team's ranks for something that started at `start`: a number, or one for each rank."""
         part = part_of(label)
         waited_R = end_R - begin_R
         if part in ("exchange", "gathers"):
@@ -75,7 +75,7 @@ class Recorder:
         self._keep(team, "waits", label, begin_R, end_R)
 
     def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
-        """See `engine.Observer`."""
+        """Add the time for which a collective of these teams was in progress."""
         self.in_progress[part_of(label)] += (end - start) / len(teams)
         for team in teams:
             ranks_R = self.ranks[team]
