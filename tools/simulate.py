@@ -160,7 +160,7 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
     """
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.observe.load_log import read_loads
-    from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution, recorded
+    from simulated_loads import DrawnLoads, EvenLoads, distribution, recorded
 
     transformer = config.transformer
     ranks = transformer.expert_model_parallel_size

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import NamedTuple
 
+from megatron_balance.job.agreement import in_words
+
 MAX_NAMED = 4
 """Maximum number of operations in a report about ranks that wait for others."""
 
@@ -106,7 +108,7 @@ def waits(records: Mapping[int, Recording]) -> list[str]:
         if not ahead:
             continue
         lagging = [rank for rank, side in sides.items() if side.last == number - 1]
-        text = f"{_each(ahead)}, but {_named(lagging)} did not: {'; '.join(_latest(records, lagging))}"
+        text = f"{_each(ahead)}, but {in_words(lagging)} did not: {'; '.join(_latest(records, lagging))}"
         time = min(operation.time for operation in ahead.values())
         was_sent = channel.is_message and channel.ranks[0] in ahead
         found.append((was_sent, time, f"group {channel.name}, operation {number}: {text}"))
@@ -151,11 +153,7 @@ def _each(entered: Mapping[int, RecordedOperation]) -> str:
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, operation in entered.items():
         by_text[str(operation)].append(rank)
-    return ", ".join(f"{_named(ranks)} {text}" for text, ranks in by_text.items())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return ", ".join(f"{in_words(ranks)} {text}" for text, ranks in by_text.items())
 
 
 def _latest(records: Mapping[int, Recording], ranks: Sequence[int]) -> Iterator[str]:

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 import zlib
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -274,26 +275,21 @@ class HangGuard:
         self._concluded.set()
 
     def _conclude(self) -> None:
-        """Write the report; draw the verdict or wait for it; print it, and wait until all ranks have printed it."""
+        """Write the report; draw the verdict or wait for it; print it, and give all ranks time to print it."""
         self._report = self._own_report()
         self._write("report", self._report)
         self._write("collectives", self._collectives.record())
         self._store.add("reported", 1)
         if self._store.add("alarm", 1) == 1:
-            self._count_up_to("reported", self._world_size, REPORT_SECONDS)
+            self._wait_until(lambda: self._store.add("reported", 0) >= self._world_size, REPORT_SECONDS)
             self._store.set("verdict", self._draw_verdict())
-            self._store.add("decided", 1)
         else:
-            self._count_up_to("decided", 1, REPORT_SECONDS + FAREWELL_SECONDS)
+            self._wait_until(lambda: self._store.check(["verdict"]), REPORT_SECONDS + FAREWELL_SECONDS)
         self._answered = time.monotonic()
         decided = self._store.check(["verdict"])
         self._print_verdict(self._store.get("verdict").decode() if decided else self._draw_verdict())
-        reported = self._store.add("reported", 0)
-        self._store.add("printed", 1)
-        self._count_up_to("printed", reported, FAREWELL_SECONDS)
-        self._store.add("left", 1)
-        if self._rank == self._store_rank:
-            self._count_up_to("left", reported, FAREWELL_SECONDS)
+        # Other ranks may not have read the verdict, and the launcher ends them when the first rank exits
+        time.sleep(2 * FAREWELL_SECONDS if self._rank == self._store_rank else FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
         reports = self._read_all("report")
@@ -315,9 +311,9 @@ class HangGuard:
         written = [self._store.get(key) if self._store.check([key]) else None for key in keys]
         return [None if content is None else pickle.loads(zlib.decompress(content)) for content in written]
 
-    def _count_up_to(self, key: str, target: int, seconds: float) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._store.add(key, 0) < target and time.monotonic() < deadline:
+        while not condition() and time.monotonic() < deadline:
             time.sleep(0.1)
 
 

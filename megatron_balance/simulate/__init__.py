@@ -1,7 +1,6 @@
 """Simulates an iteration of a job on any described cluster: executes the job's schedules on a model.
 
     job         the stages and teams of a job, with their placements
-    loads       the loads of a simulated run: drawn, synthetic or recorded
     layers      the collectives of a parallel schedule; the computation and messages of a team's MoE layer
     programs    a pipeline stage's schedule and loads -> the commands of a team of ranks
     network     ranks, nodes -> resources, and the time that a message takes on each of them

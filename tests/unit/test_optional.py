@@ -17,8 +17,9 @@ from megatron_balance.observe.load_log import LoadLog, read_loads
 from megatron_balance.observe.optional import AppendedFile, Attempts
 from megatron_balance.observe.routing import RoutingTrace, _RouterCall
 from megatron_balance.observe.scalars import Scalars
-from megatron_balance.observe.trace import Timeline, TraceSpan, load_timeline
+from megatron_balance.observe.trace import Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
+from timelines import load_timeline
 
 ROOM = 2048
 """Maximum size of a file on the full disk, in bytes."""

@@ -26,7 +26,7 @@ from megatron_balance.simulate.engine import (
     Work,
     speeds,
 )
-from megatron_balance.simulate.network import Fabric, one_after_another, ring
+from megatron_balance.simulate.network import one_after_another, ring
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.timeline.actions import Operation
 from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
@@ -223,16 +223,6 @@ def test_works_one_after_another_add_up() -> None:
     assert both.alone == pytest.approx(1.0 + 2.0 + 0.5 + 3.0)
     assert dict(zip(both.resources.tolist(), both.seconds.tolist(), strict=True)) == {0: 2.0, 1: 4.0}
     assert one_after_another([NOTHING, NOTHING]) is NOTHING
-
-
-def test_resources_have_names() -> None:
-    fabric = Fabric(8, 4)
-    assert fabric.num_resources == 18
-    assert [fabric.name(number) for number in (3, 11, 17)] == [
-        "rank 3's link within its node",
-        "rank 3's link to other nodes",
-        "adapters of node 1",
-    ]
 
 
 def test_messages_arrive_later() -> None:

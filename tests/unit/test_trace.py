@@ -19,7 +19,8 @@ from PIL import Image
 import timeline_picture as draw
 from megatron_balance.device import clock
 from megatron_balance.observe import trace
-from megatron_balance.observe.trace import STREAMS, Timeline, TraceEvent, TraceSpan, lanes_of, load_timeline
+from megatron_balance.observe.trace import STREAMS, Timeline, TraceEvent, TraceSpan, lanes_of
+from timelines import load_timeline
 
 NOW = time.perf_counter()
 times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)
