@@ -31,9 +31,9 @@ class RecordedOperation(NamedTuple):
     verb: str
     sizes: tuple[int, ...]
     dtype: str
-    detail: str
-    caller: str
-    ours: str
+    detail: str = ""
+    caller: str = ""
+    ours: str = ""
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     time: float = 0.0

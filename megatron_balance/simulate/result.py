@@ -1,9 +1,7 @@
-"""Activities of an iteration's ranks and resources: sums, spans of some ranks, and the Trace Event Format."""
+"""Activities of an iteration's ranks: sums, and spans of some ranks."""
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -86,31 +84,6 @@ class Recorder:
             for rank, begin, end in zip(self.ranks[team].tolist(), begin_R.tolist(), end_R.tolist(), strict=True):
                 if rank in self.spans_of and end > begin:
                     self.spans.append(RankSpan(rank, lane, label, begin, end))
-
-    def save_trace(self, path: Path) -> None:
-        """Write the kept spans in the Trace Event Format, for Perfetto: one thread per lane, in microseconds."""
-        lanes = sorted({(span.rank, span.lane) for span in self.spans})
-        threads = {place: number for number, place in enumerate(lanes)}
-        events: list[dict] = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
-            for (rank, lane), number in threads.items()
-        ]
-        events += [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in sorted({rank for rank, _ in lanes})
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.label,
-                "pid": span.rank,
-                "tid": threads[span.rank, span.lane],
-                "ts": round(1e6 * span.start, 3),
-                "dur": round(1e6 * (span.end - span.start), 3),
-            }
-            for span in self.spans
-        ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def part_of(label: str) -> str:

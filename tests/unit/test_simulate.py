@@ -1,9 +1,7 @@
 """The simulator: shared resources, events and programs, against slow references and limits that no schedule beats."""
 
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,17 +196,6 @@ def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
         spans.sort(key=lambda span: span.start)
         assert total_D[rank] == pytest.approx(spans[-1].end)
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
-
-
-def test_a_trace_can_be_read(tmp_path: Path) -> None:
-    stage = stage_of(0, 1, 1, True)
-    recorder = Recorder([np.array([0, 1])], [1])
-    Engine([(2, program(stage, layers_of(stage, 1), 0, 2))], 2, recorder).run()
-    recorder.save_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"rank 1", "computation", "exchange"} <= names
-    assert {event["pid"] for event in events} == {1}
 
 
 def test_every_label_belongs_to_a_part() -> None:
