@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,21 +171,17 @@ def loads(sizes_bytes: Sequence[int]) -> list[Load]:
     return [load for load in found if load.experts * load.num_bytes <= limit]
 
 
-class BatchLines(NamedTuple):
-    """Seconds of a Trans or an Agg. Both lines have the same errors."""
+def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> tuple[Fit, Fit, float]:
+    """Fit the seconds of a Trans or an Agg: of a start, a batch, a message and a byte, none of them negative.
 
-    line: Fit
-    """A batch in which a rank sends and receives one message, by bytes."""
-    launch: Fit
-    """A batch of empty messages, by the number that a rank sends and receives."""
-    start: float
-    """Seconds in addition to the batches."""
+    Loads with different numbers of batches and messages make the four separable.
 
+    Returns:
+        A batch in which a rank sends and receives one message, by bytes; a batch of empty messages, by their number;
+        and the start's seconds.
 
-def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> BatchLines:
-    """Fit the seconds of a start, a batch, a message and a byte, none negative, by least squares of relative errors.
-
-    Loads with different numbers of batches and messages make the four separable. ValueError: less than four sizes.
+    Raises:
+        ValueError: there are less than four sizes.
     """
     sizes = sorted({load.num_bytes for load in given})
     if len(sizes) < 4:
@@ -196,7 +192,7 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
     terms = np.array(numbers) / np.array(seconds)[:, None]
     is_held = np.array([sizes.index(load.num_bytes) % 2 == 1 for load in given])
     (start, launch, message, byte), *errors = fit_terms(terms, is_held)
-    return BatchLines(Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start)
+    return Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start
 
 
 def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Any]:
@@ -209,12 +205,12 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
     seconds = {key: found.tolist() for key, found in zip(keys, _middles(calls, PASSES), strict=True)}
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
-    lines |= {key: found.line for key, found in batches.items()}
+    lines |= {key: line for key, (line, _, _) in batches.items()}
     return {
         "links": {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
         "messages": {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
-        "launches": {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
-        "starts": {name: batches[name, kinds["ep"]].start for name in ROUNDS},
+        "launches": {name: {level: batches[name, kinds[level]][1] for level in LEVELS} for name in ROUNDS},
+        "starts": {name: batches[name, kinds["ep"]][2] for name in ROUNDS},
         "all_to_alls": {name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
     }
 

@@ -218,27 +218,6 @@ def test_recomputation_and_repetition_route_alike(ranks) -> None:
     ranks(1).run(routed_in_both_passes)
 
 
-def start_an_iteration_early() -> None:
-    """Check that an iteration begins with microbatch 0 regardless of what came before it."""
-    router, groups = build_router()
-    iterations = [3, 3, 4]
-    maps = []
-    part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
-    force_routing([router], "burst", part, seed=5, step=lambda: iterations[len(maps)], microbatches=lambda: 4)
-    for _ in iterations:
-        maps.append(router(torch.zeros(SEQUENCE, 1, 12))[1])
-    choices = [
-        workload_choices("burst", num_experts=EXPERTS, topk=TOPK, tokens=range(16), total_tokens=16, seed=6, step=now)
-        for now in (3, 4)
-    ]
-    expected = [choices[0][:4], choices[0][4:8], choices[1][:4]]
-    assert all(torch.equal(one, as_map(other, EXPERTS)) for one, other in zip(maps, expected, strict=True))
-
-
-def test_an_iteration_begins_with_its_first_microbatch(ranks) -> None:
-    ranks(1).run(start_an_iteration_early)
-
-
 def refused() -> str:
     router, _ = build_router()
     router.router_replay = "taken"

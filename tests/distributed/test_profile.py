@@ -210,17 +210,6 @@ def test_groups_have_the_members_of_their_kinds(ranks) -> None:
         assert found == {members: [2 * member + rank % 2 for member in members] for members in expected}
 
 
-def lonely() -> str:
-    alone = [dist.new_group([rank]) for rank in range(2)]
-    with pytest.raises(ValueError) as error:
-        measured(alone[dist.get_rank()], 1)
-    return str(error.value)
-
-
-def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
-    assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
-
-
 @contextlib.contextmanager
 def measuring_quickly() -> Iterator[None]:
     """Measure with few sizes and repeats, in one pass."""

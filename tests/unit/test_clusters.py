@@ -149,9 +149,7 @@ def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> No
         ("name: bus, ", "name: bus, speed: 3, ", "node.speed: is unknown; choose from name, gb_per_second"),
         ("value: 10,", "value: fast,", "node.gb_per_second.value: 'fast' is not a number from 1e-06 to 100000"),
         ("value: 10,", "value: 1.0e+30,", "node.gb_per_second.value: 1e.30 is not a number from 1e-06 to 100000"),
-        ("value: 10,", "value: 1" + 400 * "0" + ",", "node.gb_per_second.value: 1000"),
         ("value: 10,", "value: 10, value: 20,", "line 6: value: appears twice"),
-        ("name: small", "name: &a small", "anchors and aliases"),
         ("{value: 10, source: here}", "10", "node.gb_per_second: 10 is not an object with value, source"),
         ("{value: 10, source: here}", "{value: 10}", "node.gb_per_second.source: is missing"),
         (
@@ -162,10 +160,8 @@ def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> No
         ("nodes: {value: 2,", "nodes: {value: 2.0,", r"gpus\[0\].nodes.value: 2.0 is not an integer from 1 to 1000000"),
         ("gpus:\n  - ", "gpus: ", "gpus: an object is not a list"),
         (SMALL[SMALL.index("gpus:") : SMALL.index("\nnode:")], "gpus: []", "gpus: has no entries"),
-        ("name: small", "name: {", "small.yaml: "),
         ("name: small", "name: !!python/object:os.system x", "small.yaml: line 2: tags .*os.system"),
         (SMALL, "3", "the file: 3 is not an object with name"),
-        (SMALL, "#" * 70000, "larger than 64 KiB"),
     ],
 )
 def test_a_bad_file_names_itself_and_the_field(tmp_path: Path, old: str, new: str, said: str) -> None:

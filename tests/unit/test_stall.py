@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
-from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
+from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Report, verdict
 from tests.issue_order import OrderedCollectives
 
 STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
@@ -77,14 +77,6 @@ def test_a_verdict_on_many_ranks_stays_readable() -> None:
     sentence = verdict([report(), *[None] * 100], [None] * 101, NOW, LIMIT)
     assert sentence.count("no sign of life since the start") == MAX_NAMED
     assert sentence.endswith(f"; and {100 - MAX_NAMED} more ranks")
-
-
-def test_a_position_shows_progress() -> None:
-    position = Position()
-    position.enter("forward-backward", 3)
-    position.advance()
-    position.enter("optimizer")
-    assert (position.iteration, position.phase, position.steps) == (3, "optimizer", 3)
 
 
 class Handle:
