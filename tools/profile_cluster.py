@@ -61,11 +61,11 @@ def main(argv: list[str]) -> None:
     job.start(launch, config.launch.distributed_backend, config.launch.distributed_timeout_minutes)
     process_groups = build_groups(shape, config.train.seed, config.launch.distributed_timeout_minutes)
     is_first = launch.rank == 0
-    profile = measure_cluster(config, process_groups, node_size, log if is_first else None)
+    profile = measure_cluster(config, process_groups, node_size)
     try:
         if is_first:
             profile.save(own.output)
-            log("\n".join(table(profile)))
+            print("\n".join(table(profile)), flush=True)
     except OSError as error:
         raise SystemExit(f"profile_cluster.py: error: --output {own.output}: {error.strerror}") from error
     finally:
@@ -80,10 +80,6 @@ def with_stand_ins(flags: Sequence[str]) -> list[str]:
     values = vars(parser.parse_args([*yaml_flags(parser, flags), *flags]))
     missing = [text for names, text in STAND_INS if not any(values[name] for name in names)]
     return [*flags, *" ".join(missing).split()]
-
-
-def log(text: str) -> None:
-    print(text, flush=True)
 
 
 def table(profile: "ClusterProfile") -> Iterator[str]:

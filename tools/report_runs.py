@@ -19,8 +19,9 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_
 from megatron_balance.flow.plan import Split, make_dispatch_plan
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import LoggedLoads, read_loads
-from megatron_balance.observe.trace import TraceEvent, load_timeline
+from megatron_balance.observe.trace import TraceEvent
 from megatron_balance.placement.placement import Placement
+from timelines import load_timeline
 
 RANKS_SHOWN = 4
 """Ranks that a timeline shows; more would not be readable."""

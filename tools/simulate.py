@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_balance.app.simulation import Target
     from megatron_balance.config.run_config import RunConfig
     from megatron_balance.simulate.job import LoadSource
+    from megatron_balance.simulate.result import Recorder
 
 GIB = 2**30
 EVEN = "even"
@@ -160,7 +161,7 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
     """
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.observe.load_log import read_loads
-    from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution, recorded
+    from simulated_loads import DrawnLoads, EvenLoads, distribution, recorded
 
     transformer = config.transformer
     ranks = transformer.expert_model_parallel_size
@@ -189,7 +190,7 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
     spans_of = args.trace_ranks if args.trace is not None else ()
     seconds, recorder, busy = simulation.run(args.iterations, spans_of)
     if args.trace is not None:
-        recorder.save_trace(args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
+        save_trace(recorder, args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
     ranks = target.topology.world_size
     links = {"links within nodes": busy[:ranks], "links between nodes": busy[ranks : 2 * ranks]}
     links["adapters"] = busy[2 * ranks :]
@@ -206,6 +207,32 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
             for one in memory
         ],
     }
+
+
+def save_trace(recorder: "Recorder", path: Path) -> None:
+    """Write the recorder's spans in the Trace Event Format, for Perfetto: one thread per lane, in microseconds."""
+    lanes = sorted({(span.rank, span.lane) for span in recorder.spans})
+    threads = {place: number for number, place in enumerate(lanes)}
+    events: list[dict] = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+        for (rank, lane), number in threads.items()
+    ]
+    events += [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({rank for rank, _ in lanes})
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.label,
+            "pid": span.rank,
+            "tid": threads[span.rank, span.lane],
+            "ts": round(1e6 * span.start, 3),
+            "dur": round(1e6 * (span.end - span.start), 3),
+        }
+        for span in recorder.spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def _progress(label: str) -> Any:

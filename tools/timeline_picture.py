@@ -12,7 +12,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_balance.observe.trace import STREAMS, TraceEvent, lanes_of, load_timeline
+from megatron_balance.observe.trace import STREAMS, TraceEvent, lanes_of
+from timelines import load_timeline
 
 COLORS = {
     "FEC": "#2f6db3",

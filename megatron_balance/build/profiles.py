@@ -67,7 +67,7 @@ class Profiles:
         split = f"_tp_{groups.tp.size()}_etp_{shards}" if len(schedule_choices(config, groups)) > 1 else ""
         name = f"cluster_profile_{num_ranks}_in_nodes_of_{node_size}{split}.json"
         paths = [Path(directory) / name for directory in (config.checkpoint.save, config.checkpoint.load) if directory]
-        measure_now = functools.partial(measure_cluster, config, groups, node_size, first_rank_log())
+        measure_now = functools.partial(measure_cluster, config, groups, node_size)
         return measured_once(paths, num_ranks, node_size, measure_now)
 
     def of(self, group: dist.ProcessGroup) -> ClusterProfile:
@@ -148,9 +148,7 @@ def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.Pro
     return new_twin(groups.tp, world(), config.launch.distributed_timeout_minutes)
 
 
-def measure_cluster(
-    config: RunConfig, groups: ProcessGroupCollection, node_size: int, log: Log | None = None
-) -> ClusterProfile:
+def measure_cluster(config: RunConfig, groups: ProcessGroupCollection, node_size: int) -> ClusterProfile:
     """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
 
     Experts are timed with an eighth of a rank's mean load per microbatch up to twice that load. Random number
@@ -185,14 +183,13 @@ def measure_cluster(
         shares=[size / sum(sizes) for size in sizes],
         sizes_bytes=LARGE_SIZES if device.type == "cuda" else SIZES,
         codecs=codecs,
-        log=log,
     )
     if len(schedule_choices(config, groups)) == 1:
         return profile
-    return dataclasses.replace(profile, parallel=measure_schedules(config, groups, log))
+    return dataclasses.replace(profile, parallel=measure_schedules(config, groups))
 
 
-def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Log | None = None) -> ParallelLines:
+def measure_schedules(config: RunConfig, groups: ProcessGroupCollection) -> ParallelLines:
     """Measure the terms in which `schedule_choices` differ (Parm, section V-A); every rank of the job calls it."""
     transformer = config.transformer
     shape = layer_shape(config, groups)
@@ -210,12 +207,10 @@ def measure_schedules(config: RunConfig, groups: ProcessGroupCollection, log: Lo
     try:
         return measure_parallel(
             Stopwatch(groups.tp_ep, device, REPEATS),
-            world(),
             mp=shape.mp,
             esp=shape.esp,
             calls=call,
             ranges=ranges(shape, transformer.params_dtype.itemsize),
-            log=log,
         )
     finally:
         if saa_group is not None:

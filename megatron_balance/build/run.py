@@ -60,7 +60,7 @@ from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
-from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.workloads.forced_routing import BatchPart, force_routing
 
 
 def build_run(
@@ -131,8 +131,14 @@ def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatche
         return
     divided = wiring.dispatch.splits_tokens or config.transformer.sequence_parallel
     part = BatchPart.of(wiring.groups, config.model.seq_length, divided)
-    workload = Workload(name, config.train.seed)
-    force_routing(model, workload, part, step=lambda: wiring.progress.iteration, microbatches=microbatches)
+    force_routing(
+        model,
+        name,
+        part,
+        seed=config.train.seed,
+        step=lambda: wiring.progress.iteration,
+        microbatches=microbatches,
+    )
 
 
 def build_model(wiring: Wiring, vocab_size: int) -> list[DistributedDataParallel]:

@@ -196,7 +196,7 @@ def _check_policy(line: CommandLine) -> None:
         raise ValueError(f"{flag_of(option)}: has no effect with {flag}; leave it out")
     if line.balance_capacities is not None:
         capacities = line.balance_capacities
-        low, high, _ = RANGES["rate"]
+        low, high, _ = RANGES["rates"]
         mean = sum(capacities) / len(capacities)
         if mean and not all(math.isfinite(one) and low <= one / mean <= high for one in capacities):
             wanted = f"give numbers above 0, {low:g} to {high:g} times their mean"

@@ -1,15 +1,12 @@
 """Compare the settings of all ranks through the job's key-value store, before anything is built.
 
-    every rank        joins under its number and reads the digest of rank 0's facts
-    a different rank  reads rank 0's facts and writes its own facts that differ
-    every rank        counts itself; the last one decides, and all ranks wait for the decision
-
-Each rank makes only four requests, so the comparison scales to thousands of ranks. A rank that finds any other problem
-(a duplicate rank, another number of processes, a missing rank, its own mistake) decides at once.
+Each rank joins under its number, compares its facts with those of the first rank to arrive, writes those that differ,
+and counts itself. The last rank decides, and all ranks wait for the decision. These are four requests per rank, so the
+comparison scales to thousands of ranks. A rank that finds any other problem (a duplicate rank, another number of
+processes, a missing rank, its own mistake) decides at once.
 """
 
 import datetime
-import hashlib
 import json
 import os
 import socket
@@ -25,12 +22,9 @@ Facts = Mapping[str, str]
 """Values that must be equal on all ranks, by the name that a user knows; the most informative first."""
 
 Differing = Mapping[int, Mapping[str, str | None]]
-"""Facts that differ from rank 0's, by rank; None: only rank 0 has the fact."""
+"""Facts that differ from the reference, by rank; None: only the reference has the fact."""
 
 AGREED = "agreed"
-
-DECLINED = "declined"
-"""Published instead of the digest of rank 0's facts if rank 0 cannot start."""
 
 CONSEQUENCE = "setting "
 """Prefix of facts that follow from other facts. They are reported only if nothing else differs."""
@@ -93,8 +87,6 @@ def decline(store: dist.Store, me: Member, problem: str) -> None:
     """Report, instead of calling `agree`, that this rank cannot start; `agree` raises `problem` on all other ranks."""
     store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
     _decide(store, f"rank {me.rank} on {cleaned(socket.gethostname(), 80)} cannot start: {problem}")
-    if me.rank == 0:
-        store.set("digest", DECLINED)
     _wait_until_read(store, me, DECLINE_SECONDS)
 
 
@@ -109,31 +101,21 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
             f"RANK={me.rank}: two processes have this rank, {first} and {name}; end the one that does not belong to "
             "the job, or give each process its own rank, as torchrun does",
         )
-    if me.rank == 0:
-        store.set("facts", json.dumps(dict(facts)))
-        store.set("digest", f"{me.world_size} {_digest(facts)}")
-    reference = _await(store, "digest", deadline)
-    if reference == DECLINED:
-        return _await(store, "outcome", deadline)
-    world_size, digest = reference.split()
-    if int(world_size) != me.world_size:
+    own = json.dumps({"rank": me.rank, "world_size": me.world_size, "facts": dict(facts)})
+    reference = json.loads(store.compare_set("reference", "", own))
+    if reference["world_size"] != me.world_size:
         return _decide(
             store,
-            f"WORLD_SIZE={me.world_size} on rank {me.rank}, but {world_size} on rank 0; start all processes of a "
-            "job with the same launcher",
+            f"WORLD_SIZE={me.world_size} on rank {me.rank}, but {reference['world_size']} on rank {reference['rank']}; "
+            "start all processes of a job with the same launcher",
         )
-    if digest != _digest(facts):
-        theirs = json.loads(_await(store, "facts", deadline))
-        store.set(f"differs/{me.rank}", json.dumps(_differing_facts(facts, theirs)))
+    if differing := _differing_facts(facts, reference["facts"]):
+        store.set(f"differs/{me.rank}", json.dumps(differing))
         store.append("differing", f"{me.rank} ")  # pyright: ignore[reportAttributeAccessIssue]
     if store.add("compared", 1) == me.world_size:
-        return _decide(store, _conclusion(store, me.world_size, deadline))
-    return _await(store, "outcome", deadline)
-
-
-def _await(store: dist.Store, key: str, deadline: float) -> str:
+        return _decide(store, _conclusion(store, reference["facts"], me.world_size))
     store.set_timeout(datetime.timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    return store.get(key).decode()
+    return store.get("outcome").decode()
 
 
 def _decide(store: dist.Store, outcome: str) -> str:
@@ -141,12 +123,12 @@ def _decide(store: dist.Store, outcome: str) -> str:
     return store.compare_set("outcome", "", outcome).decode()
 
 
-def _conclusion(store: dist.Store, world_size: int, deadline: float) -> str:
+def _conclusion(store: dist.Store, reference: Facts, world_size: int) -> str:
     if not store.check(["differing"]):
         return AGREED
-    ranks = [int(rank) for rank in _await(store, "differing", deadline).split()]
-    others = {rank: json.loads(_await(store, f"differs/{rank}", deadline)) for rank in ranks}
-    return difference(json.loads(_await(store, "facts", deadline)), others, world_size)
+    ranks = [int(rank) for rank in store.get("differing").split()]
+    others = {rank: json.loads(store.get(f"differs/{rank}")) for rank in ranks}
+    return difference(reference, others, world_size)
 
 
 def _missing(store: dist.Store, world_size: int, timeout_minutes: float, where: str) -> str:
@@ -173,10 +155,6 @@ def _wait_until_read(store: dist.Store, me: Member, seconds: float) -> None:
         readers = store.add("readers", 0)
 
 
-def _digest(facts: Facts) -> str:
-    return hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 def _differing_facts(facts: Facts, reference: Facts) -> dict[str, str | None]:
     """Return the facts that differ from `reference`; None: only `reference` has the fact."""
     return {name: facts.get(name) for name in {**facts, **reference} if facts.get(name) != reference.get(name)}
@@ -186,7 +164,7 @@ def difference(reference: Facts, others: Differing, world_size: int) -> str:
     """Return a sentence with the facts that differ between ranks, and their values by rank.
 
     Args:
-        reference: rank 0's facts.
+        reference: facts of one rank.
         others: differing facts of at least one rank; for all others, `reference` holds.
     """
     differing = {name for own in others.values() for name in own}

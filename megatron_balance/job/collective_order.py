@@ -4,11 +4,11 @@ Pure functions of the records that `job/collectives.py` made on every rank. Memb
 """
 
 import itertools
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import NamedTuple
+
+from megatron_balance.job.agreement import in_words
 
 MAX_NAMED = 4
 """Maximum number of operations in a report about ranks that wait for others."""
@@ -31,9 +31,9 @@ class RecordedOperation(NamedTuple):
     verb: str
     sizes: tuple[int, ...]
     dtype: str
-    detail: str
-    caller: str
-    ours: str
+    detail: str = ""
+    caller: str = ""
+    ours: str = ""
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     time: float = 0.0
@@ -72,27 +72,9 @@ class Channel(NamedTuple):
     def at(self, number: int) -> RecordedOperation:
         return self.operations[number - self.first]
 
-    def latest(self, count: int = 0) -> "Channel":
-        """Return a copy with the latest `count` operations; 0: all of them."""
-        return self._replace(operations=list(self.operations)[-count:])
-
 
 Recording = Mapping[str, Channel]
 """Operations that one rank entered, by a key of the channel that is the same on all ranks."""
-
-
-def pack(recording: Recording, last: int) -> bytes:
-    """Pack the last operations of each channel into few bytes, for a key-value store."""
-    return zlib.compress(json.dumps({key: channel.latest(last) for key, channel in recording.items()}).encode())
-
-
-def unpack(packed: bytes) -> Recording:
-    """Return the recording that `pack` packed; all its sequences are lists."""
-    channels = {key: Channel(*fields) for key, fields in json.loads(zlib.decompress(packed)).items()}
-    return {
-        key: channel._replace(operations=[RecordedOperation(*fields) for fields in channel.operations])
-        for key, channel in channels.items()
-    }
 
 
 def differences(records: Mapping[int, Recording]) -> list[str]:
@@ -126,7 +108,7 @@ def waits(records: Mapping[int, Recording]) -> list[str]:
         if not ahead:
             continue
         lagging = [rank for rank, side in sides.items() if side.last == number - 1]
-        text = f"{_each(ahead)}, but {_named(lagging)} did not: {'; '.join(_latest(records, lagging))}"
+        text = f"{_each(ahead)}, but {in_words(lagging)} did not: {'; '.join(_latest(records, lagging))}"
         time = min(operation.time for operation in ahead.values())
         was_sent = channel.is_message and channel.ranks[0] in ahead
         found.append((was_sent, time, f"group {channel.name}, operation {number}: {text}"))
@@ -171,11 +153,7 @@ def _each(entered: Mapping[int, RecordedOperation]) -> str:
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, operation in entered.items():
         by_text[str(operation)].append(rank)
-    return ", ".join(f"{_named(ranks)} {text}" for text, ranks in by_text.items())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return ", ".join(f"{in_words(ranks)} {text}" for text, ranks in by_text.items())
 
 
 def _latest(records: Mapping[int, Recording], ranks: Sequence[int]) -> Iterator[str]:

@@ -103,7 +103,8 @@ class Collectives:
 
     def record(self) -> Recording:
         """Return the operations entered so far; any thread may call this."""
-        return {key: channel.latest() for key, channel in list(self._channels.items())}
+        channels = list(self._channels.items())
+        return {key: channel._replace(operations=list(channel.operations)) for key, channel in channels}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator["Collectives"]:
@@ -129,13 +130,13 @@ class Collectives:
         uneven = UNEVEN.get(name)
 
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            key = group.group_name
             tensors = list(_flattened([args[position] for position in equal]))
             sent, received = ((), ()) if uneven is None else uneven(group.size(), *args)
-            dtype = next(_flattened(tensors if uneven is None else args[:2]), None)
-            number = self._note(key, group, None, verb, _sizes(tensors), dtype, sent=sent, received=received)
+            first = next(_flattened(tensors if uneven is None else args[:2]), None)
+            operation = RecordedOperation(verb, _sizes(tensors), _dtype(first), sent=sent, received=received)
+            number = self._note(group.group_name, group, operation)
             work = method(group, *args, **kwargs)
-            self.on_start(key, number, work)
+            self.on_start(group.group_name, number, work)
             return work
 
         return noted
@@ -149,8 +150,8 @@ class Collectives:
             if tag and dist.get_backend(group) == "gloo":
                 # NCCL matches messages by order alone. With gloo, threads may send messages that only tags tell apart
                 key += f" tag {tag}"
-            sizes = (tensors[0].numel(),)
-            number = self._note(key, group, ends, MESSAGES[name], sizes, tensors[0], detail=f"tag {tag}")
+            operation = RecordedOperation(MESSAGES[name], _sizes(tensors), _dtype(tensors[0]), f"tag {tag}")
+            number = self._note(key, group, operation, ends)
             work = method(group, tensors, peer, tag)
             self.on_start(key, number, work)
             return work
@@ -158,38 +159,26 @@ class Collectives:
         return noted
 
     def _note(
-        self,
-        key: str,
-        group: dist.ProcessGroup,
-        ends: tuple[int, int] | None,
-        verb: str,
-        sizes: tuple[int, ...],
-        tensor: torch.Tensor | None,
-        *,
-        detail: str = "",
-        sent: tuple[int, ...] = (),
-        received: tuple[int, ...] = (),
+        self, key: str, group: dist.ProcessGroup, operation: RecordedOperation, ends: tuple[int, int] | None = None
     ) -> int:
-        """Record an operation and return its number in its channel."""
+        """Record an operation with its callers and return its number in its channel."""
         channel = self._channels.get(key) or self._channels.setdefault(key, self._new_channel(group, ends))
         caller, ours = self._callers(sys._getframe(2))
+        detail = operation.detail
         if caller is not None and caller.f_code.co_name in BUCKETED:
             detail = _buckets(caller)
-        operation = RecordedOperation(
-            verb=verb,
-            sizes=sizes,
-            dtype="" if tensor is None else _dtype(tensor.dtype),
-            detail=detail,
-            caller="" if caller is None else _function(caller.f_code),
-            ours="" if ours is None else _function(ours.f_code, ours.f_lineno),
-            sent=sent,
-            received=received,
-            time=time.time(),
-            number=channel.last + 1,
-        )
+        number = channel.last + 1
         self.entered += 1
-        channel.operations.append(operation)
-        return operation.number
+        channel.operations.append(
+            operation._replace(
+                detail=detail,
+                caller="" if caller is None else _function(caller.f_code),
+                ours="" if ours is None else _function(ours.f_code, ours.f_lineno),
+                time=time.time(),
+                number=number,
+            )
+        )
+        return number
 
     def _new_channel(self, group: dist.ProcessGroup, ends: tuple[int, int] | None) -> Channel:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -224,9 +213,8 @@ def _function(code: CodeType, line: int | None = None) -> str:
     return f"{code.co_name} ({file})" if line is None else f"{code.co_name} ({file}:{line})"
 
 
-@functools.cache
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtype(tensor: torch.Tensor | None) -> str:
+    return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 def _buckets(frame: FrameType) -> str:

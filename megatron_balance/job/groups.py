@@ -105,7 +105,12 @@ def backend_minutes(timeout_minutes: float) -> float:
 def new_twin(
     group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
 ) -> dist.ProcessGroup:
-    """Create a second group of the same ranks, whose operations have their own order; see `new_sub_groups`."""
+    """Create a second group of the same ranks, whose operations have their own order. Every rank of the job calls it.
+
+    Args:
+        job: the default process group.
+        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
+    """
     everyone = tuple(range(group.size()))
     return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
 
@@ -120,27 +125,6 @@ def new_group_by_value(value: object, timeout_minutes: float, name: str) -> dist
     return created[value]
 
 
-def new_sub_groups(
-    ep_group: dist.ProcessGroup,
-    job: dist.ProcessGroup,
-    wanted: Iterable[Members],
-    timeout_minutes: float | None = None,
-) -> dict[Members, dist.ProcessGroup]:
-    """Create the `wanted` subgroups of expert-parallel groups; return those with this rank, and the whole group.
-
-    Every rank of the job must call this with the same `wanted`, because all ranks create all groups in the same order.
-    (`use_local_synchronization` would involve only members. But it names a group after the number of groups that a rank
-    is in, which differs between pipeline stages.) `job` is the default process group.
-
-    Args:
-        timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
-    """
-    everyone = tuple(range(ep_group.size()))
-    shapes = sorted(set(wanted) - {everyone})
-    created = _new_groups(ep_group, job, shapes, timeout_minutes=timeout_minutes, suffix="PART")
-    return {everyone: ep_group} | created
-
-
 def _new_groups(
     ep_group: dist.ProcessGroup,
     job: dist.ProcessGroup,
@@ -149,6 +133,11 @@ def _new_groups(
     timeout_minutes: float | None,
     suffix: str,
 ) -> dict[Members, dist.ProcessGroup]:
+    """Create subgroups of all expert-parallel groups; return those with this rank.
+
+    All ranks of the job create all groups in the same order. (`use_local_synchronization` would involve only members.
+    But it names a group after the number of groups that a rank is in, which differs between pipeline stages.)
+    """
     created: dict[Members, dist.ProcessGroup] = {}
     for ranks in sorted(set(gather(tuple(dist.get_process_group_ranks(ep_group))))):
         for members in shapes:
@@ -192,12 +181,13 @@ class NodeGroups:
 def new_node_groups(
     ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None
 ) -> NodeGroups:
-    """Create the groups within and across nodes of `node_size` expert-parallel ranks; see `new_sub_groups`."""
+    """Create the groups within and across nodes of `node_size` expert-parallel ranks; arguments as in `new_twin`."""
     everyone = tuple(range(ep_group.size()))
     nodes = [everyone[first : first + node_size] for first in everyone[::node_size]]
     counterparts = [everyone[local::node_size] for local in range(node_size)]
-    wanted = [members for members in (*nodes, *counterparts) if len(members) > 1]
-    created = new_sub_groups(ep_group, job, wanted, timeout_minutes)
+    wanted = sorted({members for members in (*nodes, *counterparts) if 1 < len(members) < len(everyone)})
+    created = _new_groups(ep_group, job, wanted, timeout_minutes=timeout_minutes, suffix="PART")
+    created[everyone] = ep_group
     node, local = divmod(ep_group.rank(), node_size)
     return NodeGroups(ep_group, node_size, created.get(nodes[node]), created.get(counterparts[local]))
 

@@ -2,29 +2,28 @@
 
 Each rank runs two threads, so that no blocked call delays the exit after a stall:
 
-- The watchdog inspects the main thread, or the autograd thread that works for it, and raises the alarm when that thread
-  has waited for too long.
+- The watchdog inspects the main thread, or the autograd thread that works for it. It raises the alarm when that thread
+  has waited for longer than the limit, or has completed no step for IDLE_LIMITS limits.
 - The reporter writes a heartbeat to the job's key-value store once a period, and looks for an alarm. After an alarm,
   every rank writes a report. The rank that raised the alarm first draws the verdict, and all ranks print it.
 
-If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. A rank
-raises the alarm only if it waits for longer than the limit, fails, or loses the store. Silence alone raises no alarm: a
-rank may hold the interpreter's lock for minutes, for example while it indexes a dataset. In addition, rank 0 raises the
-alarm if no rank has completed a step for IDLE_LIMITS limits.
+If the store is lost together with the rank that holds it, the watchdog ends this rank without the reporter. Silence
+alone raises no alarm: a rank may hold the interpreter's lock for minutes, for example while it indexes a dataset.
 """
 
 import contextlib
 import faulthandler
-import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,9 +39,7 @@ from megatron_balance.job.stacks import (
     stack_of,
     waits_in,
 )
-from megatron_balance.job.stall import STEPPING, Activity, Heartbeat, Position, Report, is_interruption, verdict
-
-Read = TypeVar("Read")
+from megatron_balance.job.stall import STEPPING, Activity, Heartbeat, Position, Report, verdict
 
 MAX_PERIOD = 0.5
 """Seconds between two heartbeats; a tenth of the limit if that is shorter."""
@@ -57,12 +54,9 @@ BACKSTOP_SECONDS = 9
 """Time between an alarm and a rank's exit if a thread blocks."""
 
 IDLE_LIMITS = 10
-"""Idle time, in limits, after which a job whose ranks compute counts as stalled. No microbatch takes that long."""
+"""Time without a step, in limits, after which a rank that computes counts as stalled. No microbatch takes that long."""
 
 EXIT_STATUS = 1
-
-OPERATIONS = 32
-"""Number of latest operations of each process group in a rank's report."""
 
 
 class HangGuard:
@@ -103,7 +97,6 @@ class HangGuard:
         self._first_iteration = 0
         self._failure: BaseException | None = None
         self._report: Report | None = None
-        self._lost = False
         self._ended = False
         self._wake = threading.Event()
         self._concluded = threading.Event()
@@ -182,7 +175,8 @@ class HangGuard:
             if here != last:
                 last = here
                 since = now
-            if now - since > self._limit and self._activity()[0] == "waited":
+            waits = now - since > self._limit and self._activity()[0] == "waited in"
+            if waits or self._idle > IDLE_LIMITS * self._limit:
                 self._wake.set()
         if self._ended:
             return
@@ -207,7 +201,7 @@ class HangGuard:
             self._idle += min(seconds, self._limit / 2)
 
     def _store_verdict(self) -> str:
-        silence = "is gone" if self._lost else f"does not answer for {time.monotonic() - self._answered:.0f} s"
+        silence = f"does not answer for {time.monotonic() - self._answered:.0f} s"
         if self._store_rank is None:
             return f"the launcher's key-value store {silence}"
         return f"rank {self._store_rank} stalled or died: the key-value store, which it holds, {silence}"
@@ -219,7 +213,7 @@ class HangGuard:
                 return
             self._printed = True
             report = self._report or self._own_report()
-            explained = is_interruption(sentence) or limits.OutOfResources.__name__ in sentence
+            explained = any(reason in sentence for reason in ("interrupted (SIGINT)", limits.OutOfResources.__name__))
             if not report.is_failure and not explained:
                 faulthandler.dump_traceback(all_threads=True)
             _print(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
@@ -231,15 +225,16 @@ class HangGuard:
 
     def _activity(self) -> tuple[Activity, str]:
         if isinstance(self._failure, KeyboardInterrupt):
-            return "interrupted", raised_in(self._failure)
+            return "was interrupted (SIGINT) in", raised_in(self._failure)
         if self._failure is not None:
-            return "waited" if is_communication_error(self._failure) else "failed", error_place(self._failure)
+            caused_elsewhere = is_communication_error(self._failure)
+            return "waited in" if caused_elsewhere else "failed with", error_place(self._failure)
         frame = _frame()
         place = waits_in(frame)
         if place is not None:
-            return "waited", place
+            return "waited in", place
         # A full launch queue, or an implicit copy to the host, may block the thread in any operation
-        return "waited" if self._device_is_busy() else "busy", code_place(frame)
+        return "waited in" if self._device_is_busy() else "was busy in", code_place(frame)
 
     def _device_is_busy(self) -> bool:
         """Return whether the default stream still has work after a period."""
@@ -263,9 +258,8 @@ class HangGuard:
     def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
-                heartbeat = Heartbeat(self._position.iteration, self._position.phase, time.time(), self._idle)
-                self._store.set(f"heartbeat/{self._rank}", json.dumps(heartbeat))
-                alarm = self._store.check(["alarm"]) or self._all_idle()
+                self._write("heartbeat", Heartbeat(self._position.iteration, self._position.phase, time.time()))
+                alarm = self._store.check(["alarm"])
             except RuntimeError:
                 # At a normal end, the store may disappear before this rank leaves the guarded block
                 alarm = time.monotonic() - self._answered > REPORT_SECONDS
@@ -275,65 +269,51 @@ class HangGuard:
                 self._wake.set()
         if self._ended:
             return
-        try:
+        # If the store is lost, the watchdog prints the verdict
+        with contextlib.suppress(RuntimeError):
             self._conclude()
-        except RuntimeError:
-            # The watchdog prints the verdict
-            self._lost = True
-        finally:
-            self._concluded.set()
-
-    def _all_idle(self) -> bool:
-        """Return whether all ranks have been idle for too long. Only rank 0 checks, and only if it is idle itself."""
-        longest = IDLE_LIMITS * self._limit
-        if self._rank != 0 or self._idle <= longest:
-            return False
-        return all(heartbeat is not None and heartbeat.idle > longest for heartbeat in self._heartbeats())
+        self._concluded.set()
 
     def _conclude(self) -> None:
-        """Write the report; draw the verdict or wait for it; print it, and wait until all ranks have printed it."""
+        """Write the report; draw the verdict or wait for it; print it, and give all ranks time to print it."""
         self._report = self._own_report()
-        self._store.set(f"report/{self._rank}", json.dumps(self._report))
-        packed = collective_order.pack(self._collectives.record(), OPERATIONS)
-        self._store.set(f"collectives/{self._rank}", packed)  # pyright: ignore[reportArgumentType]
+        self._write("report", self._report)
+        self._write("collectives", self._collectives.record())
         self._store.add("reported", 1)
         if self._store.add("alarm", 1) == 1:
-            self._count_up_to("reported", self._world_size, REPORT_SECONDS)
+            self._wait_until(lambda: self._store.add("reported", 0) >= self._world_size, REPORT_SECONDS)
             self._store.set("verdict", self._draw_verdict())
-            self._store.add("decided", 1)
         else:
-            self._count_up_to("decided", 1, REPORT_SECONDS + FAREWELL_SECONDS)
+            self._wait_until(lambda: self._store.check(["verdict"]), REPORT_SECONDS + FAREWELL_SECONDS)
         self._answered = time.monotonic()
         decided = self._store.check(["verdict"])
         self._print_verdict(self._store.get("verdict").decode() if decided else self._draw_verdict())
-        reported = self._store.add("reported", 0)
-        self._store.add("printed", 1)
-        self._count_up_to("printed", reported, FAREWELL_SECONDS)
-        self._store.add("left", 1)
-        if self._rank == self._store_rank:
-            self._count_up_to("left", reported, FAREWELL_SECONDS)
+        # Other ranks may not have read the verdict, and the launcher ends them when the first rank exits
+        time.sleep(2 * FAREWELL_SECONDS if self._rank == self._store_rank else FAREWELL_SECONDS)
 
     def _draw_verdict(self) -> str:
-        reports = self._read_all("report", lambda text: Report(*json.loads(text)))
-        sentence = verdict(reports, self._heartbeats(), time.time(), self._limit)
+        reports = self._read_all("report")
+        sentence = verdict(reports, self._read_all("heartbeat"), time.time(), self._limit)
         if any(report is not None and report.is_failure for report in reports):
             # The other ranks only wait for the failed one
             return sentence
-        entered = enumerate(self._read_all("collectives", collective_order.unpack))
+        entered = enumerate(self._read_all("collectives"))
         difference = collective_order.report({rank: record for rank, record in entered if record is not None})
         return sentence if difference is None else f"{sentence}; {difference}"
 
-    def _heartbeats(self) -> list[Heartbeat | None]:
-        return self._read_all("heartbeat", lambda text: Heartbeat(*json.loads(text)))
+    def _write(self, kind: str, value: Any) -> None:
+        content = zlib.compress(pickle.dumps(value))
+        self._store.set(f"{kind}/{self._rank}", content)  # pyright: ignore[reportArgumentType]
 
-    def _read_all(self, kind: str, parse: Callable[[bytes], Read]) -> list[Read | None]:
+    def _read_all(self, kind: str) -> list[Any]:
         """Return every rank's value of this kind; None for a rank that has not written one."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
-        return [parse(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+        written = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        return [None if content is None else pickle.loads(zlib.decompress(content)) for content in written]
 
-    def _count_up_to(self, key: str, target: int, seconds: float) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._store.add(key, 0) < target and time.monotonic() < deadline:
+        while not condition() and time.monotonic() < deadline:
             time.sleep(0.1)
 
 

@@ -40,10 +40,6 @@ class Launcher:
     child: int
     """Number of the process that the agent started: this process, or a script that started this process."""
 
-    def has_ended(self) -> bool:
-        """Return whether the agent has ended; if so, the kernel has given its child another parent."""
-        return _parent(self.child) != self.process
-
 
 def find() -> Launcher | None:
     """Return the torchrun agent that started this process; None if another program started it."""
@@ -66,7 +62,8 @@ def follow() -> None:
 
 
 def _watch(launcher: Launcher) -> None:
-    while not launcher.has_ended():
+    # When the agent ends, the kernel gives its child another parent
+    while _parent(launcher.child) == launcher.process:
         time.sleep(PERIOD)
     # The default action of SIGALRM ends the process
     signal.alarm(MESSAGE_SECONDS)

@@ -1,6 +1,6 @@
 """Decide from the reports of all ranks which rank holds up a job."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -32,15 +32,14 @@ STEPPING = ("forward-backward", "optimizer", "evaluation")
 
 
 class Heartbeat(NamedTuple):
-    """Sign of life that a rank writes once a period: its Unix time, and its idle seconds in a phase with many steps."""
+    """Sign of life that a rank writes once a period, with its Unix time."""
 
     iteration: int
     phase: str
     time: float
-    idle: float = 0.0
 
 
-Activity = Literal["waited", "busy", "failed", "interrupted"]
+Activity = Literal["waited in", "was busy in", "failed with", "was interrupted (SIGINT) in"]
 """Whether a rank waited in a collective or for the device, ran other code, failed by itself, or was ended by a user."""
 
 
@@ -63,23 +62,14 @@ class Report(NamedTuple):
     @property
     def is_failure(self) -> bool:
         """Whether the rank ended by itself."""
-        return self.activity in ("failed", "interrupted")
+        return self.activity in ("failed with", "was interrupted (SIGINT) in")
+
+    @property
+    def position(self) -> str:
+        return f"(iteration {self.iteration}, {self.phase})"
 
     def __str__(self) -> str:
-        return f"{_VERBS[self.activity]} {self.place}"
-
-
-_VERBS: dict[Activity, str] = {
-    "waited": "waited in",
-    "busy": "was busy in",
-    "failed": "failed with",
-    "interrupted": "was interrupted (SIGINT) in",
-}
-
-
-def is_interruption(sentence: str) -> bool:
-    """Return whether a verdict says that a user ended the job."""
-    return _VERBS["interrupted"] in sentence
+        return f"{self.activity} {self.place} {self.position}"
 
 
 def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | None], now: float, limit: float) -> str:
@@ -95,44 +85,34 @@ def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | N
         limit: seconds after which a wait counts as a stall.
     """
     present = {rank: report for rank, report in enumerate(reports) if report is not None}
-    failed = [rank for rank in present if present[rank].is_failure]
-    first = min(failed, key=lambda rank: present[rank].time, default=None)
-    named = [] if first is None else [f"rank {first} {present[first]} ({_position(present[first])})"]
-    silent = [rank for rank, report in enumerate(reports) if report is None]
-    named += [f"rank {rank} stalled or died: {_silence(heartbeats[rank], now)}" for rank in silent]
-    if named:
-        return _join(named)
-
-    busy = [rank for rank, report in present.items() if report.activity == "busy" and report.idle > limit / 2]
-    if busy:
-        return _join(
-            f"rank {rank} stalled: no progress for {present[rank].idle:.0f} s, not in a collective but in "
-            f"{present[rank].place} ({_position(present[rank])})"
-            for rank in busy
-        )
-    newest = max(report.iteration for report in present.values())
-    behind = [rank for rank, report in present.items() if report.iteration < newest]
-    if behind:
-        return _join(
-            f"rank {rank} stalled: it {present[rank]} ({_position(present[rank])}) while others are in "
-            f"iteration {newest}"
-            for rank in behind
-        )
-    return _join(f"rank {rank} {report} ({_position(report)})" for rank, report in present.items())
-
-
-def _position(seen: Report | Heartbeat) -> str:
-    return f"iteration {seen.iteration}, {seen.phase}"
-
-
-def _silence(heartbeat: Heartbeat | None, now: float) -> str:
-    if heartbeat is None:
-        return "no sign of life since the start"
-    return f"no sign of life for {max(0.0, now - heartbeat.time):.0f} s (last seen in {_position(heartbeat)})"
-
-
-def _join(parts: Iterable[str]) -> str:
-    named = list(parts)
+    failed = sorted((report.time, rank) for rank, report in present.items() if report.is_failure)
+    named = [f"rank {rank} {present[rank]}" for _, rank in failed[:1]]
+    for rank, report in enumerate(reports):
+        if report is None:
+            named.append(f"rank {rank} stalled or died: no sign of life {_since(heartbeats[rank], now)}")
+    if not named:
+        named = [
+            f"rank {rank} stalled: no progress for {report.idle:.0f} s, not in a collective but in {report.place} "
+            f"{report.position}"
+            for rank, report in present.items()
+            if report.activity == "was busy in" and report.idle > limit / 2
+        ]
+    if not named:
+        newest = max(report.iteration for report in present.values())
+        named = [
+            f"rank {rank} stalled: it {report} while others are in iteration {newest}"
+            for rank, report in present.items()
+            if report.iteration < newest
+        ]
+    if not named:
+        named = [f"rank {rank} {report}" for rank, report in present.items()]
     if len(named) > MAX_NAMED:
         named[MAX_NAMED:] = [f"and {len(named) - MAX_NAMED} more ranks"]
     return "; ".join(named)
+
+
+def _since(heartbeat: Heartbeat | None, now: float) -> str:
+    if heartbeat is None:
+        return "since the start"
+    seconds = max(0.0, now - heartbeat.time)
+    return f"for {seconds:.0f} s (last seen in iteration {heartbeat.iteration}, {heartbeat.phase})"

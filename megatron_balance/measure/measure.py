@@ -1,20 +1,19 @@
 """Measures a cluster: alpha and beta of every collective, and the speed of every rank's experts."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
-import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.registry import members_of
 from megatron_balance.cost.exchange import DEFAULT
-from megatron_balance.job.groups import Members, on_first_rank
+from megatron_balance.job.groups import Members, NodeGroups, on_first_rank
 from megatron_balance.measure.operations import Call, Load, Passes
-from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, middle, node_groups, sub_groups
+from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, middle, node_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
@@ -26,10 +25,9 @@ from megatron_balance.profile.cluster_profile import (
     ParallelLines,
     Throughput,
     fit,
+    fit_terms,
     load,
 )
-
-Lines = TypeVar("Lines")
 
 SIZES = tuple(4**power << 13 for power in range(6))
 """Bytes of the timed messages: 8 KiB to 8 MiB. From 32 MiB, glibc allocates anew each time, slower than the copy."""
@@ -61,9 +59,6 @@ LOAD_SHAPES = ((1, 1), (1, 4), (2, 2), (4, 4), (8, 1))
 MOST_SENT = 64 << 20
 """Maximum bytes that a rank sends, because the loads of all sizes are in memory at the same time."""
 
-Log = Callable[[str], None]
-"""Receives one line for the user."""
-
 
 def measure(
     ep_group: dist.ProcessGroup,
@@ -78,7 +73,6 @@ def measure(
     repeats: int = TURNS,
     shares: Sequence[float] = (1.0,),
     codecs: Mapping[str, Callable[[int], Passes]] | None = None,
-    log: Log | None = None,
 ) -> ClusterProfile:
     """Measure this job's cluster; every rank of the job calls it and gets the same profile.
 
@@ -91,7 +85,6 @@ def measure(
         device: device of the messages.
         sizes_bytes: at least four sizes of messages.
         repeats: number of measurements in each pass; their `middle` counts.
-        log: receives a line per collective; None on ranks that do not log.
 
     Raises:
         ValueError: there is nothing to measure, or there are too few sizes; raised on every rank.
@@ -102,13 +95,10 @@ def measure(
             f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; "
             "use --balance-profile builtin"
         )
-    with (
-        sub_groups(ep_group, job, group_kinds(num_ranks, node_size).values()) as groups,
-        node_groups(ep_group, job, node_size) as nodes,
-    ):
+    with node_groups(ep_group, job, node_size) as nodes:
         bench = GroupBench(
             stopwatch=Stopwatch(ep_group, device, repeats),
-            groups=groups,
+            groups=kinds_of(nodes),
             passes=passes,
             dtype=dtype,
             node_size=node_size,
@@ -116,21 +106,8 @@ def measure(
             all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},
             codecs=codecs or {},
         )
-        settings = {"sizes_bytes": sizes_bytes, "tokens": tokens, "log": log}
-        return _of_first_rank(functools.partial(fit_profile, bench, num_ranks, node_size, **settings), job)
-
-
-def _of_first_rank(measure_lines: Callable[[], Lines], job: dist.ProcessGroup) -> Lines:
-    """Call a function on every rank; return the first rank's result or raise its ValueError."""
-    outcomes: list[Any] = [None]
-    try:
-        outcomes[0] = measure_lines()
-    except ValueError as error:
-        outcomes[0] = error
-    dist.broadcast_object_list(outcomes, group=job, group_src=0)
-    if isinstance(outcomes[0], ValueError):
-        raise outcomes[0]
-    return outcomes[0]
+        profile = fit_profile(bench, num_ranks, node_size, sizes_bytes=sizes_bytes, tokens=tokens)
+    return on_first_rank(lambda: profile)
 
 
 def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
@@ -144,6 +121,17 @@ def group_kinds(num_ranks: int, node_size: int) -> dict[str, Members]:
     return {kind: found[kind] if len(found[kind]) > 1 else everyone for kind in GROUPS}
 
 
+def kinds_of(nodes: NodeGroups) -> dict[Members, dist.ProcessGroup]:
+    """Return the groups of `group_kinds` that this rank is in; it idles while other groups measure."""
+    kinds = group_kinds(nodes.ep.size(), nodes.node_size)
+    found = {kinds["ep"]: nodes.ep}
+    if nodes.node == 0 and nodes.intra is not None:
+        found[kinds["intra"]] = nodes.intra
+    if nodes.local == 0 and nodes.inter is not None:
+        found[kinds["inter"]] = nodes.inter
+    return found
+
+
 def fit_profile(
     bench: GroupBench,
     num_ranks: int,
@@ -151,7 +139,6 @@ def fit_profile(
     *,
     sizes_bytes: Sequence[int],
     tokens: Sequence[int],
-    log: Log | None = None,
 ) -> ClusterProfile:
     """Return the profile of the cluster that `bench` times: `fit` lines over bytes, and over tokens for experts.
 
@@ -162,7 +149,7 @@ def fit_profile(
     communication = _communication(bench, group_kinds(num_ranks, node_size), sizes_bytes)
     experts, *codecs = _middles([functools.partial(bench.compute, tokens), *coding], TURNS)
     rates, forward, backward = experts_speed(tokens, *experts)
-    profile = ClusterProfile(
+    return ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
         tensors=bench.tensors,
@@ -175,27 +162,6 @@ def fit_profile(
         },
         **communication,
     )
-    if log is not None:
-        for line in _description(profile):
-            log(line)
-    return profile
-
-
-def _description(profile: ClusterProfile) -> Iterator[str]:
-    for collective, lines in profile.links.items():
-        yield f"{collective}: {'; '.join(f'{kind} {_text(line)}' for kind, line in lines.items())}"
-    launches = {f" of {kind}": lines for kind, lines in profile.launches.items()}
-    for name, lines in {"": profile.messages, **launches}.items():
-        texts = (f"{level} {1e6 * line.alpha:.3g} us + {1e6 * line.beta:.3g} us" for level, line in lines.items())
-        yield f"a batch{name} + each of its messages: {'; '.join(texts)}"
-    for name, line in profile.all_to_alls.items():
-        yield f"{name}: {_text(line)}"
-    forward, backward = (1e6 * line.seconds_per_token for line in (profile.forward, profile.backward))
-    rates = ", ".join(f"{rate:.2f}" for rate in profile.rates) or "equal"
-    yield f"experts: {forward:.3g} us per token forward, {backward:.3g} us backward; rates {rates}"
-    for name, times in profile.codecs.items():
-        encode, decode = (1e6 * line.seconds_per_token for line in times)
-        yield f"{name}: {encode:.3g} us per token to compress, {decode:.3g} us back"
 
 
 def loads(sizes_bytes: Sequence[int]) -> list[Load]:
@@ -205,21 +171,17 @@ def loads(sizes_bytes: Sequence[int]) -> list[Load]:
     return [load for load in found if load.experts * load.num_bytes <= limit]
 
 
-class BatchLines(NamedTuple):
-    """Seconds of a Trans or an Agg. Both lines have the same errors."""
+def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> tuple[Fit, Fit, float]:
+    """Fit the seconds of a Trans or an Agg: of a start, a batch, a message and a byte, none of them negative.
 
-    line: Fit
-    """A batch in which a rank sends and receives one message, by bytes."""
-    launch: Fit
-    """A batch of empty messages, by the number that a rank sends and receives."""
-    start: float
-    """Seconds in addition to the batches."""
+    Loads with different numbers of batches and messages make the four separable.
 
+    Returns:
+        A batch in which a rank sends and receives one message, by bytes; a batch of empty messages, by their number;
+        and the start's seconds.
 
-def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -> BatchLines:
-    """Fit the seconds of a start, a batch, a message and a byte, none negative, by least squares of relative errors.
-
-    Loads with different numbers of batches and messages make the four separable. ValueError: less than four sizes.
+    Raises:
+        ValueError: there are less than four sizes.
     """
     sizes = sorted({load.num_bytes for load in given})
     if len(sizes) < 4:
@@ -229,21 +191,8 @@ def fit_batches(given: Sequence[Load], seconds: Sequence[float], tensors: int) -
     ]
     terms = np.array(numbers) / np.array(seconds)[:, None]
     is_held = np.array([sizes.index(load.num_bytes) % 2 == 1 for load in given])
-    found = _positive(terms)
-    start, launch, message, byte = found
-    errors = _error(terms, found), _error(terms[is_held], _positive(terms[~is_held]))
-    return BatchLines(Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start)
-
-
-def _positive(terms: np.ndarray) -> list[float]:
-    """Return the seconds per unit of each term; `terms` [loads, 4] are divided by each load's measured seconds."""
-    # Scale the terms, because a byte takes a millionth of a message's seconds
-    scale = terms.max(0)
-    return (scipy.optimize.nnls(terms / scale, np.ones(len(terms)))[0] / scale).tolist()
-
-
-def _error(terms: np.ndarray, seconds: list[float]) -> float:
-    return float(np.sqrt(np.mean((terms @ seconds - 1) ** 2)))
+    (start, launch, message, byte), *errors = fit_terms(terms, is_held)
+    return Fit(launch + 2 * message, byte, *errors), Fit(launch, message, *errors), start
 
 
 def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes: Sequence[int]) -> dict[str, Any]:
@@ -256,12 +205,12 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
     seconds = {key: found.tolist() for key, found in zip(keys, _middles(calls, PASSES), strict=True)}
     batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
-    lines |= {key: found.line for key, found in batches.items()}
+    lines |= {key: line for key, (line, _, _) in batches.items()}
     return {
         "links": {name: {kind: lines[name, members] for kind, members in kinds.items()} for name in COLLECTIVES},
         "messages": {level: fit(COUNTS, seconds["messages", kinds[level]]) for level in LEVELS},
-        "launches": {name: {level: batches[name, kinds[level]].launch for level in LEVELS} for name in ROUNDS},
-        "starts": {name: batches[name, kinds["ep"]].start for name in ROUNDS},
+        "launches": {name: {level: batches[name, kinds[level]][1] for level in LEVELS} for name in ROUNDS},
+        "starts": {name: batches[name, kinds["ep"]][2] for name in ROUNDS},
         "all_to_alls": {name: lines[name, kinds["ep"]] for name in bench.all_to_alls},
     }
 
@@ -290,13 +239,11 @@ def experts_speed(
 
 def measure_parallel(
     stopwatch: Stopwatch,
-    job: dist.ProcessGroup,
     *,
     mp: int,
     esp: int,
     calls: Callable[[str, int], Call],
     ranges: Mapping[str, tuple[float, float]],
-    log: Log | None = None,
 ) -> ParallelLines:
     """Measure the inputs of Parm's Algorithm 1; every rank of the job calls it and gets the first rank's result.
 
@@ -306,24 +253,12 @@ def measure_parallel(
         calls: returns the exchange to time for a line's name in ParallelLines and a number of bytes.
         ranges: line -> fewest and most bytes to predict. A line through sizes of all magnitudes would be too coarse to
             compare schedules that hardly differ.
-        log: receives a line of text per measured line; None on ranks that do not log.
     """
-
-    def measure_lines() -> ParallelLines:
-        lines = {}
-        for name, (low, high) in ranges.items():
-            sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
-            lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
-            if log is not None:
-                log(f"tensor-parallel {name}: {_text(lines[name])}")
-        return ParallelLines(mp, esp, **lines)
-
-    return _of_first_rank(measure_lines, job)
-
-
-def _text(line: Fit) -> str:
-    bandwidth = f"{1e-9 / line.beta:.3g} GB/s" if line.beta else "no end of GB/s"
-    return f"{line.alpha * 1e6:.3g} us + {bandwidth} (held out {line.held_out:.0%})"
+    lines = {}
+    for name, (low, high) in ranges.items():
+        sizes = [int(size) for size in np.geomspace(low / 2, 2 * high, PARALLEL_SIZES)]
+        lines[name] = fit(sizes, stopwatch.typical([calls(name, size) for size in sizes]))
+    return on_first_rank(lambda: ParallelLines(mp, esp, **lines))
 
 
 def throughput(tokens: Sequence[int], seconds: Sequence[float]) -> Throughput:
@@ -349,7 +284,6 @@ def measured_once(
 
     def write() -> ClusterProfile:
         if paths:
-            paths[0].parent.mkdir(parents=True, exist_ok=True)
             measured.save(paths[0])
         return measured
 

@@ -6,7 +6,7 @@ A member is a rank's number inside its expert-parallel group.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll
-from megatron_balance.job.groups import Members, NodeGroups, new_node_groups, new_sub_groups
+from megatron_balance.job.groups import Members, NodeGroups, new_node_groups
 from megatron_balance.measure.operations import (
     OPERATIONS,
     Call,
@@ -121,7 +121,7 @@ class GroupBench:
     stopwatch: Stopwatch
     """The stopwatch of the expert-parallel group."""
     groups: Mapping[Members, dist.ProcessGroup]
-    """The `sub_groups` of this rank; it idles while other groups measure."""
+    """Groups that this rank is in; it idles while other groups measure."""
     passes: Callable[[int], Passes]
     """Returns the passes of this rank's experts over a number of tokens."""
     dtype: torch.dtype
@@ -185,28 +185,12 @@ class GroupBench:
 
 
 @contextlib.contextmanager
-def sub_groups(
-    ep_group: dist.ProcessGroup, job: dist.ProcessGroup, wanted: Iterable[Members]
-) -> Iterator[dict[Members, dist.ProcessGroup]]:
-    """Yield `new_sub_groups`, and destroy the new groups at the end."""
-    groups = new_sub_groups(ep_group, job, wanted)
-    try:
-        yield groups
-    finally:
-        _destroy(groups.values(), ep_group)
-
-
-@contextlib.contextmanager
 def node_groups(ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int) -> Iterator[NodeGroups]:
     """Yield `new_node_groups`, and destroy the new groups at the end."""
     nodes = new_node_groups(ep_group, job, node_size)
     try:
         yield nodes
     finally:
-        _destroy((nodes.intra, nodes.inter), ep_group)
-
-
-def _destroy(groups: Iterable[dist.ProcessGroup | None], ep_group: dist.ProcessGroup) -> None:
-    for group in groups:
-        if group is not None and group is not ep_group:
-            dist.destroy_process_group(group)
+        for group in (nodes.intra, nodes.inter):
+            if group is not None and group is not ep_group:
+                dist.destroy_process_group(group)

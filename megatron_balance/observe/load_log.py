@@ -132,9 +132,8 @@ def _join(files: list[_LogFile]) -> LoggedLoads:
         arrays = _read(file.path)
         count = np.searchsorted(arrays["iterations"], end)
         parts.append({name: array[:count] for name, array in arrays.items()})
-        if {name: array.shape[1:] for name, array in arrays.items()} != {
-            name: array.shape[1:] for name, array in parts[0].items()
-        }:
+        shapes = [{name: array.shape[1:] for name, array in part.items()} for part in (parts[0], arrays)]
+        if shapes[0] != shapes[1]:
             raise ValueError(f"{file.path}: has other layers, ranks or experts than {files[0].path.name}")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     layers = sorted(int(name.removeprefix("layer_")) for name in joined if name.startswith("layer_"))

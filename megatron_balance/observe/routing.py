@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,15 +75,6 @@ class LoadRecorder:
         return "\n".join(lines)
 
 
-class _RouterCall(NamedTuple):
-    """A router's call; tensors are still on the device. `complete`: whether every token has exactly K experts."""
-
-    step: int
-    layer: int
-    choices_TK: torch.Tensor
-    complete: torch.Tensor
-
-
 class RoutingTrace:
     """Writes `router_trace_rank{rank}.jsonl`: one record per MoE layer and training microbatch.
 
@@ -107,7 +98,8 @@ class RoutingTrace:
     ) -> None:
         self.rank = rank
         self.step = step
-        self._calls: list[_RouterCall] = []
+        self._calls: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        """Each router call: whether every token has exactly K experts, and its record, both still on the device."""
 
         def belongs(line: bytes, is_first: bool) -> bool:
             found = _STEP.match(line)
@@ -119,18 +111,9 @@ class RoutingTrace:
 
     def flush(self, last: bool = False) -> None:
         """Write the calls since the last flush. It runs after every iteration, so that a resumed trace is complete."""
-        for call in self._calls:
-            if call.complete.item():
-                record = {
-                    "step": call.step,
-                    "stage": "pre_dispatch",
-                    "block": "decoder",
-                    "layer": call.layer,
-                    "rank": self.rank,
-                    "num_tokens": call.choices_TK.shape[0],
-                    "topk": call.choices_TK.shape[1],
-                    "top_indices": call.choices_TK.tolist(),
-                }
+        for complete, record in self._calls:
+            if complete.item():
+                record["top_indices"] = record["top_indices"].tolist()
                 self._file.add(json.dumps(record).encode() + b"\n")
         self._file.flush(last)
         self._calls = []
@@ -142,4 +125,14 @@ class RoutingTrace:
         # These tensors are small enough to keep until `flush`. Computing them does not wait for the device
         choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
         complete = (map_TE.sum(1) == router.topk).all()
-        self._calls.append(_RouterCall(self.step(), number_of(router) - 1, choices_TK, complete))
+        record = {
+            "step": self.step(),
+            "stage": "pre_dispatch",
+            "block": "decoder",
+            "layer": number_of(router) - 1,
+            "rank": self.rank,
+            "num_tokens": choices_TK.shape[0],
+            "topk": choices_TK.shape[1],
+            "top_indices": choices_TK,
+        }
+        self._calls.append((complete, record))

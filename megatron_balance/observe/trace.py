@@ -15,9 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from megatron_balance.device import clock
-from megatron_balance.files.reading import MIB, read_object
 from megatron_balance.files.writing import whole_file
-from megatron_balance.messages import described
 from megatron_balance.observe.optional import Attempts, writable
 
 Stream = Literal["computation", "waits", "communication", "planning"]
@@ -30,9 +28,8 @@ _ERA_SECONDS = 2**23
 _TICKS = 8
 """Times are whole eighths of a microsecond, so that sums and nanoseconds are exact and neighbors never overlap."""
 
-# Thread ids reserved for each stream, and the maximum size of a file
+# Thread ids reserved for each stream
 _THREADS = 1000
-MAX_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,19 +157,6 @@ def lanes_of(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     return lanes
 
 
-def load_timeline(path: Path) -> list[TraceEvent]:
-    """Read the spans of a file, or of several merged files, thread by thread.
-
-    Raises:
-        ValueError: the file is not from `Timeline`; the error names the path.
-    """
-    content = read_object(path, MAX_BYTES)
-    try:
-        return [_read(event) for event in content["traceEvents"] if event["ph"] == "X"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is not a timeline of --balance-timeline ({described(error)})") from error
-
-
 def _complete_event(event: TraceEvent, thread: int) -> dict[str, Any]:
     microseconds = event.end_us - event.start_us
     args: dict[str, Any] = {"iteration": event.iteration}
@@ -192,22 +176,6 @@ def _complete_event(event: TraceEvent, thread: int) -> dict[str, Any]:
         "dur": microseconds,
         "args": args,
     }
-
-
-def _read(event: dict[str, Any]) -> TraceEvent:
-    args = event["args"]
-    if event["cat"] not in STREAMS:
-        raise ValueError(f"no stream is called {event['cat']}")
-    return TraceEvent(
-        rank=int(event["pid"]),
-        iteration=int(args["iteration"]),
-        stream=event["cat"],
-        name=event["name"],
-        start_us=float(event["ts"]),
-        end_us=float(event["ts"]) + float(event["dur"]),
-        issued_us=float(args["issued_us"]) if "issued_us" in args else None,
-        num_bytes=int(args.get("bytes", 0)),
-    )
 
 
 def _keep_latest(by_iteration: dict[int, Any], keep: int) -> None:

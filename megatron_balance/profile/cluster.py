@@ -3,9 +3,6 @@
 Every number has a source. tools/bench/measured_cluster.py writes files with a GPU's measured rates.
 """
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from megatron_balance.files.reading import number_in, read_yaml, shown
+from megatron_balance.files.reading import number_in, read_yaml
 from megatron_balance.messages import cleaned
 from megatron_balance.profile.cluster_profile import LAUNCHING, ClusterProfile, Fit, Throughput, builtin, from_links
+from megatron_balance.profile.parsing import parse
 
 
 @dataclass(frozen=True)
@@ -53,33 +51,6 @@ class Link:
     """Number of network adapters per node; default: 1."""
 
 
-Cell = str | float
-"""An entry of a table."""
-
-ENDS = ("value", "spread")
-"""The last columns of a table."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Measured numbers of one kind that depend on sizes, such as rates of products by rows and widths."""
-
-    name: str
-    unit: str
-    source: str
-    """Source of all numbers in the table."""
-    columns: tuple[str, ...]
-    """Sizes that a number depends on; then `value`, the median, and `spread`, half the interquartile range over it."""
-    rows: tuple[tuple[Cell, ...], ...]
-
-    def __post_init__(self) -> None:
-        if self.columns[-2:] != ENDS or len({*self.columns}) < len(self.columns):
-            raise ValueError("columns: write different names that end in value, spread")
-        for index, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise ValueError(f"rows[{index}]: has {len(row)} entries for {len(self.columns)} columns")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes with equal numbers of GPUs, and the links between them."""
@@ -93,8 +64,12 @@ class Cluster:
     """Link between the first and second GPU of a node, the third and fourth, and so on."""
     network: Link | None = None
     """Link between nodes."""
-    measured: tuple[Table, ...] = ()
-    """Measured rates and times of a GPU."""
+    measured: Any = None
+    """Tables with measured rates and times of a GPU, for people."""
+
+    def __post_init__(self) -> None:
+        if not self.gpus:
+            raise ValueError("gpus: has no entries; write at least one")
 
     @property
     def num_nodes(self) -> float | None:
@@ -146,9 +121,6 @@ RANGES = {
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
 
-LARGEST_CELL = 1e15
-"""Largest number in a table; the smallest is 0."""
-
 
 def is_cluster(path: Path) -> bool:
     """Return whether a file of `--balance-profile` describes a cluster, rather than being a measured profile."""
@@ -163,7 +135,7 @@ def read(path: Path) -> Cluster:
     """
     root = read_yaml(path)
     try:
-        return _parse(Cluster, _plain(root), "")
+        return parse(Cluster, _plain(root), _number, may_omit=True)
     except ValueError as error:
         raise ValueError(f"{path}: {cleaned(error, 300)}") from error
 
@@ -184,43 +156,10 @@ def _plain(node: yaml.Node | None) -> Any:
     return None if node is None else yaml.SafeLoader("").construct_object(node)
 
 
-def _parse(wanted: Any, content: Any, where: str) -> Any:
-    """Convert `content` to the type `wanted`: a string, a cell, one of the dataclasses above, a tuple, or None."""
-    if wanted == Cell:
-        wanted = str
-        if not isinstance(content, str):
-            return number_in(content, 0, LARGEST_CELL, where)
-    if isinstance(wanted, types.UnionType):
-        wanted = next(choice for choice in typing.get_args(wanted) if choice is not type(None))
-    if typing.get_origin(wanted) is tuple:
-        if not isinstance(content, list) or not content:
-            raise ValueError(f"{where}: write a list with at least one entry")
-        return tuple(_parse(typing.get_args(wanted)[0], entry, f"{where}[{i}]") for i, entry in enumerate(content))
-    if wanted is str:
-        if not isinstance(content, str) or not content:
-            raise ValueError(f"{where}: {shown(content)} is not a string; write one")
-        return content
-    if wanted is float:
-        name = where.split(".")[-2]
-        low, high = (1, WHOLE[name]) if name in WHOLE else RANGES[name]
-        return number_in(content, low, high, where, whole=name in WHOLE)
-    if not isinstance(content, dict):
-        fields = ", ".join(field.name for field in dataclasses.fields(wanted))
-        raise ValueError(f"{where or 'the file'}: write a mapping of {fields}")
-    hints = typing.get_type_hints(wanted)
-    known = {field.name: field for field in dataclasses.fields(wanted)}
-    dotted = f"{where}." if where else ""
-    for name in content:
-        if name not in known:
-            raise ValueError(f"{dotted}{name}: is unknown; choose from {', '.join(known)}")
-    for name, field in known.items():
-        if field.default is dataclasses.MISSING and name not in content:
-            raise ValueError(f"{dotted}{name}: is missing")
-    values = {name: _parse(hints[name], value, f"{dotted}{name}") for name, value in content.items()}
-    try:
-        return wanted(**values)
-    except ValueError as error:
-        raise ValueError(f"{dotted}{error}") from error
+def _number(value: Any, where: str) -> Any:
+    name = where.split(".")[-2]
+    low, high = (1, WHOLE[name]) if name in WHOLE else RANGES[name]
+    return number_in(value, low, high, where, whole=name in WHOLE)
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

@@ -4,18 +4,17 @@ Times follow the alpha-beta model: a message of b bytes takes alpha + beta * b s
 """
 
 import json
-import os
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
 from megatron_balance.files.reading import MIB, number_in, read_object, shown
-from megatron_balance.messages import cleaned
+from megatron_balance.files.writing import whole_file
+from megatron_balance.profile.parsing import parse
 
 VERSION = 5
 ROUNDS = ("trans", "agg")
@@ -46,38 +45,38 @@ class Fit(NamedTuple):
 
 
 def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit a line by least squares of relative errors; raise ValueError for fewer than four sizes, or a bad number."""
-    sizes = np.asarray(sizes_bytes, dtype=float)
-    times = np.asarray(seconds, dtype=float)
-    if sizes.ndim != 1 or sizes.shape != times.shape:
-        raise ValueError(f"fit: sizes {sizes.shape} and seconds {times.shape} must be lists of the same length")
-    if not (np.isfinite(sizes).all() and np.isfinite(times).all() and (times > 0).all() and (sizes >= 0).all()):
-        raise ValueError("fit: sizes must be at least 0 and seconds above 0, all of them finite")
-    order = np.argsort(sizes, kind="stable")
-    sizes = sizes[order]
-    times = times[order]
+    """Fit a line by least squares of relative errors, without negative numbers; ValueError: less than four sizes."""
+    order = np.argsort(sizes_bytes, kind="stable")
+    sizes = np.array(sizes_bytes, dtype=float)[order]
+    times = np.array(seconds, dtype=float)[order]
     if len(np.unique(sizes[::2])) < 2 or len(np.unique(sizes[1::2])) < 2:
         raise ValueError(f"fit: give at least four different sizes, not {sorted(set(sizes.tolist()))}")
-    alpha, beta = _line(sizes, times)
-    half = _line(sizes[::2], times[::2])
-    return Fit(alpha, beta, _error(alpha, beta, sizes, times), _error(*half, sizes[1::2], times[1::2]))
+    is_held = np.arange(len(sizes)) % 2 == 1
+    (alpha, beta), *errors = fit_terms(np.stack([1 / times, sizes / times], axis=1), is_held)
+    return Fit(alpha, beta, *errors)
 
 
-def _line(sizes: np.ndarray, times: np.ndarray) -> tuple[float, float]:
-    """Return alpha and beta, at least 0 each: a negative value is noise, and would make larger messages look faster."""
-    scaled = np.stack([1 / times, sizes / times], axis=1)
-    alpha, beta = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0].tolist()
-    if alpha < 0:
-        alpha = 0.0
-        beta = scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum()
-    if beta < 0:
-        alpha = scaled[:, 0].sum() / (scaled[:, 0] ** 2).sum()
-        beta = 0.0
-    return float(alpha), float(beta)
+def fit_terms(terms: np.ndarray, is_held: np.ndarray) -> tuple[list[float], float, float]:
+    """Return the seconds per unit of each term by least squares of relative errors, and both errors as in Fit.
+
+    A negative value would be noise, and would make larger messages look faster.
+
+    Args:
+        terms: [measurements, terms] units of each term over the measured seconds.
+        is_held: [measurements] bool; the others fit the line whose error at these is the held-out error.
+    """
+    found = _not_negative(terms)
+    return found.tolist(), _error(terms, found), _error(terms[is_held], _not_negative(terms[~is_held]))
 
 
-def _error(alpha: float, beta: float, sizes: np.ndarray, times: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(((alpha + beta * sizes) / times - 1) ** 2)))
+def _not_negative(terms: np.ndarray) -> np.ndarray:
+    # Scale the terms, because a byte takes a millionth of a message's seconds
+    scale = terms.max(0)
+    return scipy.optimize.nnls(terms / scale, np.ones(len(terms)))[0] / scale
+
+
+def _error(terms: np.ndarray, found: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((terms @ found - 1) ** 2)))
 
 
 class Throughput(NamedTuple):
@@ -131,20 +130,20 @@ class ClusterProfile:
     """D, the expert-parallel size that the profile is for."""
     node_size: int
     """Number of expert-parallel ranks on one node."""
-    links: Mapping[str, Mapping[str, Fit]]
+    links: Mapping[Annotated[str, COLLECTIVES], Mapping[Annotated[str, GROUPS], Fit]]
     """links[collective][group kind], by bytes: of the message or buffer; for the (default) all-to-all, those that the
     busiest rank sends to others or receives; for an all-gather, those gathered.
 
     In p2p, trans and agg, every rank sends and receives one message. In one_way, half of the ranks send one to the
     other half. In the group `ep`, all these messages go to another node at the same time if there are several nodes."""
-    messages: Mapping[str, Fit]
+    messages: Mapping[Annotated[str, LEVELS], Fit]
     """messages[intra or inter]: seconds of a batch of small messages, by the busiest rank's number of messages: alpha
     is the launch, beta the seconds of each message."""
-    launches: Mapping[str, Mapping[str, Fit]]
+    launches: Mapping[Annotated[str, ROUNDS], Mapping[Annotated[str, LEVELS], Fit]]
     """launches[trans or agg][intra or inter]: seconds of a batch of empty messages, by a rank's number of them."""
     forward: Throughput
     backward: Throughput
-    starts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))
+    starts: Mapping[Annotated[str, ROUNDS], float] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0.0))
     """starts[trans or agg]: seconds of a Trans or an Agg beyond those of its batches."""
     tensors: int = 1
     """Number of tensors of an expert. Each is a message of its own; every cut of an expert adds one message."""
@@ -173,11 +172,11 @@ class ClusterProfile:
         return np.array(self.rates) if self.rates else np.ones(self.num_ranks)
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON; the file appears only when complete. Raise OSError as `Path.write_text` does."""
+        """Write the profile as JSON; the file appears only when complete. OSError: it could not be written."""
         content = {"version": VERSION, **_as_json(vars(self))}
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        text = json.dumps(content, indent=1, allow_nan=False)
+        with whole_file(path) as unfinished:
+            unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _as_json(value: Any) -> Any:
@@ -289,23 +288,13 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "beta": (0, 1e-3, "seconds per byte"),
     "overhead": _SECONDS,
     "seconds_per_token": _SECONDS,
-    "rate": (1e-3, 1e3, "of the mean"),
+    "rates": (1e-3, 1e3, "of the mean"),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }
 """Minimum, maximum and unit of each number in a file; a count has no unit.
 
 `fit` returns a flat line if the measured times are only noise. No message and no token takes a minute."""
-
-_NAMES = {
-    "links": COLLECTIVES,
-    "links.": GROUPS,
-    "messages": LEVELS,
-    "launches": ROUNDS,
-    "launches.": LEVELS,
-    "starts": ROUNDS,
-}
-"""Keys of each object and of its inner objects; all other objects may have any keys."""
 
 _BY_MESSAGE = ("launches.", "messages.")
 """Lines whose beta is in seconds per message instead of per byte."""
@@ -322,7 +311,7 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
         )
     del content["version"]
     try:
-        profile = _parse(ClusterProfile, content)
+        profile = parse(ClusterProfile, content, _number)
         if len(profile.rates) not in (0, profile.num_ranks):
             raise ValueError(f"rates: has {len(profile.rates)} numbers for {profile.num_ranks} ranks")
     except ValueError as error:
@@ -335,38 +324,8 @@ def load(path: Path, num_ranks: int, node_size: int) -> ClusterProfile:
     return profile
 
 
-def _parse(wanted: Any, content: Any, where: str = "") -> Any:
-    """Convert `content` to the type `wanted`: a number, a class with fields, a mapping, a tuple of numbers, or None."""
-    if wanted in (int, float):
-        return _number(content, where)
-    choices = typing.get_args(wanted)
-    if isinstance(wanted, types.UnionType):
-        return None if content is None else _parse(choices[0], content, where)
-    if typing.get_origin(wanted) is tuple:
-        if not isinstance(content, list):
-            raise ValueError(f"{where}: {shown(content)} is not a list")
-        return tuple(_parse(choices[0], one, f"{where}[{index}].rate") for index, one in enumerate(content))
-    if typing.get_origin(wanted) is Mapping:
-        outer, _, inner = where.partition(".")
-        names = _NAMES.get(f"{outer}." if inner else outer, content)
-        keys = _keys(content, names, where)
-        return {name: _parse(choices[1], value, f"{where}.{cleaned(name)}") for name, value in keys.items()}
-    hints = typing.get_type_hints(wanted)
-    fields = _keys(content, [*hints], where or "the file").items()
-    return wanted(**{name: _parse(hints[name], value, f"{where}.{name}" if where else name) for name, value in fields})
-
-
-def _keys(content: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    """Check that `content` is an object with exactly the keys `names`, and return it in their order."""
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: {shown(content)} is not an object with {', '.join(names)}")
-    if wrong := sorted(content.keys() ^ set(names)):
-        state = "is unknown" if wrong[0] in content else "is missing"
-        raise ValueError(f"{where}: {cleaned(wrong[0])} {state}")
-    return {name: content[name] for name in names}
-
-
 def _number(value: Any, where: str) -> Any:
     by_message = where.startswith(_BY_MESSAGE) and where.endswith(".beta")
-    low, high, unit = _SECONDS if by_message else RANGES[where.rpartition(".")[2]]
+    name = where.rpartition(".")[2].partition("[")[0]
+    low, high, unit = _SECONDS if by_message else RANGES[name]
     return number_in(value, low, high, where, unit=unit, whole=not unit)

@@ -12,9 +12,11 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+
+from megatron_balance.simulate.result import Recorder
 
 DONE = 1e-12
 """A collective counts as finished when less than this fraction remains (rounding)."""
@@ -86,19 +88,6 @@ Command = Compute | Start | Wait | Send | Receive
 Program = Iterator[Command]
 
 
-class Observer(Protocol):
-    """Receives all activities, in no particular order of time."""
-
-    def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
-        """The team's ranks computed."""
-
-    def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
-        """The team's ranks waited for something that started at `start`: a number, or one for each rank."""
-
-    def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
-        """A collective of these teams was in progress."""
-
-
 class DeadlockError(RuntimeError):
     """No team can continue; the message says what each team waits for."""
 
@@ -134,10 +123,10 @@ class _Team:
 class Engine:
     """Executes programs. Collectives are processed in order of time; programs run ahead as far as possible."""
 
-    def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, observer: Observer) -> None:
+    def __init__(self, programs: Sequence[tuple[int, Program]], num_resources: int, recorder: Recorder) -> None:
         """Create an engine for each team's number of ranks and program; resources are numbered from 0."""
         self._teams = [_Team(program, np.zeros(ranks)) for ranks, program in programs]
-        self._observer = observer
+        self._recorder = recorder
         self._lanes: defaultdict[tuple[int, str], deque[_Collective]] = defaultdict(deque)
         self._collectives: dict[Hashable, _Collective] = {}
         self._messages: dict[Hashable, tuple[str, np.ndarray, np.ndarray]] = {}
@@ -185,7 +174,7 @@ class Engine:
         if isinstance(command, Compute):
             begin_R = team.now_R
             team.now_R = team.now_R + command.seconds_R
-            self._observer.computed(number, command.label, begin_R, team.now_R)
+            self._recorder.computed(number, command.label, begin_R, team.now_R)
         elif isinstance(command, Start):
             self._start(number, team, command)
         elif isinstance(command, Wait):
@@ -194,7 +183,7 @@ class Engine:
                 collective.waiting.append(number)
                 return False
             begin_R, team.now_R = team.now_R, np.maximum(team.now_R, collective.end)
-            self._observer.waited(number, collective.command.label, begin_R, collective.start, team.now_R)
+            self._recorder.waited(number, collective.command.label, begin_R, collective.start, team.now_R)
         elif isinstance(command, Send):
             self._messages[command.key] = command.label, team.now_R, team.now_R + command.seconds
             if command.key in self._receivers:
@@ -205,7 +194,7 @@ class Engine:
                 return False
             label, sent_R, arrived_R = self._messages.pop(command.key)
             begin_R, team.now_R = team.now_R, np.maximum(team.now_R, arrived_R)
-            self._observer.waited(number, label, begin_R, sent_R, team.now_R)
+            self._recorder.waited(number, label, begin_R, sent_R, team.now_R)
         return True
 
     def _start(self, number: int, team: _Team, command: Start) -> None:
@@ -256,7 +245,7 @@ class Engine:
         while sharers:
             for one in self._share(sharers.popitem()[0], now):
                 sharers.pop(one, None)
-        self._observer.communicated(collective.teams, command.label, command.lane, collective.start, now)
+        self._recorder.communicated(collective.teams, command.label, command.lane, collective.start, now)
         for team in collective.teams:
             lane = self._lanes[team, command.lane]
             lane.popleft()

@@ -29,14 +29,6 @@ class Fabric:
         """Two links of each rank, and the adapters of each node."""
         return 2 * self.num_ranks + -(-self.num_ranks // self.node_size)
 
-    def name(self, resource: int) -> str:
-        """Return a resource's name, for people."""
-        if resource < self.num_ranks:
-            return f"rank {resource}'s link within its node"
-        if resource < 2 * self.num_ranks:
-            return f"rank {resource - self.num_ranks}'s link to other nodes"
-        return f"adapters of node {resource - 2 * self.num_ranks}"
-
     def work(
         self, ranks_D: np.ndarray, near_D: np.ndarray, far_D: np.ndarray, node_N: np.ndarray, whole: float
     ) -> Work:

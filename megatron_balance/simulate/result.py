@@ -1,9 +1,7 @@
-"""Activities of an iteration's ranks and resources: sums, spans of some ranks, and the Trace Event Format."""
+"""Activities of an iteration's ranks: sums, and spans of some ranks."""
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +43,7 @@ class RankSpan(NamedTuple):
 
 
 class Recorder:
-    """Adds up the teams' activities; an `engine.Observer`."""
+    """Adds up the teams' activities, which come in no particular order of time."""
 
     def __init__(self, ranks: Sequence[np.ndarray], spans_of: Collection[int] = ()) -> None:
         """Create a recorder for the ranks of each team; it keeps the spans of some ranks."""
@@ -59,12 +57,12 @@ class Recorder:
         self.spans: list[RankSpan] = []
 
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
-        """See `engine.Observer`."""
+        """Add a computation of the team's ranks."""
         self.seconds[part_of(label)][self.ranks[team]] += end_R - begin_R
         self._keep(team, "computation", label, begin_R, end_R)
 
     def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
-        """See `engine.Observer`."""
+        """Add a wait of the team's ranks for something that started at `start`: a number, or one for each rank."""
         part = part_of(label)
         waited_R = end_R - begin_R
         if part in ("exchange", "gathers"):
@@ -75,7 +73,7 @@ class Recorder:
         self._keep(team, "waits", label, begin_R, end_R)
 
     def communicated(self, teams: Sequence[int], label: str, lane: str, start: float, end: float) -> None:
-        """See `engine.Observer`."""
+        """Add the time for which a collective of these teams was in progress."""
         self.in_progress[part_of(label)] += (end - start) / len(teams)
         for team in teams:
             ranks_R = self.ranks[team]
@@ -86,31 +84,6 @@ class Recorder:
             for rank, begin, end in zip(self.ranks[team].tolist(), begin_R.tolist(), end_R.tolist(), strict=True):
                 if rank in self.spans_of and end > begin:
                     self.spans.append(RankSpan(rank, lane, label, begin, end))
-
-    def save_trace(self, path: Path) -> None:
-        """Write the kept spans in the Trace Event Format, for Perfetto: one thread per lane, in microseconds."""
-        lanes = sorted({(span.rank, span.lane) for span in self.spans})
-        threads = {place: number for number, place in enumerate(lanes)}
-        events: list[dict] = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
-            for (rank, lane), number in threads.items()
-        ]
-        events += [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in sorted({rank for rank, _ in lanes})
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.label,
-                "pid": span.rank,
-                "tid": threads[span.rank, span.lane],
-                "ts": round(1e6 * span.start, 3),
-                "dur": round(1e6 * (span.end - span.start), 3),
-            }
-            for span in self.spans
-        ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def part_of(label: str) -> str:

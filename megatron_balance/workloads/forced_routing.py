@@ -22,15 +22,6 @@ from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.workloads.synthetic import workload_choices
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Parameters of the choices besides step and token. Layer number n (from 1) adds n to the seed."""
-
-    name: str
-    """A name in workloads.synthetic.NAMES."""
-    seed: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchPart:
     """The tokens of a global batch that one rank's routers see."""
@@ -87,9 +78,10 @@ class ForcedChoices(RouterReplay):
     def __init__(
         self,
         router: TopKRouter,
-        workload: Workload,
+        workload: str,
         part: BatchPart,
         *,
+        seed: int,
         step: Callable[[], int],
         microbatches: Callable[[], int],
         decided: Callable[[], list[int]] = list,
@@ -98,8 +90,8 @@ class ForcedChoices(RouterReplay):
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         self.router = router
         self.part = part
-        self.workload = workload.name
-        self.seed = workload.seed + number_of(router)
+        self.workload = workload
+        self.seed = seed + number_of(router)
         self.step = step
         self.microbatches = microbatches
         self.decided = decided
@@ -157,22 +149,25 @@ class ForcedChoices(RouterReplay):
 
 def force_routing(
     model: Sequence[torch.nn.Module],
-    workload: Workload,
+    workload: str,
     part: BatchPart,
     *,
+    seed: int,
     step: Callable[[], int],
     microbatches: Callable[[], int],
 ) -> None:
     """Make all routers of `model` choose by the workload: K different experts for each token.
 
     Args:
+        workload: a name in workloads.synthetic.NAMES.
+        seed: MoE layer number n (from 1) adds n to it.
         step: returns the iteration in progress, from 0; a resumed run continues with the workload of its iteration.
         microbatches: returns the number of microbatches per data-parallel rank in the iteration in progress.
 
     Raises:
         ValueError: the choices of a router cannot be forced.
     """
-    flag = f"--moe-router-force-workload {workload.name}"
+    flag = f"--moe-router-force-workload {workload}"
     for chunk in model:
         memory = PassMemory(chunk)
         for router in chunk.modules():
@@ -191,5 +186,5 @@ def force_routing(
                 )
             decided = functools.partial(memory.of, router)
             router.router_replay = ForcedChoices(
-                router, workload, part, step=step, microbatches=microbatches, decided=decided
+                router, workload, part, seed=seed, step=step, microbatches=microbatches, decided=decided
             )

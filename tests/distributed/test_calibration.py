@@ -118,19 +118,6 @@ def test_a_resumed_run_continues_with_its_factors(ranks, tmp_path: Path) -> None
         assert before[rank].factors + after[rank].factors == straight[rank].factors
 
 
-def refusal(flags: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        build(flags)
-    return str(caught.value)
-
-
-def test_a_record_that_does_not_fit_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
-    CalibrationLog(tmp_path, JOB, 1).flush()
-    (tmp_path / NAME).write_text('{"ranks": 4, "layers": 2}\n')
-    first, second = ranks(RANKS).run(refusal, f"{FLAGS} --balance-calibrate {tmp_path / NAME}")
-    assert first == second and first.startswith(f"--balance-calibrate {tmp_path / NAME}: ")
-
-
 @pytest.mark.slow
 def test_the_program_writes_and_replays_a_record(tmp_path: Path) -> None:
     flags = f"{BASE} {FLAGS} --train-iters 4 --log-interval 1 --distributed-timeout-minutes 10"

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.job.layout import build_groups, destroy_groups
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
-from megatron_balance.workloads.forced_routing import BatchPart, Workload, force_routing
+from megatron_balance.workloads.forced_routing import BatchPart, force_routing
 from megatron_balance.workloads.synthetic import NAMES, workload_choices
 from tests.distributed import runs
 
@@ -51,7 +51,7 @@ def force_one_router(workload: str, changes: dict) -> None:
     """Check that two microbatches follow the workload token by token, with finite probabilities and gradients."""
     router, groups = build_router(**changes)
     part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
-    force_routing([router], Workload(workload, 5), part, step=lambda: 9, microbatches=lambda: 2)
+    force_routing([router], workload, part, seed=5, step=lambda: 9, microbatches=lambda: 2)
     # Logits so far apart that exponentials underflow, as in a diverged router
     scale = torch.linspace(0.1, 400, SEQUENCE * SAMPLES).view(SEQUENCE, SAMPLES, 1)
     for microbatch in range(2):
@@ -106,8 +106,9 @@ def test_one_router(ranks) -> None:
 def force(run: Run) -> None:
     force_routing(
         run.model,
-        Workload("hot_experts", 5),
+        "hot_experts",
         BatchPart.of(run.groups, run.config.model.seq_length, run.config.transformer.sequence_parallel),
+        seed=5,
         step=lambda: run.progress.iteration,
         microbatches=run.batches.get,
     )
@@ -217,33 +218,12 @@ def test_recomputation_and_repetition_route_alike(ranks) -> None:
     ranks(1).run(routed_in_both_passes)
 
 
-def start_an_iteration_early() -> None:
-    """Check that an iteration begins with microbatch 0 regardless of what came before it."""
-    router, groups = build_router()
-    iterations = [3, 3, 4]
-    maps = []
-    part = BatchPart.of(groups, SEQUENCE, router.config.sequence_parallel)
-    force_routing([router], Workload("burst", 5), part, step=lambda: iterations[len(maps)], microbatches=lambda: 4)
-    for _ in iterations:
-        maps.append(router(torch.zeros(SEQUENCE, 1, 12))[1])
-    choices = [
-        workload_choices("burst", num_experts=EXPERTS, topk=TOPK, tokens=range(16), total_tokens=16, seed=6, step=now)
-        for now in (3, 4)
-    ]
-    expected = [choices[0][:4], choices[0][4:8], choices[1][:4]]
-    assert all(torch.equal(one, as_map(other, EXPERTS)) for one, other in zip(maps, expected, strict=True))
-
-
-def test_an_iteration_begins_with_its_first_microbatch(ranks) -> None:
-    ranks(1).run(start_an_iteration_early)
-
-
 def refused() -> str:
     router, _ = build_router()
     router.router_replay = "taken"
     with pytest.raises(ValueError) as error:
         part = BatchPart(seq_length=4, data_rank=0, data_ranks=1)
-        force_routing([router], Workload("burst", 0), part, step=lambda: 0, microbatches=lambda: 1)
+        force_routing([router], "burst", part, seed=0, step=lambda: 0, microbatches=lambda: 1)
     return str(error.value)
 
 

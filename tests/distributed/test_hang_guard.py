@@ -21,7 +21,6 @@ from tests.distributed.guarded import (
     Guarded,
     Impatient,
     replace_forward,
-    sleep_in_rank_1,
 )
 from tests.distributed.jobs import Prepare
 from tests.distributed.runs import BASE
@@ -99,18 +98,6 @@ def test_a_stopped_rank_is_named(start, victim: int) -> None:
             assert re.search(r"no sign of life for \d+ s \(last seen in iteration \d+, [\w-]+\)", job.verdict(rank))
     job.signal(victim, signal.SIGCONT)
     assert job.join([victim], LIMIT) == [1]
-
-
-@pytest.mark.slow
-def test_a_sleeping_rank_is_named_although_it_shows_signs_of_life(start) -> None:
-    job = start(Impatient(6.0, sleep_in_rank_1))
-    job.await_iteration(4)
-    assert job.join([0, 1, 2], LIMIT) == [1, 1, 1]
-    for rank in (0, 1, 2):
-        assert re.search(
-            r"^rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(guarded.py",
-            job.verdict(rank),
-        )
 
 
 def test_a_failing_rank_is_named(start) -> None:
@@ -197,4 +184,5 @@ def test_under_torchrun_all_ranks_speak_before_the_launcher_ends_them(tmp_path: 
     )
     assert process.returncode != 0
     for rank in range(WORLD_SIZE):
-        assert re.search(rf"rank 1 stalled: no progress .*; this rank \({rank}\) w.*; exiting", process.stderr)
+        said = r"rank 1 stalled: no progress for \d+ s, not in a collective but in oversleep \(guarded.py"
+        assert re.search(rf"{said}.*; this rank \({rank}\) w.*; exiting", process.stderr)

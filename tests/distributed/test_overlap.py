@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.observe.trace import Timeline, TraceEvent, load_timeline
+from megatron_balance.observe.trace import Timeline, TraceEvent
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step
 from megatron_balance.training.loop import evaluate, train_step
 from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.policies import TOLERANCE, with_policy
 from tests.distributed.runs import Curve, deviation
+from timelines import load_timeline
 
 EP4 = "--expert-model-parallel-size 4"
 MANY = 100

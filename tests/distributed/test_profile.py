@@ -23,9 +23,9 @@ from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.groups import Members
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
-from megatron_balance.measure.measure import group_kinds, measure, measured_once
+from megatron_balance.measure.measure import kinds_of, measure, measured_once
 from megatron_balance.measure.operations import OPERATIONS, Load, Passes
-from megatron_balance.measure.stopwatch import sub_groups
+from megatron_balance.measure.stopwatch import node_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin, load
 from tests.distributed.runs import BASE
 
@@ -195,30 +195,19 @@ def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(r
 
 
 def membership() -> dict[Members, list[int]]:
-    """Return this rank's sub-groups by members, for expert-parallel groups (0, 2, 4, 6) and (1, 3, 5, 7)."""
+    """Return this rank's groups by members, for expert-parallel groups (0, 2, 4, 6) and (1, 3, 5, 7)."""
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
-    with sub_groups(halves[dist.get_rank() % 2], dist.group.WORLD, group_kinds(4, 2).values()) as groups:
-        found = {members: dist.get_process_group_ranks(group) for members, group in groups.items()}
-        for group in groups.values():
+    with node_groups(halves[dist.get_rank() % 2], dist.group.WORLD, 2) as nodes:
+        found = {members: dist.get_process_group_ranks(group) for members, group in kinds_of(nodes).items()}
+        for group in kinds_of(nodes).values():
             dist.all_reduce(torch.ones(1), group=group)
         return found
 
 
-def test_sub_groups_have_the_members_that_were_asked_for(ranks) -> None:
+def test_groups_have_the_members_of_their_kinds(ranks) -> None:
     for rank, found in enumerate(ranks(8).run(membership)):
         expected = [members for members in ((0, 1), (0, 2), (0, 1, 2, 3)) if rank // 2 in members]
         assert found == {members: [2 * member + rank % 2 for member in members] for members in expected}
-
-
-def lonely() -> str:
-    alone = [dist.new_group([rank]) for rank in range(2)]
-    with pytest.raises(ValueError) as error:
-        measured(alone[dist.get_rank()], 1)
-    return str(error.value)
-
-
-def test_a_single_rank_has_nothing_to_measure(ranks) -> None:
-    assert all("--expert-model-parallel-size 1" in message for message in ranks(2).run(lonely))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What tests of the simulator have in common: small stages, and an observer that keeps everything."""
+"""What tests of the simulator have in common: small stages, and a recorder that keeps everything."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throug
 from megatron_balance.simulate.engine import NOTHING, Program, Work
 from megatron_balance.simulate.network import Fabric, TeamNetwork
 from megatron_balance.simulate.programs import Direction, LayerWork, StageSchedule, TeamProgram
+from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order, lower, one_forward_one_backward
 
@@ -23,8 +24,8 @@ def work(latency: float, seconds: dict[int, float]) -> Work:
     return Work(latency, np.array([*seconds], dtype=np.int64), np.array([*seconds.values()]))
 
 
-class Log:
-    """An observer that keeps everything."""
+class Log(Recorder):
+    """A recorder that keeps everything."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, float, float]] = []
@@ -34,7 +35,7 @@ class Log:
     def computed(self, team: int, label: str, begin_R: np.ndarray, end_R: np.ndarray) -> None:
         self.labels.setdefault(team, []).append(label)
 
-    def waited(self, team: int, label: str, begin_R: np.ndarray, start: object, end_R: np.ndarray) -> None:
+    def waited(self, team: int, label: str, begin_R: np.ndarray, start: float | np.ndarray, end_R: np.ndarray) -> None:
         self.waits.append((team, label))
         assert (end_R >= begin_R).all()
 

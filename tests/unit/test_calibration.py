@@ -275,12 +275,6 @@ def test_a_resumed_run_replaces_what_is_not_its_record(tmp_path: Path, left: byt
     assert (record.first, record.factors) == (6, (FACTORS,))
 
 
-def test_an_unfinished_line_is_written_again(tmp_path: Path) -> None:
-    path = recorded(tmp_path, [Factors()] * 5)
-    path.write_bytes(path.read_bytes()[:-10])
-    assert read_record(str(recorded(tmp_path, [FACTORS], first=5)), JOB).last == 5
-
-
 HEADER = '{"ranks": 4, "layers": 2}\n'
 LINE = '{"iteration": 1, "exchange": 1.0, "experts": 1.0, "trans": 1.0, "agg": 1.0}\n'
 
@@ -290,26 +284,16 @@ LINE = '{"iteration": 1, "exchange": 1.0, "experts": 1.0, "trans": 1.0, "agg": 1
     [
         "",
         HEADER,
-        LINE,
-        "[]\n" + LINE,
         '{"ranks": 4}\n' + LINE,
         '{"ranks": true, "layers": 2}\n' + LINE,
-        '{"ranks": 4, "layers": 1e99}\n' + LINE,
         HEADER + LINE + LINE,
-        HEADER + LINE + LINE.replace(": 1,", ": 3,"),
         HEADER + LINE[:-20],
-        HEADER + LINE + "\n" + LINE.replace(": 1,", ": 2,"),
         HEADER + LINE.replace("1.0, ", "NaN, ", 1),
         HEADER + LINE.replace("1.0, ", "0.0, ", 1),
-        HEADER + LINE.replace("1.0, ", "-3, ", 1),
-        HEADER + LINE.replace("1.0, ", "1e400, ", 1),
-        HEADER + LINE.replace("1.0, ", "true, ", 1),
         HEADER + LINE.replace("1.0, ", '"1", ', 1),
-        HEADER + LINE.replace(": 1,", ": 0,"),
         HEADER + LINE.replace(": 1,", ": 1.5,"),
         HEADER + LINE.replace('"agg"', '"other"'),
         "[" * 100_000,
-        "\0",
     ],
 )
 def test_damaged_records_are_refused(tmp_path: Path, content: str) -> None:
@@ -320,21 +304,9 @@ def test_damaged_records_are_refused(tmp_path: Path, content: str) -> None:
     assert len(str(caught.value)) < 600 + len(str(path))
 
 
-def test_a_record_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ValueError, match=f"--balance-calibrate {path}: "):
-            read_record(str(path), JOB)
-
-
 @pytest.mark.parametrize("job", [Job(2, 2), Job(4, 3)])
 def test_a_record_of_another_run_is_refused(tmp_path: Path, job: Job) -> None:
     path = recorded(tmp_path, [FACTORS], job=job)
     words = f"from a run with {job.ranks} ranks and {job.layers} MoE layers, but this run has 4 and 2; use"
     with pytest.raises(ValueError, match=words):
         read_record(str(path), JOB)
-
-
-def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--balance-log-dir .*choose a writable directory"):
-        CalibrationLog(tmp_path / "file", JOB, 1)

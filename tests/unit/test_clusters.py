@@ -141,44 +141,6 @@ def test_without_numbers_of_nodes_all_have_the_slowest_gpu(tmp_path: Path) -> No
     assert profile.rates == () and profile.forward.seconds_per_token == pytest.approx(4 * 64 / 50e12)
 
 
-TABLE = """
-measured:
-  - name: products
-    unit: TFLOP/s
-    source: here
-    columns: [load, rows, value, spread]
-    rows:
-      - [even, 64, 100.5, 0.01]
-      - [even, 128, 200, 0]
-"""
-
-
-def test_tables_of_measured_numbers_are_kept(tmp_path: Path) -> None:
-    assert cluster(tmp_path).measured == ()
-    (table,) = cluster(tmp_path, SMALL + TABLE).measured
-    assert (table.name, table.unit, table.source) == ("products", "TFLOP/s", "here")
-    assert table.columns == ("load", "rows", "value", "spread")
-    assert table.rows == (("even", 64, 100.5, 0.01), ("even", 128, 200, 0))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("source: here\n    columns", "columns", r"measured\[0\].source: is missing"),
-        ("[load, rows, value, spread]", "[load, rows, spread, value]", r"measured\[0\].columns: .* value, spread"),
-        ("[load, rows, value, spread]", "[rows, rows, value, spread]", r"measured\[0\].columns: .*different names"),
-        (", 128, 200, 0]", ", 200, 0]", r"measured\[0\].rows\[1\]: has 3 entries for 4 columns"),
-        ("200, 0]", "-200, 0]", r"measured\[0\].rows\[1\]\[2\]: -200 is not a number from 0"),
-        ("200, 0]", "[200], 0]", r"measured\[0\].rows\[1\]\[2\]: a list is not a number"),
-        ("unit: TFLOP/s", "unit: TFLOP/s\n    mean: 3", r"measured\[0\].mean: is unknown"),
-    ],
-)
-def test_a_bad_table_names_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
-    assert old in TABLE
-    with pytest.raises(ValueError, match=f"small.yaml: {said}"):
-        cluster(tmp_path, SMALL + TABLE.replace(old, new))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -187,10 +149,8 @@ def test_a_bad_table_names_its_place(tmp_path: Path, old: str, new: str, said: s
         ("name: bus, ", "name: bus, speed: 3, ", "node.speed: is unknown; choose from name, gb_per_second"),
         ("value: 10,", "value: fast,", "node.gb_per_second.value: 'fast' is not a number from 1e-06 to 100000"),
         ("value: 10,", "value: 1.0e+30,", "node.gb_per_second.value: 1e.30 is not a number from 1e-06 to 100000"),
-        ("value: 10,", "value: 1" + 400 * "0" + ",", "node.gb_per_second.value: 1000"),
         ("value: 10,", "value: 10, value: 20,", "line 6: value: appears twice"),
-        ("name: small", "name: &a small", "anchors and aliases"),
-        ("{value: 10, source: here}", "10", "node.gb_per_second: write a mapping of value, source"),
+        ("{value: 10, source: here}", "10", "node.gb_per_second: 10 is not an object with value, source"),
         ("{value: 10, source: here}", "{value: 10}", "node.gb_per_second.source: is missing"),
         (
             "gpus_per_node: {value: 2,",
@@ -198,11 +158,10 @@ def test_a_bad_table_names_its_place(tmp_path: Path, old: str, new: str, said: s
             "gpus_per_node.value: 2.5 is not an integer from 1 to 10000",
         ),
         ("nodes: {value: 2,", "nodes: {value: 2.0,", r"gpus\[0\].nodes.value: 2.0 is not an integer from 1 to 1000000"),
-        ("gpus:\n  - ", "gpus: ", "gpus: write a list"),
-        ("name: small", "name: {", "small.yaml: "),
+        ("gpus:\n  - ", "gpus: ", "gpus: an object is not a list"),
+        (SMALL[SMALL.index("gpus:") : SMALL.index("\nnode:")], "gpus: []", "gpus: has no entries"),
         ("name: small", "name: !!python/object:os.system x", "small.yaml: line 2: tags .*os.system"),
-        (SMALL, "3", "the file: write a mapping"),
-        (SMALL, "#" * 70000, "larger than 64 KiB"),
+        (SMALL, "3", "the file: 3 is not an object with name"),
     ],
 )
 def test_a_bad_file_names_itself_and_the_field(tmp_path: Path, old: str, new: str, said: str) -> None:

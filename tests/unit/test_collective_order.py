@@ -1,21 +1,13 @@
 """Differences between ranks' collectives: order, omissions, sizes, cycles. Equal orders pass."""
 
-import json
-import random
-from collections.abc import Sequence
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_balance.job.collective_order import (
     Channel,
     RecordedOperation,
     Recording,
     differences,
-    pack,
     report,
-    unpack,
     waits,
 )
 from tests.issue_order import Event, find_cycle
@@ -134,35 +126,3 @@ def test_messages_are_posted_ahead() -> None:
         1: [Event("main", "out", 1), Event("main", "out", 1, is_wait=True), Event("main", "in", 1)],
     }
     assert len(find_cycle(waiting, messages=("in", "out"))) == 2
-
-
-@settings(max_examples=60)
-@given(st.integers(2, 5), st.integers(1, 6), st.integers(0, 2**31))
-def test_ranks_that_follow_one_order_have_no_circle(ranks: int, groups: int, seed: int) -> None:
-    draw = random.Random(seed)
-    members = {str(group): draw.sample(range(ranks), draw.randint(1, ranks)) for group in range(groups)}
-    order = [draw.choice(list(members)) for _ in range(30)]
-    events = {rank: numbered([group for group in order if rank in members[group]]) for rank in range(ranks)}
-    assert find_cycle(events) == []
-
-
-def numbered(channels: Sequence[str]) -> list[Event]:
-    return issued(*((channel, channels[: place + 1].count(channel)) for place, channel in enumerate(channels)))
-
-
-names = st.text(max_size=5)
-operations = st.builds(
-    RecordedOperation,
-    *(names, st.lists(st.integers(0, 9), max_size=3).map(tuple), names, names, names, names),
-    *(st.lists(st.integers(0, 9), max_size=3).map(tuple) for _ in range(2)),
-    st.floats(0, 1e9),
-)
-
-
-@settings(max_examples=40)
-@given(st.lists(operations, max_size=5), st.integers(1, 4))
-def test_packing_keeps_the_last_operations(found: list[RecordedOperation], last: int) -> None:
-    kept = found[-last:]
-    expected = record(*kept, first=1 + len(found) - len(kept))
-    assert json.dumps(unpack(pack(record(*found), last))) == json.dumps(expected)
-    assert len(expected["7"].operations) <= last and expected["7"].last == len(found)

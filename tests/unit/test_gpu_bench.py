@@ -32,7 +32,7 @@ def test_rates_become_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert gpu.half_tflops is not None and "measured" in gpu.half_tflops.source
     profile = profile_of(cluster, Ranks(8, 8, 8), 64, 64)
     assert profile.forward.seconds_per_token == pytest.approx(4 * 64 * 64 / (1e12 * gpu.half_tflops.value))
-    names = {table.name for table in cluster.measured}
+    names = {table["name"] for table in cluster.measured}
     assert {"products, weight gradient, by slot", "attention, backward", "rows, combine", "device copy"} <= names
     assert len(names) == len(cluster.measured)
 

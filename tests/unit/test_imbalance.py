@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.workloads import forced_routing, imbalance
-from megatron_balance.workloads.forced_routing import BatchPart, ForcedChoices, Workload
+from megatron_balance.workloads.forced_routing import BatchPart, ForcedChoices
 from megatron_balance.workloads.synthetic import load_matrix, workload_choices
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "imbalance_workloads.json").read_text())
@@ -99,7 +99,7 @@ def test_what_the_workloads_are() -> None:
 
 def forced(name: str, part: BatchPart, microbatches: int = 2) -> ForcedChoices:
     router = cast(Any, SimpleNamespace(layer_number=1, training=True))
-    return ForcedChoices(router, Workload(name, 5), part, step=lambda: 3, microbatches=lambda: microbatches)
+    return ForcedChoices(router, name, part, seed=5, step=lambda: 3, microbatches=lambda: microbatches)
 
 
 @pytest.mark.parametrize("name", ["W0", "W1", "W7", "hot_experts"])
@@ -134,6 +134,12 @@ def test_a_router_draws_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [own.get_replay_topk(torch.zeros(8, 16), 2)[1] for _ in range(4)]
     assert drawn == [3]
     assert torch.equal(before[0], before[2]) and not torch.equal(before[0], before[1])
+    # An iteration begins with microbatch 0, whatever came before
+    own.get_replay_topk(torch.zeros(8, 16), 2)
     steps.append(4)
-    assert not torch.equal(own.get_replay_topk(torch.zeros(8, 16), 2)[1], before[0])
+    after = [own.get_replay_topk(torch.zeros(8, 16), 2)[1] for _ in range(3)]
+    assert not torch.equal(after[0], before[0]) and torch.equal(after[0], after[2])
     assert drawn == [3, 4]
+    fresh = forced("W1", BatchPart(seq_length=4, data_rank=0, data_ranks=1))
+    fresh.step = own.step
+    assert torch.equal(after[0], fresh.get_replay_topk(torch.zeros(8, 16), 2)[1])

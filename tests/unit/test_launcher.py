@@ -120,4 +120,3 @@ def test_no_agent_above_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     found = launcher.find()
     assert found is not None and (found.process, found.child) == (os.getppid(), os.getpid())
-    assert not found.has_ended()

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 import profile_cluster as tool
 from megatron_balance.job.groups import Members
 from megatron_balance.measure.measure import (
-    LARGE_SIZES,
     LOAD_SHAPES,
-    MOST_SENT,
     SIZES,
     experts_speed,
     fit_batches,
     fit_profile,
-    group_kinds,
     loads,
 )
 from megatron_balance.measure.operations import Load, plan
@@ -71,20 +68,17 @@ class FakeCluster:
 
 
 def test_codecs_and_all_to_alls_are_measured_by_their_names(tmp_path: Path) -> None:
-    lines: list[str] = []
     names = ["pipe", "2dh"]
     cluster = FakeCluster(codecs=["int8"], all_to_alls=names)
-    profile = fit_profile(cluster, 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
+    profile = fit_profile(cluster, 4, 2, sizes_bytes=SIZES, tokens=TOKENS)
     profile.save(tmp_path / "profile.json")
     assert load(tmp_path / "profile.json", 4, 2) == profile
     encode, decode = profile.codec("int8")
     assert (encode.seconds_per_token, encode.overhead) == pytest.approx((3e-7, 1e-5))
     assert (decode.seconds_per_token, decode.overhead) == pytest.approx((4e-7, 2e-5))
-    assert "int8: 0.3 us per token to compress, 0.4 us back" in lines
     assert profile.codec("fp8") == builtin(4, 2, 64, 64).codec("fp8") != profile.codec("int8")
     for name in names:
         assert profile.all_to_alls[name][:2] == pytest.approx((1e-5 * len(name), 1e-10 * ord(name[0])), rel=1e-6)
-    assert [line.split(":")[0] for line in lines if line.split(":")[0] in names] == names
     assert sum(line.split()[0] in names for line in tool.table(profile)) == 2
 
 
@@ -145,26 +139,6 @@ def test_one_slow_measurement_is_no_slow_rank() -> None:
     assert experts_speed(TOKENS, seconds_TD, seconds_TD)[0] == ()
 
 
-def test_experts_errors_are_those_of_their_lines() -> None:
-    class Bent(FakeCluster):
-        def compute(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-            forward, backward = super().compute(tokens)
-            return forward, backward * np.resize([1, 2], len(tokens))[:, None]
-
-    profile = fit_profile(Bent(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS)
-    assert profile.forward.residual < 1e-6 and profile.forward.held_out < 1e-6
-    assert profile.backward.residual > 0.1 and profile.backward.held_out > 0.3
-
-
-def test_progress_names_every_collective() -> None:
-    lines: list[str] = []
-    fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES, tokens=TOKENS, log=lines.append)
-    assert [line.split(":")[0] for line in lines[: len(COLLECTIVES)]] == list(COLLECTIVES)
-    batches = [line.partition(" + ")[0] for line in lines[len(COLLECTIVES) : -1]]
-    assert batches == ["a batch", *(f"a batch of {kind}" for kind in ROUNDS)]
-    assert "forward" in lines[-1]
-
-
 @given(st.integers(2, 8), st.integers(1, 4), st.sampled_from(LOAD_SHAPES))
 def test_every_rank_sends_and_receives_the_same(num_ranks: int, step: int, shape: tuple[int, int]) -> None:
     num_ranks *= step
@@ -183,21 +157,13 @@ def test_every_rank_sends_and_receives_the_same(num_ranks: int, step: int, shape
         assert distances == {step * (1 + index) for index in range(min(experts, num_ranks // step - 1))}
 
 
-def test_no_rank_sends_more_than_the_largest_size() -> None:
-    given_loads = loads(SIZES)
-    assert max(load.experts * load.num_bytes for load in given_loads) == max(SIZES)
-    assert {load.num_bytes for load in given_loads} == {*SIZES}
-    assert {load[:2] for load in given_loads} == {*LOAD_SHAPES}
-    assert max(load.experts * load.num_bytes for load in loads(LARGE_SIZES)) == MOST_SENT
-
-
 def test_lines_of_batches_are_not_negative() -> None:
     given_loads = loads(SIZES)
     # Seconds that fall with the number of batches, as noise may make them
     seconds = [1e-3 / load.batches + 1e-9 * load.experts * load.num_bytes for load in given_loads]
-    found = fit_batches(given_loads, seconds, 2)
-    assert min(found.line.alpha, found.line.beta, found.launch.alpha, found.launch.beta, found.start) >= 0
-    assert found.start > 0 and found.line.residual > 0.05 and found.line.held_out > 0.05
+    line, launch, start = fit_batches(given_loads, seconds, 2)
+    assert min(line.alpha, line.beta, launch.alpha, launch.beta) >= 0
+    assert start > 0 and line.residual > 0.05 and line.held_out > 0.05
 
 
 @pytest.mark.parametrize(
@@ -207,11 +173,6 @@ def test_lines_of_batches_are_not_negative() -> None:
 def test_the_middle_half_counts(seconds: list[float], expected: float) -> None:
     assert middle(np.array(seconds)) == expected
     assert (middle(np.stack([seconds, np.negative(seconds)], 1)) == (expected, -expected)).all()
-
-
-def test_too_few_sizes() -> None:
-    with pytest.raises(ValueError, match="four different sizes"):
-        fit_profile(FakeCluster(), 4, 2, sizes_bytes=SIZES[:3], tokens=TOKENS)
 
 
 def test_the_table_shows_every_line_and_what_stands_in() -> None:
@@ -264,8 +225,3 @@ def test_mistakes_end_the_tool_before_it_joins_a_job(flags: str, message: str, t
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit, match=message):
         tool.main(["--output", str(tmp_path / "profile.json"), *flags.split()])
-
-
-def test_kinds_that_are_not_there_have_everyone_stand_in() -> None:
-    assert group_kinds(4, 2) == {"intra": (0, 1), "inter": (0, 2), "ep": (0, 1, 2, 3)}
-    assert set(group_kinds(4, 1).values()) == set(group_kinds(4, 8).values()) == {(0, 1, 2, 3)}

@@ -24,9 +24,9 @@ from megatron_balance.files.reading import (
     read_text,
 )
 from megatron_balance.observe.load_log import read_loads
-from megatron_balance.observe.trace import load_timeline
 from megatron_balance.profile import cluster, cluster_profile
 from megatron_balance.training.data_files import check_indices
+from timelines import load_timeline
 
 
 @pytest.fixture(autouse=True)

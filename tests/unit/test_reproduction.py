@@ -10,10 +10,10 @@ import pytest
 
 import reproduce
 from megatron_balance.simulate.job import LoadSource
-from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution
 from reproduction import demi, flexmoe, parm, pro_prophet, schemoe, simulated
 from reproduction.simulated import Job, PaddedLoads, Seconds, System
 from reproduction.tables import ANY, Found, Table, found, summary
+from simulated_loads import DrawnLoads, EvenLoads, distribution
 
 PAPERS = (pro_prophet, flexmoe, demi, schemoe, parm)
 

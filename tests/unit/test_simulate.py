@@ -1,9 +1,7 @@
 """The simulator: shared resources, events and programs, against slow references and limits that no schedule beats."""
 
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ from megatron_balance.simulate.engine import (
     Work,
     speeds,
 )
-from megatron_balance.simulate.network import Fabric, one_after_another, ring
+from megatron_balance.simulate.network import one_after_another, ring
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.timeline.actions import Operation
 from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
@@ -200,17 +198,6 @@ def test_sums_of_parts_are_the_whole_time_of_every_rank() -> None:
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(spans))
 
 
-def test_a_trace_can_be_read(tmp_path: Path) -> None:
-    stage = stage_of(0, 1, 1, True)
-    recorder = Recorder([np.array([0, 1])], [1])
-    Engine([(2, program(stage, layers_of(stage, 1), 0, 2))], 2, recorder).run()
-    recorder.save_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"rank 1", "computation", "exchange"} <= names
-    assert {event["pid"] for event in events} == {1}
-
-
 def test_every_label_belongs_to_a_part() -> None:
     labels = ("L3 FEC m0", "L3 A2A.1/4 m0", "L2 TRANS.1/2", "reduction")
     assert [part_of(label) for label in labels] == ["experts", "exchange", "Trans", "reduction"]
@@ -223,16 +210,6 @@ def test_works_one_after_another_add_up() -> None:
     assert both.alone == pytest.approx(1.0 + 2.0 + 0.5 + 3.0)
     assert dict(zip(both.resources.tolist(), both.seconds.tolist(), strict=True)) == {0: 2.0, 1: 4.0}
     assert one_after_another([NOTHING, NOTHING]) is NOTHING
-
-
-def test_resources_have_names() -> None:
-    fabric = Fabric(8, 4)
-    assert fabric.num_resources == 18
-    assert [fabric.name(number) for number in (3, 11, 17)] == [
-        "rank 3's link within its node",
-        "rank 3's link to other nodes",
-        "adapters of node 1",
-    ]
 
 
 def test_messages_arrive_later() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_balance.simulate.loads import DrawnLoads, EvenLoads, distribution, recorded
+from simulated_loads import DrawnLoads, EvenLoads, distribution, recorded
 
 
 @pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])

@@ -132,13 +132,3 @@ def test_schedules_of_a_configuration_are_compared(tmp_path: Path, monkeypatch: 
     assert seconds["auto"] == pytest.approx(min(seconds["s1"], seconds["s2"], seconds["megatron"]))
     for one in found.values():
         assert all(most <= 1 for _, most in one["busy"].values())
-
-
-def test_sharded_experts_are_balanced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    out = tmp_path / "found.json"
-    options = ["--cluster", "configs/clusters/h100.yaml", "--nodes", "2", "--iterations", "3", "--plan-ms", "1"]
-    more = ["--load", "hot_rank", "--compare", "balance-policy=none,quota", "--moe-parallel-schedule", "s1"]
-    assert simulate.main([*options, "--json", str(out), *more, *FLAGS.replace("size 16", "size 256").split()]) == 0
-    none, quota = (one["mean_seconds"]["others' experts"] for one in json.loads(out.read_text()))
-    assert quota < 0.5 * none

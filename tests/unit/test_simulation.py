@@ -59,6 +59,9 @@ def test_a_policy_helps_where_loads_are_uneven(run, tmp_path: Path) -> None:
     for name in ("none", "quota"):
         events = json.loads((tmp_path / f"trace_{name}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {0, 31}
+        assert {"rank 31", "computation", "exchange"} <= {
+            event["args"]["name"] for event in events if event["ph"] == "M"
+        }
 
 
 def test_plans_on_exact_loads_are_waited_for(run) -> None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
-from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Position, Report, verdict
+from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Report, verdict
 from tests.issue_order import OrderedCollectives
 
 STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
@@ -26,7 +26,7 @@ LIMIT = 600.0
 PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
 
 
-def report(activity: str = "waited", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
+def report(activity: str = "waited in", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
     return Report(iteration=iteration, phase="forward-backward", activity=activity, place=place, idle=idle, time=time)
 
 
@@ -38,7 +38,7 @@ def report(activity: str = "waited", place: str = "all_reduce", iteration: int =
             "rank 1 stalled or died: no sign of life for 12 s (last seen in iteration 7, forward-backward)",
         ),
         (
-            [report(), report(), report("busy", "read (data.py:3)", idle=602)],
+            [report(), report(), report("was busy in", "read (data.py:3)", idle=602)],
             "rank 2 stalled: no progress for 602 s, not in a collective but in read (data.py:3) "
             "(iteration 7, forward-backward)",
         ),
@@ -47,11 +47,15 @@ def report(activity: str = "waited", place: str = "all_reduce", iteration: int =
             "rank 2 stalled: it waited in all_reduce (iteration 7, forward-backward) while others are in iteration 8",
         ),
         (
-            [report("failed", "KeyError: 1", time=NOW), report(), report("failed", "ValueError: no", time=NOW - 1)],
+            [
+                report("failed with", "KeyError: 1", time=NOW),
+                report(),
+                report("failed with", "ValueError: no", time=NOW - 1),
+            ],
             "rank 2 failed with ValueError: no (iteration 7, forward-backward)",
         ),
         (
-            [report(place="broadcast"), report(), report("busy", "compute (layer.py:3)", idle=1)],
+            [report(place="broadcast"), report(), report("was busy in", "compute (layer.py:3)", idle=1)],
             "rank 0 waited in broadcast (iteration 7, forward-backward); "
             "rank 1 waited in all_reduce (iteration 7, forward-backward); "
             "rank 2 was busy in compute (layer.py:3) (iteration 7, forward-backward)",
@@ -64,7 +68,7 @@ def test_the_verdict_names_who_holds_up_the_job(reports: list[Report | None], ex
 
 
 def test_a_rank_that_fails_does_not_hide_one_that_is_silent() -> None:
-    sentence = verdict([report("failed", "RuntimeError: cuda"), None, report()], PULSES, NOW, LIMIT)
+    sentence = verdict([report("failed with", "RuntimeError: cuda"), None, report()], PULSES, NOW, LIMIT)
     assert sentence.startswith("rank 0 failed with RuntimeError: cuda")
     assert "; rank 1 stalled or died: " in sentence
 
@@ -73,14 +77,6 @@ def test_a_verdict_on_many_ranks_stays_readable() -> None:
     sentence = verdict([report(), *[None] * 100], [None] * 101, NOW, LIMIT)
     assert sentence.count("no sign of life since the start") == MAX_NAMED
     assert sentence.endswith(f"; and {100 - MAX_NAMED} more ranks")
-
-
-def test_a_position_shows_progress() -> None:
-    position = Position()
-    position.enter("forward-backward", 3)
-    position.advance()
-    position.enter("optimizer")
-    assert (position.iteration, position.phase, position.steps) == (3, "optimizer", 3)
 
 
 class Handle:

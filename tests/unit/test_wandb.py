@@ -71,12 +71,6 @@ def test_a_run(failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [record.exit.exit_code for record in records(path) if record.HasField("exit")] == [int(failed)]
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--wandb-project moe: .*Not a directory"):
-        WandbRun("moe", name=None, entity=None, directory=tmp_path / "file" / "new", settings={})
-
-
 def test_an_invalid_variable_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "somewhere")
     with pytest.raises(ValueError, match=r"^--wandb-project moe: .*'somewhere'.*; correct that, .*WANDB_MODE=offline$"):

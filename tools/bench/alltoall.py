@@ -32,9 +32,9 @@ from megatron_balance.comm.registry import ALL_TO_ALLS, AutoAllToAll, members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups
-from megatron_balance.measure.measure import COUNTS, group_kinds
+from megatron_balance.measure.measure import COUNTS, group_kinds, kinds_of
 from megatron_balance.measure.operations import Passes
-from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, node_groups, sub_groups
+from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, node_groups
 from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, builtin, fit
 from namespaces import TestbedUnavailable
 from testbed import Testbed
@@ -135,10 +135,10 @@ def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile
     """Return a profile with measured messages and all-to-alls; everything else is the builtin one."""
     base = builtin(group.size(), node_size, 64, 64)
     kinds = group_kinds(group.size(), node_size)
-    with sub_groups(group, group, kinds.values()) as groups, node_groups(group, group, node_size) as nodes:
+    with node_groups(group, group, node_size) as nodes:
         bench = GroupBench(
             stopwatch=Stopwatch(group, torch.device("cpu"), PROFILE_REPEATS),
-            groups=groups,
+            groups=kinds_of(nodes),
             passes=lambda tokens: Passes(lambda: None, lambda: None),
             dtype=torch.float32,
             node_size=node_size,

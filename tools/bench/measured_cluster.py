@@ -17,9 +17,12 @@ import yaml
 
 from gpu_rates import ACROSS
 from megatron_balance.files.reading import MIB, read_object
-from megatron_balance.profile.cluster import ENDS, read
+from megatron_balance.profile.cluster import read
 
 CLUSTERS = Path(__file__).parents[2] / "configs/clusters"
+
+ENDS = ("value", "spread")
+"""The last columns of a table: the median, and half the interquartile range over it."""
 
 DIGITS = 4
 
@@ -100,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.write_text(described(found, content, f"{content['name']}, measured"))
     # Fails if the file is too large, or a number is out of its range
     tables = read(output).measured
-    print(f"{output}: {len(tables)} tables, {sum(len(table.rows) for table in tables)} numbers")
+    numbers = sum(len(table["rows"]) for table in tables)
+    print(f"{output}: {len(tables)} tables, {numbers} numbers")
     return 0
 
 

@@ -46,7 +46,7 @@ class Setting(NamedTuple):
         return float(even + (most - even) * (min(1.0, (layer - 1) / (PENULTIMATE - 1)) if self.grows else 1.0))
 
     def popularity(self, iteration: int, layer: int) -> np.ndarray:
-        """Return [D, E], see `simulate.loads.Popularity`: experts of a worker are equally popular."""
+        """Return [D, E], see `simulated_loads.Popularity`: experts of a worker are equally popular."""
         share = self.share(layer)
         each = self.experts // self.workers
         worker_E = np.arange(self.experts) // each

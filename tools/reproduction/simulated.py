@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from megatron_balance.simulate.job import LoadSource, SimulatedJob
-    from megatron_balance.simulate.loads import Popularity
+    from simulated_loads import Popularity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -89,8 +89,8 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.simulate.job import Simulation
-    from megatron_balance.simulate.loads import DrawnLoads
     from simulate import configured, loads_of
+    from simulated_loads import DrawnLoads
 
     model = (CONFIGS / "models" / f"{job.model}.args").read_text(encoding="utf-8").splitlines()
     flags = [word for line in model if not line.startswith("#") for word in line.split()]

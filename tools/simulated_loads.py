@@ -1,4 +1,4 @@
-"""Loads of a simulated run: drawn from a distribution, from a workload, or from a recorded run.
+"""Loads of a simulated run (`simulate.py --load`): drawn from a distribution, from a workload, or from a recorded run.
 
 Every team, microbatch and source rank draws its own tokens from the popularity of experts. So teams have different
 loads from the same distribution, as replicas of a run do.
