@@ -1,6 +1,7 @@
 """Output of a run besides its log line: recordings, profiles, memory, and progress in `--save`."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.observe.routing import RoutingTrace
 from megatron_balance.observe.trace import Timeline
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import manual_gc, manual_gc_after_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
 
@@ -46,10 +46,16 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
             if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
                 line = memory.line(config.log.log_device_memory_used)
                 print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
-            manual_gc_after_step(config.train, report.iteration)
+            interval = config.train.manual_gc_interval
+            if config.train.manual_gc and interval and report.iteration % interval == 0:
+                gc.collect()
 
-        with manual_gc(config.train):
-            yield after_step
+        if config.train.manual_gc:
+            # If each rank collected garbage by its own counters, the others would wait for it in the next collective
+            gc.disable()
+            closing.callback(gc.enable)
+            gc.collect()
+        yield after_step
 
 
 def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:

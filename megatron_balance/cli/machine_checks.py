@@ -11,6 +11,8 @@ ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
+NEEDS_ENGINE = f"needs Transformer Engine on CUDA ({INSTALL})"
+
 
 def check_machine(line: CommandLine) -> None:
     """Check that the machine supports the flags; replace unsupported defaults."""
@@ -24,10 +26,7 @@ def check_machine(line: CommandLine) -> None:
         raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
     if line.transformer_impl == "transformer_engine" and not line.has_engine:
         if "transformer_impl" in line.given:
-            raise ValueError(
-                "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
-                f"({INSTALL}); use --transformer-impl local"
-            )
+            raise ValueError(f"--transformer-impl transformer_engine: {NEEDS_ENGINE}; use local")
         line.transformer_impl = "local"
         line.notices.append("no Transformer Engine here: --transformer-impl local")
     _check_packages(line)
@@ -45,10 +44,8 @@ def _check_packages(line: CommandLine) -> None:
         raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
     unbuilt = sorted(machine.unbuilt.intersection(EXPECTED_MODULES))
     if machine.cuda and unbuilt and (line.transformer_impl == "local" or absent):
-        raise ValueError(
-            f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "
-            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
-        )
+        absent = f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use"
+        raise ValueError(f"{absent}: build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it")
     needs_engine = {
         "fp32_residual_connection": line.transformer_impl == "local" and (line.bf16 or line.fp16),
         "moe_router_fusion": absent,
@@ -56,24 +53,21 @@ def _check_packages(line: CommandLine) -> None:
     }
     for name, missing in needs_engine.items():
         if getattr(line, name) and missing:
-            raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+            raise ValueError(f"{flag_of(name)}: {NEEDS_ENGINE}; leave it out")
     selective = (line.recompute_granularity == "selective" and line.recompute_modules) or ()
     # megatron-core's recomputation of these modules imports Transformer Engine to ask whether FP8 is in use
     again = ("layernorm", "moe_act") if line.moe_layer_impl == "megatron" else ("layernorm",)
     if not machine.transformer_engine and (named := [module for module in again if module in selective]):
-        raise ValueError(
-            f"--recompute-modules {' '.join(named)}: needs the package transformer-engine ({INSTALL}); leave it out of "
-            "the modules"
-        )
+        raise ValueError(f"--recompute-modules {' '.join(named)}: needs transformer-engine ({INSTALL}); leave it out")
     check_expert_gemm(line)
     if line.cross_entropy_loss_fusion and line.cross_entropy_fusion_impl == "te" and absent:
-        raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
+        raise ValueError(f"--cross-entropy-fusion-impl te: {NEEDS_ENGINE}; use native")
 
 
 def check_expert_gemm(line: CommandLine) -> None:
     """Refuse `--moe-expert-gemm te` without Transformer Engine."""
     if line.moe_expert_gemm == "te" and not line.has_engine:
-        raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
+        raise ValueError(f"--moe-expert-gemm te: {NEEDS_ENGINE}; use default")
 
 
 def _note_connections(line: CommandLine) -> None:
@@ -87,10 +81,8 @@ def _note_connections(line: CommandLine) -> None:
         return
     tensor = line["tensor_model_parallel_size"]
     kept = f", unless what {tensor} overlaps with it matters more" if line.tensor_model_parallel_size > 1 else ""
-    line.notices.append(
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
-        f"little, because messages that wait hold up the experts behind them; unset it{kept}"
-    )
+    effect = f"{' and '.join(hidden)} can hide little, because waiting messages hold up the experts behind them"
+    line.notices.append(f"CUDA_DEVICE_MAX_CONNECTIONS=1: {effect}; unset it{kept}")
 
 
 def _check_context_parallelism(line: CommandLine) -> None:
@@ -100,9 +92,7 @@ def _check_context_parallelism(line: CommandLine) -> None:
     (kind, *others) = line.cp_comm_type
     if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
-        raise ValueError(
-            f"{line['cp_comm_type']}: entries that differ between layers are not supported; give one for all"
-        )
+        raise ValueError(f"{line['cp_comm_type']}: entries that differ between layers are not supported; give one")
     sizes = line.hierarchical_context_parallel_sizes or []
     written = f"--hierarchical-context-parallel-sizes {in_words(sizes)}"
     if sizes and kind != "a2a+p2p":
@@ -111,8 +101,7 @@ def _check_context_parallelism(line: CommandLine) -> None:
         return
     if line.machine.cuda and line.transformer_impl == "local":
         raise ValueError(
-            f"{flag}: on CUDA, only Transformer Engine's attention has context parallelism; use --transformer-impl "
-            f"transformer_engine ({INSTALL}), or leave it out"
+            f"{flag}: on CUDA, it needs --transformer-impl transformer_engine ({INSTALL}); or leave it out"
         )
     if kind == "a2a+p2p" and len(sizes) != 2:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
@@ -125,10 +114,8 @@ def _check_context_parallelism(line: CommandLine) -> None:
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
         if count % (tensor * sharing) and sharing > 1:
             exchanging = flag if kind == "a2a" else f"{sharing} (--hierarchical-context-parallel-sizes)"
-            raise ValueError(
-                f"{flag_of(name)} {count}: with --cp-comm-type {kind} it must be a multiple of "
-                f"{line['tensor_model_parallel_size']} x {exchanging}; or use --cp-comm-type p2p"
-            )
+            must = f"must be a multiple of {line['tensor_model_parallel_size']} x {exchanging}"
+            raise ValueError(f"{flag_of(name)} {count}: with --cp-comm-type {kind} it {must}; or use p2p")
     if kind == "a2a" and line.transformer_impl == "local" and line.softmax_type != "vanilla":
         raise ValueError(f"{line['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 

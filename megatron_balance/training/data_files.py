@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,11 +42,7 @@ _SAMPLES, _SAMPLE_TOKENS = 8, 4096
 
 
 def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
-    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
-
-    Raises:
-        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
-    """
+    """Parse `[prefix, ...]` or `[weight, prefix, ...]`; ValueError, naming `flag`, unless all weights are above 0."""
     try:
         weights = [float(weight) for weight in paths[0::2]]
     except ValueError:
@@ -74,12 +70,8 @@ def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
 def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
-    Args:
-        vocabulary: number of token ids.
-        reads: whether this rank reads samples; otherwise, only the flags are checked.
-
-    Raises:
-        ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
+    `vocabulary` is the number of token ids. A rank that does not read samples (`reads`) checks only the flags.
+    ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
     """
     data = config.data
     length = config.model.seq_length
@@ -146,32 +138,29 @@ class Index(NamedTuple):
     def tokens(self) -> int:
         return self.bin_bytes // self.token_type.itemsize
 
-    def chunks(self, column: str, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK at a time.
+    def lengths(self, first: int) -> np.ndarray:
+        """Return the tokens of at most _CHUNK sequences from number `first` on, int64."""
+        return self._numbers("<i4", _HEADER.size, first, self.sequences)
 
-        Yields:
-            index of the first number, and the numbers, int64.
-        """
-        starts_at = _HEADER.size + 4 * self.sequences
-        dtype, offset, total = {
-            "lengths": ("<i4", _HEADER.size, self.sequences),
-            "starts": ("<i8", starts_at, self.sequences),
-            "boundaries": ("<i8", starts_at + 8 * self.sequences, self.boundaries),
-        }[column]
-        for place in range(first, total, _CHUNK):
-            # A copy, not a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS
-            numbers = np.fromfile(self.path, dtype, _CHUNK, offset=offset + place * np.dtype(dtype).itemsize)
-            yield place, numbers[: total - place].astype(np.int64)
+    def starts(self, first: int) -> np.ndarray:
+        """Return the first bytes of at most _CHUNK sequences in the .bin file from number `first` on, int64."""
+        return self._numbers("<i8", _HEADER.size + 4 * self.sequences, first, self.sequences)
+
+    def bounds(self, first: int) -> np.ndarray:
+        """Return at most _CHUNK document boundaries from number `first` on, int64."""
+        return self._numbers("<i8", _HEADER.size + 12 * self.sequences, first, self.boundaries)
+
+    def _numbers(self, dtype: str, offset: int, first: int, end: int) -> np.ndarray:
+        # A copy, not a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS
+        start = offset + first * np.dtype(dtype).itemsize
+        return np.fromfile(self.path, dtype, min(_CHUNK, end - first), offset=start).astype(np.int64)
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
-    """Check that each PREFIX.idx describes its PREFIX.bin; otherwise, megatron.core could read on or hang.
+    """Raise ValueError, naming the file and the remedy, unless each PREFIX.idx describes its PREFIX.bin.
 
-    A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million documents in the page cache.
-    Otherwise, only headers and file sizes are compared.
-
-    Raises:
-        ValueError: a file is wrong; the error names the file, the problem and the remedy.
+    megatron.core could otherwise read on or hang. A thorough check reads each .idx file once: 20 bytes per document,
+    0.1 s for 10 million documents in the page cache. Otherwise, only headers and file sizes are compared.
     """
     indices = {}
     for prefix in dict.fromkeys(prefixes):
@@ -283,13 +272,18 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
 def _check_sequences(index: Index) -> None:
     """Check that sequences follow each other in the .bin file without gaps, and that there is at least one token."""
     end = 0
-    for (first, lengths), (_, starts) in zip(index.chunks("lengths"), index.chunks("starts"), strict=True):
-        _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
+    for first in range(0, index.sequences, _CHUNK):
+        lengths = index.lengths(first)
+        starts = index.starts(first)
         ends = end + np.cumsum(lengths * index.token_type.itemsize)
         expected = np.concatenate(([end], ends[:-1]))
-        _refuse(starts != expected, first, "sequence {} starts at byte {}, not at byte {}", starts, expected)
-        text = f"sequence {{}} ends at byte {{}} of the {index.bin_bytes} of the .bin file"
-        _refuse(ends > index.bin_bytes, first, text, ends)
+        bad = (lengths < 0) | (starts != expected) | (ends > index.bin_bytes)
+        if bad.any():
+            place = int(bad.argmax())
+            raise ValueError(
+                f"sequence {first + place} has {lengths[place]} tokens from byte {starts[place]} on, where bytes "
+                f"{expected[place]} to {index.bin_bytes} of the .bin file remain"
+            )
         end = int(ends[-1])
     if not end:
         raise ValueError("has no tokens")
@@ -297,8 +291,8 @@ def _check_sequences(index: Index) -> None:
 
 def _check_end(index: Index, path: str) -> None:
     """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
-    (_, (start,)), (_, (length,)) = (next(index.chunks(name, index.sequences - 1)) for name in ("starts", "lengths"))
-    end = int(start) + int(length) * index.token_type.itemsize
+    last = index.sequences - 1
+    end = int(index.starts(last)[0]) + int(index.lengths(last)[0]) * index.token_type.itemsize
     if end > index.bin_bytes:
         raise ValueError(
             f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
@@ -309,19 +303,12 @@ def _check_end(index: Index, path: str) -> None:
 def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
-    for first, boundaries in index.chunks("boundaries"):
-        if first == 0 and boundaries[0] != 0:
-            raise ValueError(f"document 0 starts at sequence {boundaries[0]}")
-        before = np.concatenate(([previous], boundaries[:-1]))
-        text = "document {} starts at sequence {}, after one that starts at {}"
-        _refuse(boundaries < before, first, text, boundaries, before)
-        previous = int(boundaries[-1])
+    for first in range(0, index.boundaries, _CHUNK):
+        bounds = index.bounds(first)
+        bad = np.diff(bounds, prepend=previous) < 0
+        if bad.any() or (first == 0 and bounds[0]):
+            place = int(bad.argmax())
+            raise ValueError(f"document {first + place} starts at sequence {bounds[place]}, out of order")
+        previous = int(bounds[-1])
     if previous != index.sequences:
         raise ValueError(f"the last document ends at sequence {previous} of {index.sequences}")
-
-
-def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:
-    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the index `first`."""
-    if bad.any():
-        place = int(bad.argmax())
-        raise ValueError(text.format(first + place, *(column[place] for column in numbers)))

@@ -13,8 +13,7 @@ from megatron_balance.config.run_config import RunConfig, TrainConfig
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
     """Build the calculator of the number of microbatches from the number of consumed samples.
 
-    Raises:
-        ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
+    ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
     """
     if train.rampup_batch_size is None:
         # rank=1: the calculator would log on rank 0, but the log line shows the batch size anyway
@@ -72,12 +71,9 @@ class Length:
 
 
 def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
-    """Return the iterations and samples of the whole run, in whole global batches.
+    """Return the iterations and samples of the whole run, in whole global batches, which a ramp makes unequal.
 
-    With a ramp of the batch size, the number of samples is not a multiple of the number of iterations.
-
-    Raises:
-        ValueError: `--train-samples` is less than one global batch.
+    ValueError: `--train-samples` is less than one global batch.
     """
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0
@@ -105,11 +101,7 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
 
 
 def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
-    """Return the settings of megatron-core's scheduler, whose steps are samples.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
+    """Return the settings of megatron-core's scheduler, whose steps are samples; ValueError if they contradict."""
     scheduler = config.scheduler
     batch = config.train.global_batch_size
     total = config.train.train_samples or length.samples

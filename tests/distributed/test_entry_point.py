@@ -87,7 +87,7 @@ def test_it_records_to_tensorboard(finished) -> None:
 
 MISTAKE = "--expert-model-parallel-size 3"
 NAMED = f"{MISTAKE} x expert tensor parallelism 1"
-REMEDY = "must divide the number of processes (2); lower one of them"
+REMEDY = "must divide the number of processes (2); change them"
 
 
 def test_every_rank_names_a_mistake_and_its_remedy(tmp_path: Path) -> None:

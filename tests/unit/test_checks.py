@@ -199,6 +199,6 @@ def test_gpt2s_tokenizer_is_the_default_for_its_files() -> None:
 
 
 def test_norms_are_recomputed_with_transformer_engine_only() -> None:
-    with pytest.raises(ValueError, match="--recompute-modules layernorm: needs the package transformer-engine"):
+    with pytest.raises(ValueError, match="--recompute-modules layernorm: needs transformer-engine"):
         parse("--recompute-granularity selective --recompute-modules layernorm")
     parse("--recompute-granularity selective --recompute-modules moe_act --moe-grouped-gemm")

@@ -112,16 +112,21 @@ HEADERS = {
     "as many as wrap around": (26, "<Q", 2**61 + 5, f"and {2**61 + 5} document boundaries take"),
 }
 NUMBERS = {
-    "negative length": (HEADER, "<i", -1, "sequence 0 has -1 tokens"),
-    "a length beyond the end": (POINTERS - 4, "<i", 10, "sequence 6 ends at byte 48 of the 46 of the .bin file"),
-    "the greatest length": (HEADER + 4, "<i", 2**31 - 1, "sequence (1 ends|2 starts) at byte"),
-    "a negative start": (POINTERS, "<q", -2, "sequence 0 starts at byte -2, not at byte 0"),
-    "the smallest start": (POINTERS + 8, "<q", -(2**63), "sequence 1 starts at byte -9223372036854775808, "),
-    "the greatest start": (BOUNDARIES - 8, "<q", 2**63 - 2, "sequence 6 starts at byte 9223372036854775806, not"),
-    "a start inside a token": (POINTERS + 8, "<q", 7, "sequence 1 starts at byte 7, not at byte 6"),
-    "a start before another": (POINTERS + 16, "<q", 4, "sequence 2 starts at byte 4, not at byte 8"),
-    "not from the first": (BOUNDARIES, "<q", 1, "document 0 starts at sequence 1"),
-    "a boundary before another": (BOUNDARIES + 16, "<q", 1, "document 2 starts at sequence 1, after one that"),
+    "negative length": (HEADER, "<i", -1, "sequence 0 has -1 tokens from byte 0 on"),
+    "a length beyond the end": (
+        POINTERS - 4,
+        "<i",
+        10,
+        "sequence 6 has 10 tokens from byte 28 on, where bytes 28 to 46",
+    ),
+    "the greatest length": (HEADER + 4, "<i", 2**31 - 1, "sequence (1|2) has "),
+    "a negative start": (POINTERS, "<q", -2, "sequence 0 has 3 tokens from byte -2 on, where bytes 0 to 46"),
+    "the smallest start": (POINTERS + 8, "<q", -(2**63), "sequence 1 has 1 tokens from byte -9223372036854775808 on"),
+    "the greatest start": (BOUNDARIES - 8, "<q", 2**63 - 2, "sequence 6 has 9 tokens from byte 9223372036854775806 on"),
+    "a start inside a token": (POINTERS + 8, "<q", 7, "sequence 1 has 1 tokens from byte 7 on, where bytes 6 to"),
+    "a start before another": (POINTERS + 16, "<q", 4, "sequence 2 has 4 tokens from byte 4 on, where bytes 8 to"),
+    "not from the first": (BOUNDARIES, "<q", 1, "document 0 starts at sequence 1, out of order"),
+    "a boundary before another": (BOUNDARIES + 16, "<q", 1, "document 2 starts at sequence 1, out of order"),
     "a boundary beyond the end": (BOUNDARIES + 32, "<q", 8, "the last document ends at sequence 8 of 7"),
     "sequences of no document": (BOUNDARIES + 32, "<q", 6, "the last document ends at sequence 6 of 7"),
 }
@@ -162,7 +167,7 @@ def test_a_directory_in_place_of_a_file(prefix: Path) -> None:
 
 def test_a_bin_file_cut_short(prefix: Path) -> None:
     os.truncate(f"{prefix}.bin", 44)
-    with pytest.raises(ValueError, match=r"data\.idx: sequence 6 ends at byte 46 of the 44 of the .bin file"):
+    with pytest.raises(ValueError, match=r"data\.idx: sequence 6 has 9 tokens from byte 28 on, where bytes 28 to 44"):
         check_indices([str(prefix)], thorough=True)
     with pytest.raises(ValueError, match=r"data\.bin: has 44 bytes, but the last .* at byte 46; copy it again"):
         check_samples([str(prefix)], vocabulary=99)
