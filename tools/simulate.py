@@ -201,10 +201,7 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
         "mean_seconds": {part: float(one_D.mean()) for part, one_D in recorder.seconds.items()},
         "in_progress_seconds": dict(recorder.in_progress),
         "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
-        "memory_gib": [
-            (one.held.parameters + one.held.gradients + one.held.optimizer + one.held.guests + one.activations) / GIB
-            for one in memory
-        ],
+        "memory_gib": [sum(one.uses.values()) / GIB for one in memory],
     }
 
 

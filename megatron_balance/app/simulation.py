@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.app.dry_run import StageMemory, imagined_run, inspect, model_chunk
+from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
 from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
@@ -57,10 +57,7 @@ def simulated_job(
 ) -> tuple[SimulatedJob, list[StageMemory]]:
     """Return the job of a configuration, and the memory of a rank of each pipeline stage.
 
-    `plan_seconds`: see `SimulatedJob`.
-
-    Raises:
-        ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
+    `plan_seconds`: see `SimulatedJob`. ValueError: the configuration cannot be simulated, or built.
     """
     _check(config)
     topology = target.topology
@@ -80,8 +77,7 @@ def simulated_job(
             microbatches = run.batches.get()
             built.append(_StageBuilder(config, run, fabric, stage, has_policy, target).build())
             found = inspect(config, run)
-            guests = found.held.guests if has_policy else 0
-            memory.append(dataclasses.replace(found, held=found.held._replace(guests=guests)))
+            memory.append(found if has_policy else found._replace(uses={**found.uses, "guests": 0}))
     job = SimulatedJob(
         fabric=fabric,
         stages=built,
@@ -300,9 +296,9 @@ class _StageBuilder:
         bandwidth = self.target.memory_bandwidth
         if bandwidth is None:
             return 0.0
-        held = inspect(self.config, self.run).held
+        uses = held(self.run)
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
-        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth
+        return (2 * uses["optimizer"] + (uses["gradients"] + uses["parameters"]) / shares) / bandwidth
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

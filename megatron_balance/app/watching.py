@@ -61,8 +61,8 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
 def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:
     """Open the records that flags request, and yield functions to call after every iteration.
 
-    Records: the experts of each token, loads and placements, calibration, a timeline. A resumed run continues from a
-    checkpoint, so earlier records must be on disk by then. ValueError: a file is not writable or does not fit this run.
+    A resumed run continues from a checkpoint, so earlier records must be on disk by then. ValueError: a file is not
+    writable or does not fit this run.
     """
     config = run.config
     rank = dist.get_rank()
@@ -106,7 +106,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
     """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
 
-    The optimizer allocates its state in the first iteration without an overflow. `done` iterations precede this job.
+    `done` iterations precede this job.
     """
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0

@@ -71,13 +71,8 @@ def build_run(
 ) -> Run:
     """Build one training run in an initialized job; every rank calls it.
 
-    Args:
-        with_data: whether to build the data; a run without data cannot train.
-        tokenizer: the flags' tokenizer if it exists already.
-        policy: the flags' policy if it has been started already.
-
-    Raises:
-        ValueError: some settings cannot be built; raised on every rank.
+    `tokenizer` and `policy` are those of the flags if they exist already. A run without data (`with_data`) cannot
+    train. ValueError: some settings cannot be built; raised on every rank.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -343,9 +338,7 @@ def _finalize_copies(
         routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
-        weights: list[Any] = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
-        # Parameters of experts have `allreduce` False
-        copied = [one for one in weights if not one.tensor_model_parallel and getattr(one, "allreduce", True)]
+        copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
     if not copied:
         return
     gradients = [weight.main_grad for weight in copied]
@@ -354,6 +347,11 @@ def _finalize_copies(
     flat /= dispatch.repeats
     for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(reduced)
+
+
+def _is_copied(weight: Any) -> bool:
+    """Return whether all tensor-parallel ranks have the parameter; parameters of experts have `allreduce` False."""
+    return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
 def _one_or_all(functions: list[Callable]) -> Any:

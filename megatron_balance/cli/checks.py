@@ -13,7 +13,15 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine
+from megatron_balance.cli.machine_checks import (
+    ACTIVATIONS,
+    check_context_parallelism,
+    check_packages,
+    check_watching,
+    choose_backend,
+    choose_fusions,
+    note_connections,
+)
 from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -81,12 +89,9 @@ NO_EFFECT_WITHOUT_POLICY = tuple(
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
     """Check the flags against each other and the machine; return their values, derived settings and notices.
 
-    Args:
-        values: every flag's value by field name.
-        given: fields whose flags the user wrote.
-
-    Raises:
-        ValueError: the error names the flag, its value and the remedy.
+    This is the whole order of checks: each step refuses flags or completes `line`, and relies on the steps before it.
+    `values` are those of every flag by field name; the user wrote the flags of the fields in `given`. ValueError: the
+    error names the flag, its value and the remedy.
     """
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
@@ -102,7 +107,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
     refuse_idle(line)
     _check_conditions(line)
-    check_machine(line)
+    choose_backend(line)
+    check_packages(line)
+    note_connections(line)
+    check_context_parallelism(line)
+    check_watching(line)
+    choose_fusions(line)
     data_parallel = _data_parallel_size(line)
     _check_model(line)
     line.expert_tensor_parallel_size = line.expert_tp
@@ -382,8 +392,7 @@ def _check_data(line: CommandLine) -> None:
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return data flags' values, by field, from `--data-args-path` or `--per-split-data-args-path`; empty without them.
 
-    Raises:
-        ValueError: a file cannot be read or has another form, or a flag gives the same data.
+    ValueError: a file cannot be read or has another form, or a flag gives the same data.
     """
     blend = values["data_args_path"]
     per_split = values["per_split_data_args_path"]

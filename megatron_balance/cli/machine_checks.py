@@ -14,10 +14,9 @@ INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 NEEDS_ENGINE = f"needs Transformer Engine on CUDA ({INSTALL})"
 
 
-def check_machine(line: CommandLine) -> None:
-    """Check that the machine supports the flags; replace unsupported defaults."""
-    machine = line.machine
-    if line.distributed_backend == "nccl" and not machine.cuda:
+def choose_backend(line: CommandLine) -> None:
+    """Replace a default backend or implementation of layers that the machine lacks; refuse one that was asked for."""
+    if line.distributed_backend == "nccl" and not line.machine.cuda:
         if "distributed_backend" in line.given:
             raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
         line.distributed_backend = "gloo"
@@ -29,14 +28,9 @@ def check_machine(line: CommandLine) -> None:
             raise ValueError(f"--transformer-impl transformer_engine: {NEEDS_ENGINE}; use local")
         line.transformer_impl = "local"
         line.notices.append("no Transformer Engine here: --transformer-impl local")
-    _check_packages(line)
-    _note_connections(line)
-    _check_context_parallelism(line)
-    _check_watching(line)
-    _choose_fusions(line)
 
 
-def _check_packages(line: CommandLine) -> None:
+def check_packages(line: CommandLine) -> None:
     """Refuse packages that megatron-core cannot use, and flags that need a missing package."""
     machine = line.machine
     absent = not line.has_engine
@@ -70,7 +64,7 @@ def check_expert_gemm(line: CommandLine) -> None:
         raise ValueError(f"--moe-expert-gemm te: {NEEDS_ENGINE}; use default")
 
 
-def _note_connections(line: CommandLine) -> None:
+def note_connections(line: CommandLine) -> None:
     """Add a notice if all kernels share one queue, in which exchanges and transfers delay computation."""
     hidden = []
     if line.balance_policy != "none" and line.balance_overlap == "blockwise":
@@ -85,7 +79,7 @@ def _note_connections(line: CommandLine) -> None:
     line.notices.append(f"CUDA_DEVICE_MAX_CONNECTIONS=1: {effect}; unset it{kept}")
 
 
-def _check_context_parallelism(line: CommandLine) -> None:
+def check_context_parallelism(line: CommandLine) -> None:
     """Refuse context parallelism that this machine's attention does not support."""
     context = line.context_parallel_size
     flag = line["context_parallel_size"]
@@ -120,7 +114,8 @@ def _check_context_parallelism(line: CommandLine) -> None:
         raise ValueError(f"{line['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 
 
-def _choose_fusions(line: CommandLine) -> None:
+def choose_fusions(line: CommandLine) -> None:
+    """Turn off fused kernels that the machine lacks or that do not suit the flags."""
     machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds a model
     real = machine.cuda and not line.dry_run
@@ -146,7 +141,7 @@ def _choose_fusions(line: CommandLine) -> None:
         setattr(line, name, real and getattr(line, name) and machine.fuses(name))
 
 
-def _check_watching(line: CommandLine) -> None:
+def check_watching(line: CommandLine) -> None:
     """Check the flags of logs and profilers; add a notice for those without an effect on this machine."""
     machine = line.machine
     if line.profile:

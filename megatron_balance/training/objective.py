@@ -146,9 +146,7 @@ class Objective:
 def token_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> Loss:
     """Return the summed loss of a microbatch, its number of tokens, and both of them for the log.
 
-    Args:
-        loss_mask: [b, s], 1 for tokens that count.
-        losses: [b, s], cross entropy of every token.
+    `loss_mask` [b, s] is 1 for tokens that count, and `losses` [b, s] the cross entropy of every token.
     """
     assert loss_mask is not None, "only the last pipeline stage computes losses"
     mask = loss_mask.reshape(-1).float()

@@ -83,10 +83,8 @@ def expert_fields(
 ) -> list[Field]:
     """Return all tensors that must move with the experts in `parameters`: the same fields on every rank.
 
-    Args:
-        parameters: [S, ...] each, with a part for each home slot.
-        gathered_late: whether only the distributed optimizer's shard of the parameters is up to date between steps
-            (`--overlap-param-gather`).
+    `parameters` are [S, ...], with a part for each home slot. `gathered_late`: only the distributed optimizer's shard of
+    them is up to date between steps (`--overlap-param-gather`).
     """
     allocate(optimizer)
     return [field for parameter in parameters for field in _fields(optimizer, parameter, gathered_late)]

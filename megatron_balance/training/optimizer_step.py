@@ -62,9 +62,8 @@ def step(
 ) -> tuple[bool, float | None, float | None]:
     """Step the optimizer; return whether it did, the gradient norm, and the number of zeros in the gradients.
 
-    Args:
-        squares: the result of `squared_norms` in this iteration, on the host.
-        zeros: the result of `zeros`, on the host; None: zeros are not counted.
+    `squares` and `zeros` are the results of the functions above in this iteration, on the host; without `zeros`, zeros
+    are not counted.
     """
     whole: Any = optimizer
     given: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_balance.app import launch
-from megatron_balance.app.dry_run import Held, balanced_tokens, held, imagined_run, model_chunk
+from megatron_balance.app.dry_run import balanced_tokens, held, imagined_run, model_chunk
 from megatron_balance.app.memory import chunk_activations
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 
 
-def hold(flags: str) -> Held:
+def hold(flags: str) -> dict[str, int]:
     """Return what this rank holds after a real step."""
     run = runs.build(flags)
     train_step(run)
