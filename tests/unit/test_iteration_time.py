@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,12 +44,6 @@ def test_every_comparison_has_different_runs_with_valid_flags(name: str, case: s
     # `none again` shows the noise, and forced workloads may be even
     alike = {"policies-here": 1 + (case == "balanced")}.get(name, 0)
     assert len(known) == len(comparison.variants) - alike
-
-
-def test_the_ablation_adds_up() -> None:
-    flags = [variant.flags for variant in comparisons.SCHEMOE.variants.values()]
-    assert all(after.startswith(before) for before, after in itertools.pairwise(flags))
-    assert flags[3].endswith("--moe-comm-alltoall pipe --moe-comm-chunks auto")
 
 
 def asked(*words: str, **options: object) -> tuple[comparisons.Comparison, list[slow_runs.Cluster]]:
@@ -135,17 +128,6 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank_and_waits_are_means()
     combined = iteration_time.combined([own, job(3.0, 4.0, plan_wait_seconds=2.0)])
     assert [(one.seconds, one.plan_wait_seconds) for one in combined["other"].samples] == [(3.0, 1.5), (5.0, 1.5)]
     assert combined["none"].link_bytes == 3_000_000
-
-
-def test_an_iteration_is_summed_over_layers() -> None:
-    layer = dict(zip(Sample._fields[3:], range(1, 8), strict=True))
-    report = SimpleNamespace(
-        seconds=7.0,
-        losses={"lm loss": 3.0},
-        grad_norm=2.0,
-        balance={1: SimpleNamespace(**layer), 3: SimpleNamespace(**layer)},
-    )
-    assert Sample.of(report) == (7.0, 3.0, 2.0, 2, 4, 6, 8, 10, 12, 14)
 
 
 def test_a_row_has_the_median_of_jobs_and_what_there_is() -> None:
