@@ -38,8 +38,3 @@ def test_a_closure_follows_extras_and_markers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lock_file.importlib.metadata, "requires", needs.__getitem__)
     monkeypatch.setattr(lock_file.importlib.metadata, "version", lambda name: f"1.{len(name)}+cpu")
     assert lock_file.closure(["a"]) == {"a": "1.1", "b": "1.1", "a-d": "1.3"}
-
-
-@pytest.mark.parametrize("build", ["2.13.0a0+8145d630e8.nv26.6", "2.14.0a0+git.nv26.10", "2.13.0+cpu", "2.14.1"])
-def test_nvidias_builds_of_torch_are_kept(build: str) -> None:
-    assert requirement("torch", PROJECT["dependencies"]).specifier.contains(build, prereleases=True)

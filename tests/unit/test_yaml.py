@@ -134,12 +134,6 @@ def test_bad_values_name_file_and_flag(file: Path, text: str, flag: str, capsys:
     assert f"error: {file}: argument {flag}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="--yaml-cfg"):
-        yaml_flags(PARSER, ["--yaml-cfg", str(tmp_path / name)])
-
-
 numbers = st.integers(1, 10**6) | st.floats(1e-9, 1e9)
 names = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1)
 SETTINGS = {
