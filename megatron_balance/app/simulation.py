@@ -181,16 +181,6 @@ class _StageBuilder:
         )
 
     def _model(self, cost: CostModel, ranks_D: np.ndarray) -> LayerModel:
-        comm = self.config.comm
-        return LayerModel(
-            cost=cost,
-            rows=self._rows(ranks_D),
-            degrees=find_degrees(comm.moe_comm_chunks),
-            scheduler=find_order(comm.moe_comm_order) or sequential,
-            repeats=self.transformer.recompute_granularity == "full",
-        )
-
-    def _rows(self, ranks_D: np.ndarray) -> RowExchange:
         modules = (module for chunk in self.run.model for module in chunk.modules())
         parallel = next(module.parallel for module in modules if isinstance(module, BalancedMoELayer))
         groups = self.run.groups
@@ -198,12 +188,13 @@ class _StageBuilder:
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
         profile = whole if parallel.exchange_group is groups.tp_ep else self.profile
-        names = (self.config.comm.moe_comm_alltoall,)
+        comm = self.config.comm
+        names = (comm.moe_comm_alltoall,)
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
-        return RowExchange(
+        exchange = RowExchange(
             network=TeamNetwork(self.fabric, ranks_D, Network.of(whole)),
             profile=whole,
             models=tuple(ExchangeModel.of(profile, one) for one in names),
@@ -214,6 +205,13 @@ class _StageBuilder:
             token_bytes=shape.tokens * row_bytes,
             topk=transformer.moe_router_topk,
             row_bytes=row_bytes,
+        )
+        return LayerModel(
+            cost=cost,
+            rows=exchange,
+            degrees=find_degrees(comm.moe_comm_chunks),
+            scheduler=find_order(comm.moe_comm_order) or sequential,
+            repeats=transformer.recompute_granularity == "full",
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:

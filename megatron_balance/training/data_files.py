@@ -200,7 +200,6 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
     indices = check_indices(prefixes, thorough=False)
     for prefix, index in indices.items():
         path = f"{prefix}.bin"
-        _check_end(index, path)
         last = max(0, index.tokens - _SAMPLE_TOKENS)
         for first in dict.fromkeys(last * place // (_SAMPLES - 1) for place in range(_SAMPLES)):
             try:
@@ -266,7 +265,12 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
     if size not in (expected, expected + sequences):
         counts = f"{sequences} sequences and {boundaries} document boundaries"
         raise ValueError(f"has {size} bytes, {counts} take {expected}")
-    return Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
+    index = Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
+    last = sequences - 1
+    end = int(index.starts(last)[0]) + int(index.lengths(last)[0]) * index.token_type.itemsize
+    if end > bin_bytes:
+        raise ValueError(f"its last sequence ends at byte {end} of the {bin_bytes} of the .bin file")
+    return index
 
 
 def _check_sequences(index: Index) -> None:
@@ -277,27 +281,14 @@ def _check_sequences(index: Index) -> None:
         starts = index.starts(first)
         ends = end + np.cumsum(lengths * index.token_type.itemsize)
         expected = np.concatenate(([end], ends[:-1]))
-        bad = (lengths < 0) | (starts != expected) | (ends > index.bin_bytes)
+        bad = (lengths < 0) | (starts != expected)
         if bad.any():
             place = int(bad.argmax())
-            raise ValueError(
-                f"sequence {first + place} has {lengths[place]} tokens from byte {starts[place]} on, where bytes "
-                f"{expected[place]} to {index.bin_bytes} of the .bin file remain"
-            )
+            problem = f"has {lengths[place]} tokens from byte {starts[place]}, not from byte {expected[place]}"
+            raise ValueError(f"sequence {first + place} {problem}")
         end = int(ends[-1])
     if not end:
         raise ValueError("has no tokens")
-
-
-def _check_end(index: Index, path: str) -> None:
-    """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
-    last = index.sequences - 1
-    end = int(index.starts(last)[0]) + int(index.lengths(last)[0]) * index.token_type.itemsize
-    if end > index.bin_bytes:
-        raise ValueError(
-            f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
-            "again, or build both again with tools/preprocess_data.py"
-        )
 
 
 def _check_boundaries(index: Index) -> None:

@@ -222,9 +222,8 @@ class Known(NamedTuple):
 def _known(run: Run, reports: LossReports, read: bool) -> Known:
     """Compute on the device all numbers that the host needs before the step, and read them together."""
     bad = run.guard.evidence(reports)
-    norms = optimizer_step.squared_norms(run.optimizer)
     count = read and run.config.optimizer.log_num_zeros_in_grad
-    zeros = optimizer_step.zeros(run.optimizer) if count else []
+    norms, zeros = optimizer_step.statistics(run.optimizer, count)
     losses = _mean_losses(reports, run.groups)
     layers = moe_layer_pattern(run.config.transformer)
     auxiliary, by_layer = run.objective.mean_router_losses(layers, run.batches.get())

@@ -40,10 +40,9 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
     if kind == "GPT2BPETokenizer" and None in (config.vocab_file, config.merge_file):
         raise ValueError(f"--tokenizer-type {kind}: also give --vocab-file and --merge-file")
-    if kind in FROM_A_FILE and not Path(str(model)).is_file():
-        raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
-    if kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")) and not Path(str(model)).exists():
-        raise ValueError(f"--tokenizer-model {model}: no such directory; give the one that has tokenizer.json")
+    is_local = kind in FROM_A_FILE or (kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")))
+    if is_local and not Path(str(model)).exists():
+        raise ValueError(f"--tokenizer-model {model}: does not exist; give the model of a {kind}")
     for name in ("vocab_file", "merge_file", "tokenizer_metadata"):
         if (path := getattr(config, name)) is not None:
             # Opening a FIFO would block forever
@@ -54,10 +53,8 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         files = f"--tokenizer-model {model}"
         if kind == "GPT2BPETokenizer":
             files = f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
-        raise ValueError(
-            f"{files}: is not a model of --tokenizer-type {kind} ({described(error, 300)}); give the model that "
-            "belongs to the type"
-        ) from error
+        problem = f"is not a model of --tokenizer-type {kind} ({described(error, 300)})"
+        raise ValueError(f"{files}: {problem}; give the model that belongs to the type") from error
 
 
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:
