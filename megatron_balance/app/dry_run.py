@@ -80,10 +80,7 @@ class StageMemory(NamedTuple):
 
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
-    """Print the groups, schedule and memory of this configuration on `topology.world_size` processes.
-
-    ValueError: the configuration has a mistake that would end a real run, or does not fit `--cluster`.
-    """
+    """Print groups, schedule and memory of a job on `topology`; ValueError if it could not run or does not fit."""
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size = topology.world_size
@@ -170,10 +167,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def inspect(config: RunConfig, run: Run) -> StageMemory:
-    """Return the memory of a rank of this pipeline stage.
-
-    Activations are estimated for the modules of `config`, the real run; the modules of `run` may differ (`_buildable`).
-    """
+    """Return the memory of a rank of this stage; its activations are those of the modules of `config`, the real run."""
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
     kept = [chunk_activations(config, chunk, tokens, run.vocab_size) for chunk in chunks]
@@ -304,10 +298,7 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
 
 
 def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
-    """Return a sentence about the GPU memory that the largest stage leaves; `flag` is the flag that named the cluster.
-
-    ValueError: a stage needs more than a GPU has; the error names the stage's largest use and how to reduce it.
-    """
+    """Return how much GPU memory the largest stage leaves, as a sentence; ValueError, with a remedy, if it needs more."""
     memory = cluster.memory
     if memory is None:
         return f"{flag}: does not give gpus[].memory_gb, so it is unknown whether the job fits"

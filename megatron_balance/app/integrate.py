@@ -72,16 +72,15 @@ Report = Callable[[int, Mapping[int, LayerReport]], None]
 
 
 class Balancing:
-    """The checked flags of one run, and the wiring built from them.
+    """The checked flags of one run, and the wiring built from them; no process group is needed.
 
     Args:
-        args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
-            `micro_batch_size`, and may have Megatron-LM's other flags.
+        args: the result of a parser with `add_balance_args`, also with `seq_length` and `micro_batch_size`.
         transformer: the model's configuration.
         groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state` at first use.
 
     Raises:
-        ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
+        ValueError: a flag is invalid; the message names it, its value and the remedy.
     """
 
     def __init__(
@@ -103,10 +102,7 @@ class Balancing:
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of expert balancing and expert communication to another program's parser, and return it.
-
-    ValueError: the parser already has a flag of the same name.
-    """
+    """Add our flags to another program's parser, and return it; ValueError if it has a flag of the same name."""
     for title, cls in OUR_GROUPS.items():
         added = add_flags(parser.add_argument_group(title), cls, field_help(cls))
         taken = [field.name for field in dataclasses.fields(cls) if field.name not in added]
@@ -118,10 +114,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def balanced_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, balancing: Balancing
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a layer's or a block's spec with our MoE layer instead of megatron-core's; dense layers stay the same.
-
-    Every rank of the job calls it, after megatron-core's process groups exist.
-    """
+    """Return a layer's or a block's spec with our MoE layer; every rank calls it after process groups exist."""
     if balancing.is_off:
         return spec
     if balancing.wiring is None:

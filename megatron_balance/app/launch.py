@@ -53,7 +53,7 @@ def pretrain(argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _join(ready: Preflight) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+def _join(ready: Preflight) -> dist.Store:
     config = ready.config
     if config.log.logging_level is not None:
         quiet.show_logs(config.log.logging_level)
@@ -63,10 +63,7 @@ def _join(ready: Preflight) -> dist.Store:  # pyright: ignore[reportPrivateImpor
 
 
 @contextlib.contextmanager
-def _guarded(
-    ready: Preflight,
-    store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
-) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
+def _guarded(ready: Preflight, store: dist.Store) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
     """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
     save = ready.config.checkpoint.save

@@ -46,9 +46,7 @@ class Preflight(NamedTuple):
 def preflight(argv: list[str]) -> Preflight:
     """Check a command line on this rank. If the check fails, ranks that wait for this one also end.
 
-    Raises:
-        ValueError: something would end the run later; the error names the flag, the value and the remedy.
-        SystemExit: argparse's own errors, and `--help`.
+    ValueError: something would end the run later. SystemExit: argparse's own errors, and `--help`.
     """
     launch = job.Launch.from_environment()
     with job.declining_on_error(launch):

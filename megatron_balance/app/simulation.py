@@ -55,10 +55,7 @@ class Target:
 def simulated_job(
     config: RunConfig, target: Target, plan_seconds: float | None = None
 ) -> tuple[SimulatedJob, list[StageMemory]]:
-    """Return the job of a configuration, and the memory of a rank of each pipeline stage.
-
-    `plan_seconds`: see `SimulatedJob`. ValueError: the configuration cannot be simulated, or built.
-    """
+    """Return the job of a configuration, and each stage's memory; ValueError if it cannot be simulated or built."""
     _check(config)
     topology = target.topology
     world_size = topology.world_size

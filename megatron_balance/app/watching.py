@@ -59,10 +59,9 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
 
 
 def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:
-    """Open the records that flags request, and yield functions to call after every iteration.
+    """Open the records that flags request, and yield functions to call after every iteration; ValueError if it fails.
 
-    A resumed run continues from a checkpoint, so earlier records must be on disk by then. ValueError: a file is not
-    writable or does not fit this run.
+    A resumed run continues from a checkpoint, so earlier records must be on disk by then.
     """
     config = run.config
     rank = dist.get_rank()
@@ -104,10 +103,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 
 
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
-    """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
-
-    `done` iterations precede this job.
-    """
+    """Return whether memory is due: after the first iteration after `done`, at the next log line, and at intervals."""
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0
     return iteration in (done + 1, first_line) or due

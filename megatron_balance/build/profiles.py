@@ -83,10 +83,7 @@ class Profiles:
 
 
 def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
-    """Return the profile of a job's expert-parallel groups from the file of `--balance-profile`.
-
-    ValueError: the file cannot be read, or is for another job; the error names the file.
-    """
+    """Return the profile of expert-parallel groups from `--balance-profile`; ValueError if the file does not fit."""
     transformer = config.transformer
     path = Path(config.balance.balance_profile)
     num_ranks = transformer.expert_model_parallel_size

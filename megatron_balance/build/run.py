@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.timers import Timers
@@ -69,10 +64,9 @@ def build_run(
     tokenizer: MegatronTokenizerBase | None = None,
     policy: Policy | None = None,
 ) -> Run:
-    """Build one training run in an initialized job; every rank calls it.
+    """Build one training run in an initialized job; every rank calls it, and a ValueError is raised on every rank.
 
-    `tokenizer` and `policy` are those of the flags if they exist already. A run without data (`with_data`) cannot
-    train. ValueError: some settings cannot be built; raised on every rank.
+    `tokenizer` and `policy` are those of the flags if they exist already. A run without data cannot train.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -199,7 +193,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn
 def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlockSubmodules:
     """Return megatron-core's GPT block of this (virtual) stage, with our layer unless `--moe-layer-impl megatron`."""
     shape = wiring.config.transformer
-    block = get_gpt_decoder_block_spec(
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
         shape,
         use_transformer_engine=shape.transformer_impl == "transformer_engine",
         normalization=shape.normalization,
@@ -231,9 +225,12 @@ def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: i
         return None
     engine = config.transformer_impl == "transformer_engine"
     if not block.layer_specs:
-        layers: Any = get_gpt_decoder_layer_specs(config, engine, config.normalization, config.qk_l2_norm)
+        layers: Any = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config, engine, config.normalization, config.qk_l2_norm
+        )
         block = TransformerBlockSubmodules(_own_layers(layers[-1:], wiring), block.layer_norm)
-    spec: Any = get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=wiring.groups.pp.rank())
+    rank = wiring.groups.pp.rank()
+    spec: Any = gpt_layer_specs.get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=rank)
     for layer in () if spec is None or engine else spec.layer_specs:
         for name in ("enorm", "hnorm", "layer_norm"):
             setattr(layer.submodules, name, block.layer_norm)

@@ -49,10 +49,7 @@ class Wiring:
 
 
 def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Progress) -> Wiring:
-    """Build the wiring of this rank; every rank of the job calls it at the same point.
-
-    ValueError: an all-to-all, codec, order or profile cannot be loaded, or does not suit the nodes.
-    """
+    """Build the wiring; every rank calls it. ValueError: an all-to-all, codec, order or profile does not fit."""
     world_size = world().size()
     profiles = Profiles(config, groups, Topology(world_size, config.comm.moe_comm_node_size or world_size))
     dispatch = _dispatch(profiles)

@@ -166,8 +166,7 @@ def build_parser() -> Parser:
 def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     """Parse and check a command line on a machine with `machine.world_size` processes.
 
-    ValueError: the flags contradict each other; the error names the flag, the value and the remedy. SystemExit:
-    argparse's own errors (unknown flag, not a number) and `--help`.
+    ValueError: the flags contradict each other. SystemExit: argparse's own errors, and `--help`.
     """
     parser = build_parser()
     argv = parser.expanded(argv)

@@ -12,16 +12,8 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_balance.cli import machine_checks
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.machine_checks import (
-    ACTIVATIONS,
-    check_context_parallelism,
-    check_packages,
-    check_watching,
-    choose_backend,
-    choose_fusions,
-    note_connections,
-)
 from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -107,12 +99,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
     refuse_idle(line)
     _check_conditions(line)
-    choose_backend(line)
-    check_packages(line)
-    note_connections(line)
-    check_context_parallelism(line)
-    check_watching(line)
-    choose_fusions(line)
+    machine_checks.choose_backend(line)
+    machine_checks.check_packages(line)
+    machine_checks.note_connections(line)
+    machine_checks.check_context_parallelism(line)
+    machine_checks.check_watching(line)
+    machine_checks.choose_fusions(line)
     data_parallel = _data_parallel_size(line)
     _check_model(line)
     line.expert_tensor_parallel_size = line.expert_tp
@@ -247,7 +239,7 @@ def _check_model(line: CommandLine) -> None:
         _check_latent_attention(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
-    activations = [flag_of(name) for name in ACTIVATIONS if getattr(line, name)]
+    activations = [flag_of(name) for name in machine_checks.ACTIVATIONS if getattr(line, name)]
     if len(activations) > 1:
         raise ValueError(f"{' and '.join(activations)}: choose one activation")
     if line.grad_reduce_in_bf16 and (not line.bf16 or line.grad_reduce_in_fp32):
@@ -390,10 +382,7 @@ def _check_data(line: CommandLine) -> None:
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return data flags' values, by field, from `--data-args-path` or `--per-split-data-args-path`; empty without them.
-
-    ValueError: a file cannot be read or has another form, or a flag gives the same data.
-    """
+    """Return data flags' values, by field, from files of data flags; ValueError if a file or a combination is wrong."""
     blend = values["data_args_path"]
     per_split = values["per_split_data_args_path"]
     found: dict[str, list[str]] = {}

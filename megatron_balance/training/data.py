@@ -44,16 +44,12 @@ class Data:
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, wanted: int | None = None) -> int:
-    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, aligned part.
-
-    ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
-    """
+    """Round up the size so that tensor-parallel ranks get equal parts; ValueError if the `wanted` size is unfit."""
     if wanted is not None:
         if wanted < size or wanted % tensor_parallel_size:
-            raise ValueError(
-                f"--padded-vocab-size {wanted}: must be at least {size}, the size of the tokenizer's vocabulary, and a "
-                f"multiple of --tensor-model-parallel-size {tensor_parallel_size}"
-            )
+            least = f"at least {size}, the size of the tokenizer's vocabulary"
+            multiple = f"a multiple of --tensor-model-parallel-size {tensor_parallel_size}"
+            raise ValueError(f"--padded-vocab-size {wanted}: must be {least}, and {multiple}")
         return wanted
     multiple = divisible_by * tensor_parallel_size
     return -(-size // multiple) * multiple
@@ -89,7 +85,8 @@ def build_data(
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
         if dataset is None:
-            return [iter(())] * chunks * exist[split.value]
+            nothing: Iterator[Batch] = iter(())
+            return [nothing] * chunks * exist[split.value]
         options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
         return [_iterate(dataset, config, groups, **options) for _ in range(chunks)]
 
@@ -98,10 +95,7 @@ def build_data(
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """Raise ValueError on every rank if any rank's data files are invalid or differ from rank 0's.
-
-    Ranks that read samples check their files, and so does rank 0, which builds the index caches.
-    """
+    """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
     prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
     problem = None
     contents: dict[str, str] = {}
@@ -288,10 +282,8 @@ def microbatch_samples(
     """
     step = micro_batch_size * ranks
     if total - consumed < step:
-        raise ValueError(
-            f"the dataset has {total} samples, {consumed} of them consumed: too few for one microbatch on "
-            f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
-        )
+        few = f"{total} samples, {consumed} of them consumed: too few for a microbatch of {ranks} data-parallel ranks"
+        raise ValueError(f"the dataset has {few}; lower --micro-batch-size or --eval-iters, or give more data")
     for first in range(consumed, total - step + 1, step):
         start = first + rank * micro_batch_size
         yield list(range(start, start + micro_batch_size))

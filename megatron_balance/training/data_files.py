@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import DType
 
+from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import DataConfig, RunConfig
 
 Blend = tuple[list[str], list[float] | None]
@@ -58,20 +59,15 @@ def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
 
 def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
     """Return the prefixes of data files by the flag that names them; see `parse_blend` for errors."""
-    given = {
-        "--data-path": data.data_path,
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    given = {flag_of(name): getattr(data, name) for name in names}
     return {flag: parse_blend(paths, flag)[0] for flag, paths in given.items() if paths and not data.mock_data}
 
 
 def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
-    `vocabulary` is the number of token ids. A rank that does not read samples (`reads`) checks only the flags.
-    ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
+    `vocabulary` is the number of token ids; `reads`: whether this rank reads samples. ValueError names flag or file.
     """
     data = config.data
     length = config.model.seq_length
@@ -85,10 +81,8 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
             raise ValueError(f"{flag}: {error}") from error
         tokens = sum(indices[prefix].tokens for prefix in prefixes)
         if flag in ("--data-path", "--train-data-path") and tokens <= length:
-            raise ValueError(
-                f"--seq-length {length}: is longer than all of {flag}, which has {tokens} tokens; give more data, or a "
-                "smaller --seq-length"
-            )
+            problem = f"is longer than all of {flag}, which has {tokens} tokens"
+            raise ValueError(f"--seq-length {length}: {problem}; give more data, or a smaller --seq-length")
     interval = config.train.eval_interval
     absent = bounds[1] is None if bounds is not None else not (data.valid_data_path or data.mock_data)
     if interval is None or not absent:
@@ -104,10 +98,8 @@ def _bounds(split: str) -> list[Bounds]:
         with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
             bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if bounds[0] is None:
-        raise ValueError(
-            f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
-            "the first must be above 0"
-        )
+        sizes = "the relative sizes of the training, validation and test sets, such as 969,30,1"
+        raise ValueError(f"--split {split}: give {sizes}; the first must be above 0")
     return bounds
 
 
@@ -118,10 +110,8 @@ def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, s
     ends = [one and tuple(round(end * float(documents)) for end in one) for one in bounds or ()]
     empty = [name for name, one in zip(SETS, ends, strict=False) if one and one[0] == one[1]]
     if empty:
-        raise ValueError(
-            f"{prefix}: --split {split} leaves none of its {documents} documents for the {' and the '.join(empty)} "
-            f"set; give more documents, or other sizes (0 for a set that the run does not need)"
-        )
+        left = f"leaves none of its {documents} documents for the {' and the '.join(empty)} set"
+        raise ValueError(f"{prefix}: --split {split} {left}; give more documents, or 0 for a set that is not needed")
 
 
 class Index(NamedTuple):
@@ -157,10 +147,10 @@ class Index(NamedTuple):
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
-    """Raise ValueError, naming the file and the remedy, unless each PREFIX.idx describes its PREFIX.bin.
+    """Raise ValueError, naming the file, unless each PREFIX.idx describes its PREFIX.bin, which megatron.core assumes.
 
-    megatron.core could otherwise read on or hang. A thorough check reads each .idx file once: 20 bytes per document,
-    0.1 s for 10 million documents in the page cache. Otherwise, only headers and file sizes are compared.
+    A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million documents in the page cache.
+    Otherwise, only headers and ends are compared.
     """
     indices = {}
     for prefix in dict.fromkeys(prefixes):
@@ -187,9 +177,7 @@ def _meant(prefix: str) -> str:
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"
     if os.path.isfile(prefix):
-        return (
-            f"{prefix} is a file itself; tokenize it with tools/preprocess_data.py, and give the prefix of its output"
-        )
+        return f"{prefix} is a file itself; give the prefix of what tools/preprocess_data.py makes of it"
     if os.path.isfile(f"{prefix}_text_document.idx"):
         return f"did you mean {prefix}_text_document?"
     return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
@@ -211,18 +199,13 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
-    """Raise ValueError, naming the .bin file `path`, if a token is outside the vocabulary.
-
-    `first` is the first token's index in the file; None: the tokens are not consecutive in the file.
-    """
+    """Raise ValueError for a token outside the vocabulary; `first` is the first token's index in the file `path`."""
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
         place = int(outside.argmax())
         where = "" if first is None else f", number {first + place} of the file,"
-        raise ValueError(
-            f"{path}: token {tokens[place]}{where} is outside the vocabulary of {vocabulary}; give the tokenizer that "
-            "the data were made with (--tokenizer-type, --tokenizer-model), or a --vocab-size above all of their tokens"
-        )
+        remedy = "give the tokenizer that the data were made with, or a --vocab-size above all of their tokens"
+        raise ValueError(f"{path}: token {tokens[place]}{where} is outside the vocabulary of {vocabulary}; {remedy}")
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
@@ -243,7 +226,7 @@ def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
         except Exception as error:  # NumPy raises many types
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{path}: is not a cached index ({reason}); delete it, and the next run writes a new one"
+                f"{path}: is not a cached index ({reason}); delete it, and the next run writes it"
             ) from error
 
 

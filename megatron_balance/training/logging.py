@@ -46,8 +46,7 @@ class Writer(Protocol):
 class RunLog:
     """Log of a run, printed and recorded on the last rank, which has the losses of the last pipeline stage.
 
-    At its end, the `with` block closes the writers (TensorBoard, Weights & Biases), also if the run fails. ValueError: a
-    writer cannot be started; raised on the last rank.
+    The end of the `with` block closes the writers. ValueError on the last rank: a writer cannot be started.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
@@ -230,10 +229,7 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[int]:
-    """Return 1 for every MoE layer and 0 for every dense layer.
-
-    Layers for multi-token prediction follow the decoder's layers, and are like the last decoder layer.
-    """
+    """Return 1 for every MoE layer and 0 for every dense layer; layers for multi-token prediction come last."""
     if config.num_moe_experts is None:
         decoder = [0] * config.num_layers
     elif isinstance(config.moe_layer_freq, int):

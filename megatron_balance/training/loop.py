@@ -89,9 +89,8 @@ def train(
 ) -> None:
     """Train from `run.progress` until the end of the run, or until `stopping` returns a reason to stop.
 
-    Args:
-        save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
-        after_step: called after every iteration, with a report that may lack numbers that the device has not finished.
+    After every iteration, `save` gets whether it is the last one, and saves if a checkpoint is due; `after_step` gets a
+    report that may lack numbers that the device has not finished.
     """
     settings = run.config.train
     progress = run.progress
@@ -140,10 +139,7 @@ def train_step(run: Run) -> StepReport:
 
 
 def queue_step(run: Run, read: bool = True) -> Queued:
-    """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
-
-    `read`: whether the numbers that take time will be read: balance, and those that flags request.
-    """
+    """Run one iteration; `read`: whether the numbers that take time, such as balance, will be read."""
     # Phase 1: begin the iteration
     progress = run.progress
     start = clock.mark()
@@ -207,10 +203,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
 
 
 class Known(NamedTuple):
-    """Numbers that the host reads before the optimizer's step; no step is allowed if `bad`.
-
-    See StepReport for losses, and `optimizer_step` for the other numbers.
-    """
+    """Numbers that the host reads before the optimizer's step; no step is allowed if `bad`."""
 
     bad: bool
     losses: dict[str, float]

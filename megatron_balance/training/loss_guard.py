@@ -89,8 +89,7 @@ class LossGuard:
     def fault(self, reports: LossReports, repeat: Repeat) -> str:
         """Return the source of the fault for which there is evidence; every rank calls this and gets the same answer.
 
-        Restores expert biases; the states of random number generators do not change. `repeat` communicates like the
-        first forward pass.
+        Restores expert biases; the states of random number generators do not change.
         """
         self.restore_expert_biases()
         again = functools.partial(self._repeat, repeat)

@@ -26,8 +26,8 @@ def scales_losses(optimizer: MegatronOptimizer) -> bool:
 def statistics(optimizer: MegatronOptimizer, count_zeros: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Prepare the gradients; return the squared norms [1] of the model's parts, and the numbers [1] of their zeros.
 
-    Both are for `step`; the clipping in it keeps zeros. All ranks call this after gradients are reduced. It changes no
-    weight and does not wait for the device. If losses are scaled, it does and returns nothing.
+    All ranks call this after gradients are reduced. It changes no weight and does not wait for the device. If losses
+    are scaled, it does and returns nothing.
     """
     if scales_losses(optimizer):
         return [], []
@@ -40,10 +40,7 @@ def statistics(optimizer: MegatronOptimizer, count_zeros: bool) -> tuple[list[to
 
 @torch.no_grad()
 def squared_parameter_norms(optimizer: MegatronOptimizer) -> torch.Tensor:
-    """Return the squared norms [parts] of the parameters of the model's parts; all ranks call this after the step.
-
-    It does not wait for the device. In half precision, the main parameters count.
-    """
+    """Return the squared norms [parts] of the (main) parameters after a step, without a wait; every rank calls it."""
     return torch.cat([_squared_norm(_parameters(parts), group) for parts, group in _together(optimizer)])
 
 

@@ -28,10 +28,7 @@ FROM_A_FILE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tok
 
 
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
-    """Build megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
-
-    ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
-    """
+    """Build megatron-core's tokenizer of the flags; ValueError if a flag that its type needs is missing or unfit."""
     kind = config.tokenizer_type
     model = config.tokenizer_model
     if kind == "NullTokenizer" and not config.vocab_size:

@@ -189,8 +189,8 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("flag", [flag for flag, value in ACCEPTED_VALUES.items() if value and not value.isupper()])
 def test_only_what_is_done_anyway_is_accepted(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of([flag, "other"], capsys)
-    assert f"{flag}: 'other' is not supported" in message
-    assert f"{ACCEPTED_VALUES[flag].replace('|', ' or ')} " in message
+    assert f"argument {flag}: invalid choice: 'other'" in message
+    assert all(value in message for value in ACCEPTED_VALUES[flag].split("|"))
 
 
 def test_data_flags_reach_megatron_core() -> None:
