@@ -298,7 +298,7 @@ def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
 
 
 def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
-    """Return how much GPU memory the largest stage leaves, as a sentence; ValueError, with a remedy, if it needs more."""
+    """Return a sentence about GPU memory that the largest stage leaves; ValueError, with a remedy, if it needs more."""
     memory = cluster.memory
     if memory is None:
         return f"{flag}: does not give gpus[].memory_gb, so it is unknown whether the job fits"

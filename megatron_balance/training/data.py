@@ -85,8 +85,7 @@ def build_data(
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
         if dataset is None:
-            nothing: Iterator[Batch] = iter(())
-            return [nothing] * chunks * exist[split.value]
+            return [iter(list[Batch]())] * chunks * exist[split.value]
         options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
         return [_iterate(dataset, config, groups, **options) for _ in range(chunks)]
 
