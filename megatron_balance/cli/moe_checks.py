@@ -206,7 +206,7 @@ def _check_transfer(line: CommandLine) -> None:
         raise ValueError(f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear")
     if line.use_precision_aware_optimizer:
         raise ValueError(
-            f"--use-precision-aware-optimizer: not with {flag}, which moves float32; leave one of them out"
+            f"--use-precision-aware-optimizer: not with {flag}, which moves float32 state; leave one of them out"
         )
 
 
@@ -217,7 +217,7 @@ def _token_dispatcher(line: CommandLine) -> str:
     uneven = line.moe_layer_impl == "megatron" and not line.moe_pad_expert_input_to_capacity
     if line.expert_tp > 1 and uneven and gloo and wanted == "alltoall":
         size = f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size)"
-        reason = "megatron-core's layer gathers different numbers of rows, which gloo cannot do"
+        reason = "megatron-core's layer gathers different numbers of rows from the ranks, which gloo cannot do"
         raise ValueError(f"{size}: {reason}; use --moe-layer-impl balanced, or --moe-pad-expert-input-to-capacity")
     ways = ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule")
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]

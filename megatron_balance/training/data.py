@@ -84,10 +84,11 @@ def build_data(
 
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
-        if dataset is None:
-            return [iter(list[Batch]())] * chunks * exist[split.value]
         options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
-        return [_iterate(dataset, config, groups, **options) for _ in range(chunks)]
+        return [
+            iter(()) if dataset is None else _iterate(dataset, config, groups, **options)
+            for _ in range(chunks * exist[split.value])
+        ]
 
     train = iterators(Split.train, consumed[0], False)
     return Data(train, iterators(Split.valid, consumed[1], True), iterators(Split.test, lambda: 0, True))

@@ -136,8 +136,8 @@ class Index(NamedTuple):
         """Return the first bytes of at most _CHUNK sequences in the .bin file from number `first` on, int64."""
         return self._numbers("<i8", _HEADER.size + 4 * self.sequences, first, self.sequences)
 
-    def bounds(self, first: int) -> np.ndarray:
-        """Return at most _CHUNK document boundaries from number `first` on, int64."""
+    def document_starts(self, first: int) -> np.ndarray:
+        """Return the first sequences of at most _CHUNK documents from number `first` on, int64; the last is the end."""
         return self._numbers("<i8", _HEADER.size + 12 * self.sequences, first, self.boundaries)
 
     def _numbers(self, dtype: str, offset: int, first: int, end: int) -> np.ndarray:
@@ -278,11 +278,11 @@ def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
     for first in range(0, index.boundaries, _CHUNK):
-        bounds = index.bounds(first)
-        bad = np.diff(bounds, prepend=previous) < 0
-        if bad.any() or (first == 0 and bounds[0]):
+        starts = index.document_starts(first)
+        bad = np.diff(starts, prepend=previous) < 0
+        if bad.any() or (first == 0 and starts[0]):
             place = int(bad.argmax())
-            raise ValueError(f"document {first + place} starts at sequence {bounds[place]}, out of order")
-        previous = int(bounds[-1])
+            raise ValueError(f"document {first + place} starts at sequence {starts[place]}, out of order")
+        previous = int(starts[-1])
     if previous != index.sequences:
         raise ValueError(f"the last document ends at sequence {previous} of {index.sequences}")

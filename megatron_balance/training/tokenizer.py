@@ -37,9 +37,10 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
     if kind == "GPT2BPETokenizer" and None in (config.vocab_file, config.merge_file):
         raise ValueError(f"--tokenizer-type {kind}: also give --vocab-file and --merge-file")
-    is_local = kind in FROM_A_FILE or (kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")))
-    if is_local and not Path(str(model)).exists():
-        raise ValueError(f"--tokenizer-model {model}: does not exist; give the model of a {kind}")
+    path = Path(str(model))
+    is_local = kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/"))
+    if (kind in FROM_A_FILE and not path.is_file()) or (is_local and not path.exists()):
+        raise ValueError(f"--tokenizer-model {model}: there is no model of a {kind}; give its file or directory")
     for name in ("vocab_file", "merge_file", "tokenizer_metadata"):
         if (path := getattr(config, name)) is not None:
             # Opening a FIFO would block forever
