@@ -103,7 +103,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 
 
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
-    """Return whether memory is due: in the job's first iteration, `done` + 1, at the next log line, and at intervals."""
+    """Return whether memory is due: in the first iteration (`done` + 1), at the next log line, and at intervals."""
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0
     return iteration in (done + 1, first_line) or due
