@@ -23,22 +23,14 @@ from megatron_balance.device import cpu, quiet
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["import", "export", "roundtrip", "import-megatron"])
-    parser.add_argument("--load-dir", type=Path, metavar="DIR", required=True, help="what is read")
-    parser.add_argument("--save-dir", type=Path, metavar="DIR", help="what is written; does not apply to roundtrip")
-    parser.add_argument(
-        "--hf-dir", type=Path, metavar="DIR", help="export: config.json and tokenizer (default: the imported ones)"
-    )
-    parser.add_argument(
-        "--without",
-        metavar="PATTERN",
-        action="append",
-        default=[],
-        help="import: leave out the tensors whose names begin so (* stands for any text); may be repeated",
-    )
-    parser.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint to read (default: the latest)"
-    )
+    add = parser.add_argument
+    add("action", choices=["import", "export", "roundtrip", "import-megatron"])
+    add("--load-dir", type=Path, metavar="DIR", required=True, help="what is read")
+    add("--save-dir", type=Path, metavar="DIR", help="what is written; does not apply to roundtrip")
+    add("--hf-dir", type=Path, metavar="DIR", help="export: config.json and tokenizer (default: the imported ones)")
+    without = "import: leave out the tensors whose names begin so (* stands for any text); may be repeated"
+    add("--without", metavar="PATTERN", action="append", default=[], help=without)
+    add("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint to read (default: the latest)")
     args = parser.parse_args(argv)
     if (args.save_dir is None) != (args.action == "roundtrip"):
         parser.error(f"{args.action}: {'give' if args.save_dir is None else 'leave out'} --save-dir")

@@ -7,7 +7,6 @@ Dockerfile pass the file to pip as constraints, so that each installs only what 
 them for all packages or for none, and the files of torch differ between machines with and without CUDA.
 """
 
-import argparse
 import importlib.metadata
 import re
 import tomllib
@@ -59,13 +58,8 @@ def pins(text: str) -> dict[str, str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    ).parse_args()
-    versions = closure(project_requirements())
-    LOCK.write_text(
-        HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(versions.items())), encoding="utf-8"
-    )
+    lines = [f"{name}=={version}\n" for name, version in sorted(closure(project_requirements()).items())]
+    LOCK.write_text(HEADER + "".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

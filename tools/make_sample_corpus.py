@@ -16,9 +16,7 @@ from pydoc_data.topics import topics
 from megatron_balance.files.writing import staged, writing
 
 # pydoc_data contains the English domain as a Python string
-EXCLUDED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data")
-)
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,12 +92,9 @@ def _megabytes(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output-dir", type=Path, metavar="DIR", required=True, help="where code.jsonl and english.jsonl go"
-    )
-    parser.add_argument(
-        "--max-mb", type=_megabytes, metavar="X", help="megabytes (10^6 bytes) per domain at most (default: all)"
-    )
+    add = parser.add_argument
+    add("--output-dir", type=Path, metavar="DIR", required=True, help="where code.jsonl and english.jsonl go")
+    add("--max-mb", type=_megabytes, metavar="X", help="megabytes (10^6 bytes) per domain at most (default: all)")
     return parser
 
 

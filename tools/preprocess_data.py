@@ -107,10 +107,7 @@ class Encoder:
 
 def end_of_document(tokenizer: Any) -> int:
     """Return the tokenizer's end-of-document token; raise ToolError if it has none."""
-    try:
-        token = tokenizer.eod
-    except AttributeError:
-        token = None
+    token = getattr(tokenizer, "eod", None)
     if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece returns -1 for a model without </s>
         raise ToolError(
             "--append-eod: the tokenizer has no end-of-document token; drop the flag, or use a model that has one "
@@ -128,9 +125,7 @@ def encoder(settings: Settings) -> Encoder:
 def encode_chunk(settings: Settings, chunk: Chunk) -> EncodedChunk:
     """Tokenize a chunk. Bad lines are listed in the result and not encoded under any key."""
     encoded = EncodedChunk(chunk.size, {key: [] for key in settings.keys}, [])
-    for number, line in enumerate(chunk.lines, chunk.first):
-        if not line.strip():
-            continue
+    for number, line in chunk.numbered():
         try:
             documents = encoder(settings).encode_line(line)
         except ValueError as error:
@@ -158,9 +153,7 @@ def encode_chunks(settings: Settings, chunks: Iterable[Chunk], workers: int) -> 
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise ToolError(
-            f"--workers {workers}: a worker process died, possibly from lack of memory; try fewer"
-        ) from error
+        raise ToolError(f"--workers {workers}: a worker process died, for example without memory; try fewer") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -297,12 +290,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-prefix", required=True, metavar="PREFIX", help="datasets are named PREFIX_KEY_document")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=positive_int, default=1, metavar="N", help="tokenizing processes (default: %(default)s)")
-    add(
-        "--on-bad-line",
-        choices=["error", "skip"],
-        default="error",
-        help="for a line without a document: stop and write nothing (the default), or report and skip it",
-    )
+    bad = "for a line without a document: stop and write nothing (the default), or report and skip it"
+    add("--on-bad-line", choices=["error", "skip"], default="error", help=bad)
     add_flags(parser.add_argument_group("tokenizer"), TokenizerConfig)
     parser.add_without_effect(WITHOUT_EFFECT)
     return parser

@@ -82,28 +82,17 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensorboard-dir", type=Path, metavar="DIR", help="events: balance, bytes, times and losses")
-    parser.add_argument("--balance-log-dir", type=Path, metavar="DIR", help="load matrices and placements")
-    parser.add_argument(
-        "--balance-timeline", type=Path, metavar="DIR", help="timelines of the ranks; the latest iteration is drawn"
-    )
-    parser.add_argument("--before-tensorboard-dir", type=Path, metavar="DIR", help="events of a run without balancing")
-    parser.add_argument(
-        "--balance-token-split",
-        choices=get_args(Split),
-        default="proportional",
-        help="as in the run (default: proportional, which pro_prophet and flexmoe prefer)",
-    )
-    parser.add_argument(
-        "--token-bytes", type=positive_int, metavar="BYTES", help="hidden size times bytes per number; gives megabytes"
-    )
-    parser.add_argument(
-        "--title", metavar="TEXT", default="Balance report", help="title of the page (default: Balance report)"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the HTML file to write")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="a PNG of balance before and after; needs --balance-log-dir"
-    )
+    add = parser.add_argument
+    add("--tensorboard-dir", type=Path, metavar="DIR", help="events: balance, bytes, times and losses")
+    add("--balance-log-dir", type=Path, metavar="DIR", help="load matrices and placements")
+    add("--balance-timeline", type=Path, metavar="DIR", help="timelines of the ranks; the latest iteration is drawn")
+    add("--before-tensorboard-dir", type=Path, metavar="DIR", help="events of a run without balancing")
+    split = "as in the run (default: proportional, which pro_prophet and flexmoe prefer)"
+    add("--balance-token-split", choices=get_args(Split), default="proportional", help=split)
+    add("--token-bytes", type=positive_int, metavar="BYTES", help="hidden size times bytes per number; gives megabytes")
+    add("--title", metavar="TEXT", default="Balance report", help="title of the page (default: Balance report)")
+    add("--output", type=Path, metavar="FILE", required=True, help="the HTML file to write")
+    add("--picture", type=Path, metavar="FILE", help="a PNG of balance before and after; needs --balance-log-dir")
     return parser
 
 

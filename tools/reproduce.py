@@ -22,13 +22,8 @@ TABLES: dict[str, Table] = {
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tables (default: all): {', '.join(TABLES)}")
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        metavar="N",
-        default=3,
-        help="iterations to simulate, of which the first does not count (default: 3)",
-    )
+    iterations = "iterations to simulate, of which the first does not count (default: 3)"
+    parser.add_argument("--iterations", type=int, metavar="N", default=3, help=iterations)
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in TABLES:

@@ -43,39 +43,21 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", required=True, help="a file like those of configs/clusters"
-    )
-    parser.add_argument("--nodes", type=int, metavar="N", required=True, help="number of nodes")
-    parser.add_argument("--load", default="even", help="where tokens go (default: even)")
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        metavar="N",
-        default=4,
-        help="iterations to simulate; the last one is shown (default: 4)",
-    )
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
-    parser.add_argument("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
-    parser.add_argument(
-        "--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)"
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write what ranks do in the last iteration, for Perfetto"
-    )
-    parser.add_argument(
-        "--trace-ranks", type=int, metavar="RANK", nargs="+", default=[0], help="ranks of --trace (default: 0)"
-    )
-    parser.add_argument("--over-even", action="store_true", help="also simulate even routing without balancing")
-    parser.add_argument(
-        "--first-iteration",
-        type=int,
-        metavar="N",
-        default=0,
-        help="iteration of a recorded run to begin with; below 0: from its end (default: 0)",
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the results as charts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+    add = parser.add_argument
+    add("--cluster", type=Path, metavar="FILE", required=True, help="a file like those of configs/clusters")
+    add("--nodes", type=int, metavar="N", required=True, help="number of nodes")
+    add("--load", default="even", help="where tokens go (default: even)")
+    add("--iterations", type=int, metavar="N", default=4, help="iterations; the last one is shown (default: 4)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
+    add("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
+    add("--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)")
+    add("--trace", type=Path, metavar="FILE", help="write what ranks do in the last iteration, for Perfetto")
+    add("--trace-ranks", type=int, metavar="RANK", nargs="+", default=[0], help="ranks of --trace (default: 0)")
+    add("--over-even", action="store_true", help="also simulate even routing without balancing")
+    first = "first iteration of a recorded run; below 0: from its end (default: 0)"
+    add("--first-iteration", type=int, metavar="N", default=0, help=first)
+    add("--html", type=Path, metavar="FILE", help="also write a page with the results as charts")
+    add("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     args, flags = parser.parse_known_args(argv)
     # Both must run before megatron.core is imported
     quiet.silence_expected_warnings()
@@ -202,10 +184,7 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
         "mean_seconds": {part: float(one_D.mean()) for part, one_D in recorder.seconds.items()},
         "in_progress_seconds": dict(recorder.in_progress),
         "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
-        "memory_gib": [
-            (one.held.parameters + one.held.gradients + one.held.optimizer + one.held.guests + one.activations) / GIB
-            for one in memory
-        ],
+        "memory_gib": [sum(one.uses.values()) / GIB for one in memory],
     }
 
 

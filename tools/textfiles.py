@@ -16,12 +16,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 CHUNK_BYTES = 2**18
 
-DECOMPRESSORS = {
-    b"\x1f\x8b": gzip.GzipFile,
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ\0": lzma.LZMAFile,
-}
-"""First bytes of a file -> the class that decompresses it."""
+DECOMPRESSORS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+"""First bytes of a file -> the function that decompresses it."""
 
 UNREADABLE = {
     b"\x28\xb5\x2f\xfd": "is compressed by Zstandard; decompress it with `zstd -d`",
@@ -56,6 +52,10 @@ class Chunk(NamedTuple):
     size: int
     """Bytes of the file that were read for these lines: fewer than their text if it is compressed, 0 for a pipe."""
 
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that are not empty, with their numbers."""
+        return ((number, line) for number, line in enumerate(self.lines, self.first) if line.strip())
+
 
 def read_chunks(paths: Iterable[Path]) -> Iterator[Chunk]:
     """Read text files in order, in chunks of about CHUNK_BYTES of text.
@@ -83,10 +83,7 @@ def _decompressed(path: Path, file: io.BufferedReader) -> IO[bytes]:
     for magic, reason in UNREADABLE.items():
         if start.startswith(magic):
             raise ToolError(f"{path}: {reason}; gzip, bzip2 and xz need no such step")
-    kind = next((kind for magic, kind in DECOMPRESSORS.items() if start.startswith(magic)), None)
-    if kind is None:
-        return file
-    return kind(fileobj=file) if kind is gzip.GzipFile else kind(file)
+    return next((opened(file) for magic, opened in DECOMPRESSORS.items() if start.startswith(magic)), file)
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:

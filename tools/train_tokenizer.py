@@ -59,9 +59,7 @@ def train_with_progress(args: argparse.Namespace) -> bytes:
         def sentences() -> Iterator[str]:
             for chunk in read_chunks(args.input):
                 bar.advance(reading, chunk.size)
-                for number, line in enumerate(chunk.lines, chunk.first):
-                    if not line.strip():
-                        continue
+                for number, line in chunk.numbered():
                     try:
                         texts = parse_line(line, args.json_keys)
                     except ValueError as error:
@@ -124,22 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", type=existing_file, nargs="+", required=True, metavar="FILE", help="JSONL files")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
-    add(
-        "--vocab-size",
-        type=positive_int,
-        metavar="N",
-        default=8192,
-        help="pieces in the vocabulary (default: %(default)s)",
-    )
+    add("--vocab-size", type=positive_int, metavar="N", default=8192, help="number of pieces (default: %(default)s)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help="SentencePiece model (default: %(default)s)")
     add("--output-prefix", required=True, metavar="PREFIX", help="the model is written to PREFIX.model")
-    add(
-        "--max-sentences",
-        metavar="N",
-        type=positive_int,
-        default=2_000_000,
-        help="train on a random sample of this many lines, the same in every run (default: %(default)s)",
-    )
+    sample = "train on a random sample of this many lines, the same in every run (default: %(default)s)"
+    add("--max-sentences", metavar="N", type=positive_int, default=2_000_000, help=sample)
     return parser
 
 

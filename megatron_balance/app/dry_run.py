@@ -67,39 +67,20 @@ activations: of all microbatches that the stage keeps at once.
 Not counted, so leave room: temporary tensors, messages, buffers of libraries, fragmentation."""
 
 
-class Held(NamedTuple):
-    """Bytes that a rank holds during the whole run; `optimizer` includes separate main parameters."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    guests: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Memory of a rank of a pipeline stage, in bytes."""
+class StageMemory(NamedTuple):
+    """Memory of a rank of a pipeline stage."""
 
     layers: int
     moe_layers: int
     parameters: int
-    held: Held
-    activations: int
+    uses: dict[str, int]
+    """Bytes by use, a key of REMEDIES; `optimizer` includes separate main parameters."""
     microbatches: int
     """Largest number of microbatches whose activations the rank keeps at the same time, summed over model chunks."""
 
-    @property
-    def uses(self) -> dict[str, int]:
-        """Bytes by use, in the order of the memory table."""
-        return {**self.held._asdict(), "activations": self.activations}
-
 
 def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> None:
-    """Print the groups, schedule and memory of this configuration on `topology.world_size` processes.
-
-    Raises:
-        ValueError: the configuration has a mistake that would end a real run, or does not fit `--cluster`.
-    """
+    """Print groups, schedule and memory of a job on `topology`; ValueError if it could not run or does not fit."""
     if not cpu.installed():
         raise ValueError("--dry-run: on a machine with CUDA, give it on the command line, not in a file")
     world_size = topology.world_size
@@ -160,8 +141,8 @@ def _differences(config: RunConfig) -> Iterator[str]:
     yield "no checkpoint is read; the data's files are checked on this machine, their tokens in a few places"
 
 
-def held(run: Run) -> Held:
-    """Return the exact bytes that a built run holds on this rank once its optimizer has stepped."""
+def held(run: Run) -> dict[str, int]:
+    """Return by use the exact bytes that a built run holds on this rank once its optimizer has stepped."""
     allocate(run.optimizer)
     parameters = [parameter for chunk in run.model for parameter in chunk.parameters()]
     kept = []
@@ -172,13 +153,13 @@ def held(run: Run) -> Held:
     # DDP replaces the method `buffers` of torch's modules by a list
     ddp: list[Any] = [*run.model]
     buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return Held(
-        parameters=_bytes(parameters),
-        gradients=_bytes(buffer.grad_data for buffer in buffers),
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(buffer.grad_data for buffer in buffers),
         # In full precision, the main parameters are the model's parameters
-        optimizer=_bytes([*parameters, *kept]) - _bytes(parameters),
-        guests=0 if run.balancer is None else run.balancer.guest_bytes,
-    )
+        "optimizer": _bytes([*parameters, *kept]) - _bytes(parameters),
+        "guests": 0 if run.balancer is None else run.balancer.guest_bytes,
+    }
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -186,10 +167,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def inspect(config: RunConfig, run: Run) -> StageMemory:
-    """Return the memory of a rank of this pipeline stage.
-
-    Activations are estimated for the modules of `config`, the real run; the modules of `run` may differ (`_buildable`).
-    """
+    """Return the memory of a rank of this stage; its activations are those of the modules of `config`, the real run."""
     chunks = [model_chunk(chunk) for chunk in run.model]
     tokens = balanced_tokens(config, run)
     kept = [chunk_activations(config, chunk, tokens, run.vocab_size) for chunk in chunks]
@@ -200,8 +178,7 @@ def inspect(config: RunConfig, run: Run) -> StageMemory:
         layers=len(layers),
         moe_layers=sum(layers),
         parameters=sum(parameter.numel() for chunk in run.model for parameter in chunk.parameters()),
-        held=held(run),
-        activations=activations,
+        uses=held(run) | {"activations": activations},
         microbatches=microbatches,
     )
 
@@ -303,36 +280,25 @@ def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> li
 
 
 def read_cluster(flag: str, path: str, topology: Topology) -> Cluster:
-    """Read the cluster that a flag names, and check that its nodes have room for the job.
-
-    Raises:
-        ValueError: the file cannot be read, or the job needs more GPUs than the cluster has; the error names the flag.
-    """
+    """Read the cluster that a flag names; ValueError, naming the flag, if it has not as many GPUs as the job needs."""
     try:
         cluster = read(Path(path))
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from error
     gpus = int(cluster.gpus_per_node.value)
     nodes = cluster.num_nodes
+    job = f"this job has {topology.world_size} processes, {topology.node_size} on a node"
     if topology.node_size > gpus:
-        raise ValueError(
-            f"{flag} {path}: its nodes have {gpus} GPUs, but this job has {topology.node_size} processes on a node; "
-            f"set LOCAL_WORLD_SIZE={gpus}, or give --moe-comm-node-size {gpus}"
-        )
+        remedy = f"set LOCAL_WORLD_SIZE={gpus}, or give --moe-comm-node-size {gpus}"
+        raise ValueError(f"{flag} {path}: its nodes have {gpus} GPUs, but {job}; {remedy}")
     if nodes is not None and topology.num_nodes > nodes:
-        raise ValueError(
-            f"{flag} {path}: has {nodes:.0f} nodes, but this job has {topology.world_size} processes, "
-            f"{topology.node_size} on a node; start at most {nodes * topology.node_size:.0f}"
-        )
+        most = f"{nodes * topology.node_size:.0f}"
+        raise ValueError(f"{flag} {path}: has {nodes:.0f} nodes, but {job}; start at most {most}")
     return cluster
 
 
 def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) -> str:
-    """Return a sentence about the GPU memory that the largest stage leaves; `flag` is the flag that named the cluster.
-
-    Raises:
-        ValueError: a stage needs more than a GPU has; the error names the stage's largest use and how to reduce it.
-    """
+    """Return a sentence about GPU memory that the largest stage leaves; ValueError, with a remedy, if it needs more."""
     memory = cluster.memory
     if memory is None:
         return f"{flag}: does not give gpus[].memory_gb, so it is unknown whether the job fits"
@@ -341,10 +307,8 @@ def verdict(stages: Sequence[Mapping[str, int]], cluster: Cluster, flag: str) ->
     amounts = f"stage {number} needs {needed / GIB:.2f} GiB, and a GPU has {memory / GIB:.2f} ({memory / 1e9:g} GB)"
     if needed > memory:
         most = max(uses, key=lambda use: uses[use])
-        raise ValueError(
-            f"{flag}: the job does not fit: {amounts}; {uses[most] / GIB:.2f} GiB are {most}, which these reduce: "
-            f"{REMEDIES[most]}"
-        )
+        largest = f"{uses[most] / GIB:.2f} GiB are {most}, which these reduce: {REMEDIES[most]}"
+        raise ValueError(f"{flag}: the job does not fit: {amounts}; {largest}")
     left = f"{(memory - needed) / GIB:.2f} GiB remain for what is not counted"
     barely = " barely" if memory - needed < TIGHT * memory else ""
     return f"{flag}: the job fits{barely}: {amounts}; {left}"

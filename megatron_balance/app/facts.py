@@ -47,10 +47,7 @@ ENTRY_POINT = PROGRAM.parent / "pretrain_gpt_moe.py"
 
 
 def gather(config: RunConfig, flags: Facts, topology: Topology) -> Facts:
-    """Return the facts that this rank would train with: flags, versions, digests of files and sources, settings.
-
-    `flags` has the value of every flag as it is written.
-    """
+    """Return the facts that this rank would train with; `flags` has the value of every flag as it is written."""
     facts = {name: value for name, value in flags.items() if name[2:].replace("-", "_") not in MAY_DIFFER}
     facts["the number of processes on a node (LOCAL_WORLD_SIZE, or --moe-comm-node-size)"] = str(topology.node_size)
     facts["the version of Python"] = platform.python_version()

@@ -11,7 +11,6 @@ After `attach`, two triggers start Plan, Trans and Agg: the model's forward and 
 
 import argparse
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from megatron_balance.build.balancer import build_balancer
 from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
 from megatron_balance.build.run import finalizer, force_workload
 from megatron_balance.build.wiring import Wiring, build_wiring
+from megatron_balance.cli.arguments import run_config
 from megatron_balance.cli.checks import at_least, refuse_idle
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.flag_groups import OUR_GROUPS, field_help
@@ -37,7 +37,6 @@ from megatron_balance.cli.machine_checks import check_expert_gemm
 from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import refusal
 from megatron_balance.config.flags import add_flags, flag_of
-from megatron_balance.config.flags import build as build_config
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.machine import Machine
 from megatron_balance.device.shards import mark_shards
@@ -73,16 +72,15 @@ Report = Callable[[int, Mapping[int, LayerReport]], None]
 
 
 class Balancing:
-    """The checked flags of one run, and the wiring built from them.
+    """The checked flags of one run, and the wiring built from them; no process group is needed.
 
     Args:
-        args: the namespace that a parser with `add_balance_args` returned. It also has `seq_length` and
-            `micro_batch_size`, and may have Megatron-LM's other flags.
+        args: the result of a parser with `add_balance_args`, also with `seq_length` and `micro_batch_size`.
         transformer: the model's configuration.
         groups: the process groups of the parallel layout; None: those of megatron-core's `parallel_state` at first use.
 
     Raises:
-        ValueError: a flag is invalid; the message names it, its value and the remedy. No process group is needed.
+        ValueError: a flag is invalid; the message names it, its value and the remedy.
     """
 
     def __init__(
@@ -104,11 +102,7 @@ class Balancing:
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of expert balancing and expert communication to another program's parser, and return it.
-
-    Raises:
-        ValueError: the parser already has a flag of the same name.
-    """
+    """Add our flags to another program's parser, and return it; ValueError if it has a flag of the same name."""
     for title, cls in OUR_GROUPS.items():
         added = add_flags(parser.add_argument_group(title), cls, field_help(cls))
         taken = [field.name for field in dataclasses.fields(cls) if field.name not in added]
@@ -120,10 +114,7 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def balanced_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, balancing: Balancing
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return a layer's or a block's spec with our MoE layer instead of megatron-core's; dense layers stay the same.
-
-    Every rank of the job calls it, after megatron-core's process groups exist.
-    """
+    """Return a layer's or a block's spec with our MoE layer; every rank calls it after process groups exist."""
     if balancing.is_off:
         return spec
     if balancing.wiring is None:
@@ -149,12 +140,9 @@ def attach(
     A forward pass without a backward pass must run in evaluation mode or without gradients.
 
     Args:
-        model: this rank's model chunks, in megatron-core's DDP.
+        model: this rank's model chunks, in megatron-core's DDP; returned, as by hooks of Megatron-LM's model builders.
         microbatches: returns the number of microbatches per data-parallel rank of the iteration in progress.
         report: called every `args.log_interval` iterations; None: the last rank prints a line.
-
-    Returns:
-        `model`, so that `attach` can be a hook of Megatron-LM's model builders.
 
     Raises:
         ValueError: the model is not in DDP, or was not built from `balanced_layer_spec`.
@@ -206,10 +194,8 @@ class _Iterations:
         if self._running or not (chunk.training and torch.is_grad_enabled()):
             return
         if self.hooks.finalize_model_grads_func != self.end:
-            raise ValueError(
-                "finalize_model_grads_func of the model's config was replaced after attach(model, balancing), so that "
-                "gradients of guests would be lost; call attach after it is set"
-            )
+            problem = "was replaced after attach(model, balancing), so that gradients of guests would be lost"
+            raise ValueError(f"finalize_model_grads_func of the model's config {problem}; call attach after it is set")
         progress = self.balancing.progress
         if not self._resumed:
             # Megatron-LM sets args.iteration when it loads a checkpoint
@@ -259,10 +245,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
         if name in given:
             raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py has it; leave it out")
     if line.balance_ownership == "transfer":
-        raise ValueError(
-            "--balance-ownership transfer: moves optimizer state, which only pretrain_gpt_moe.py does and saves; use "
-            "--balance-ownership fixed"
-        )
+        raise ValueError("--balance-ownership transfer: only pretrain_gpt_moe.py has it; use --balance-ownership fixed")
     for name in NOT_THERE if line.moe_layer_impl == "balanced" else ():
         value = values.get(name)
         if value is True or (value not in OFF and value != 1):
@@ -278,10 +261,5 @@ def _run_config(values: Mapping[str, Any], transformer: TransformerConfig) -> Ru
     expert_tp = transformer.expert_tensor_parallel_size or transformer.tensor_model_parallel_size
     expert_node_size(topology, transformer.expert_model_parallel_size, expert_tp)
     values = {**values, "moe_comm_node_size": topology.node_size}
-    special = {
-        "transformer": transformer,
-        "optimizer": OptimizerConfig(),
-        "ddp": DistributedDataParallelConfig(),
-    }
-    parts = typing.get_type_hints(RunConfig)
-    return RunConfig(**{name: special.get(name) or build_config(cls, values) for name, cls in parts.items()})
+    special = {"transformer": transformer, "optimizer": OptimizerConfig(), "ddp": DistributedDataParallelConfig()}
+    return run_config(values, special)

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,6 @@ from megatron_balance.training.run import Run
 PROGRAM = "pretrain_gpt_moe.py"
 
 
-class _Guards(NamedTuple):
-    """Guards of a job from before the model is built until all ranks have finished."""
-
-    hangs: HangGuard
-    save_directory: SaveDirectory
-    stopping: Stopping
-
-
 @contextlib.contextmanager
 def _leaving_together(*errors: type[Exception]) -> Iterator[None]:
     """End the program with the bare message, without a traceback, for errors that every rank raises alike."""
@@ -55,14 +46,14 @@ def pretrain(argv: list[str]) -> None:
         if ready.config.launch.dry_run:
             return dry_run(ready.config, ready.notices, ready.topology)
         store = _join(ready)
-    with _guarded(ready, store) as guards:
-        run, log, checkpoints = _prepare(ready, guards)
-        _train(run, log, checkpoints, guards.stopping)
+    with _guarded(ready, store) as (hangs, save_directory, stopping):
+        run, log, checkpoints = _prepare(ready, hangs, save_directory)
+        _train(run, log, checkpoints, stopping)
         _finish_together()
     dist.destroy_process_group()
 
 
-def _join(ready: Preflight) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+def _join(ready: Preflight) -> dist.Store:
     config = ready.config
     if config.log.logging_level is not None:
         quiet.show_logs(config.log.logging_level)
@@ -72,7 +63,7 @@ def _join(ready: Preflight) -> dist.Store:  # pyright: ignore[reportPrivateImpor
 
 
 @contextlib.contextmanager
-def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyright: ignore[reportPrivateImportUsage]
+def _guarded(ready: Preflight, store: dist.Store) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
     """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
     save = ready.config.checkpoint.save
@@ -90,16 +81,16 @@ def _guarded(ready: Preflight, store: dist.Store) -> Iterator[_Guards]:  # pyrig
         save_directory = SaveDirectory(Path(save) if save else None, launch)
         stack.enter_context(contextlib.closing(save_directory))
         stack.enter_context(stopping.listening())
-        yield _Guards(hangs, save_directory, stopping)
+        yield hangs, save_directory, stopping
 
 
 @_leaving_together(ValueError, CheckpointError)
 @limits.explained()
-def _prepare(ready: Preflight, guards: _Guards) -> tuple[Run, RunLog, Checkpoints]:
+def _prepare(ready: Preflight, hangs: HangGuard, save_directory: SaveDirectory) -> tuple[Run, RunLog, Checkpoints]:
     # Before the model is built, because building takes minutes
-    guards.save_directory.prepare()
+    save_directory.prepare()
     run = build_run(ready.config, tokenizer=ready.tokenizer, policy=ready.policy)
-    guards.hangs.follow(run.position)
+    hangs.follow(run.position)
     log = everywhere(lambda: RunLog(run.config, run.length.iterations, run.vocab_size))
     for notice in ready.notices:
         log.message(f"note: {notice}")
@@ -107,7 +98,7 @@ def _prepare(ready: Preflight, guards: _Guards) -> tuple[Run, RunLog, Checkpoint
         megabytes = run.balancer.guest_bytes / 1e6
         log.message(f"guest slots: {megabytes:.1f} MB of weights and gradients on this rank")
     patience = ready.config.launch.patience
-    checkpoints = Checkpoints(run, log, patience=patience, save_directory=guards.save_directory)
+    checkpoints = Checkpoints(run, log, patience=patience, save_directory=save_directory)
     checkpoints.prepare()
     checkpoints.load()
     checkpoints.progress = build_progress_log(run, log)

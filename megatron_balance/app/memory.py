@@ -55,9 +55,8 @@ def chunk_activations(config: RunConfig, chunk: ChunkParts, tokens: Tokens, voca
     """Return the bytes that a model chunk keeps for one microbatch."""
     transformer = config.transformer
     layers = [layer(config, moe, tokens) for moe in chunk.moe]
-    kept = _with_recomputation(
-        transformer, layers, tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
-    )
+    boundary = tokens.part * transformer.hidden_size * transformer.params_dtype.itemsize
+    kept = _with_recomputation(transformer, layers, boundary)
     ends = chunk.predictions * _prediction(config, tokens, vocab_size)
     ends += _embedding(config, tokens) if chunk.embedding else 0
     ends += _head(transformer, tokens, vocab_size) if chunk.head else 0

@@ -46,9 +46,7 @@ class Preflight(NamedTuple):
 def preflight(argv: list[str]) -> Preflight:
     """Check a command line on this rank. If the check fails, ranks that wait for this one also end.
 
-    Raises:
-        ValueError: something would end the run later; the error names the flag, the value and the remedy.
-        SystemExit: argparse's own errors, and `--help`.
+    ValueError: something would end the run later. SystemExit: argparse's own errors, and `--help`.
     """
     launch = job.Launch.from_environment()
     with job.declining_on_error(launch):
@@ -79,11 +77,7 @@ def preflight(argv: list[str]) -> Preflight:
 
 
 def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: int) -> list[str]:
-    """Check the files that flags name, and the length of the run; return notices. `rank` is 0 in a dry run.
-
-    Raises:
-        ValueError: something would end the run later; the error names the flag, the value and the remedy.
-    """
+    """Check the files that flags name, and the length of the run, as `preflight` does; return notices."""
     transformer = config.transformer
     if config.balance.balance_policy != "none":
         assert transformer.expert_tensor_parallel_size is not None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.app.dry_run import StageMemory, imagined_run, inspect, model_chunk
+from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
 from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
@@ -55,13 +55,7 @@ class Target:
 def simulated_job(
     config: RunConfig, target: Target, plan_seconds: float | None = None
 ) -> tuple[SimulatedJob, list[StageMemory]]:
-    """Return the job of a configuration, and the memory of a rank of each pipeline stage.
-
-    `plan_seconds`: see `SimulatedJob`.
-
-    Raises:
-        ValueError: the configuration cannot be simulated, or has a mistake that would end a real run.
-    """
+    """Return the job of a configuration, and each stage's memory; ValueError if it cannot be simulated or built."""
     _check(config)
     topology = target.topology
     world_size = topology.world_size
@@ -80,8 +74,7 @@ def simulated_job(
             microbatches = run.batches.get()
             built.append(_StageBuilder(config, run, fabric, stage, has_policy, target).build())
             found = inspect(config, run)
-            guests = found.held.guests if has_policy else 0
-            memory.append(dataclasses.replace(found, held=found.held._replace(guests=guests)))
+            memory.append(found if has_policy else found._replace(uses={**found.uses, "guests": 0}))
     job = SimulatedJob(
         fabric=fabric,
         stages=built,
@@ -185,16 +178,6 @@ class _StageBuilder:
         )
 
     def _model(self, cost: CostModel, ranks_D: np.ndarray) -> LayerModel:
-        comm = self.config.comm
-        return LayerModel(
-            cost=cost,
-            rows=self._rows(ranks_D),
-            degrees=find_degrees(comm.moe_comm_chunks),
-            scheduler=find_order(comm.moe_comm_order) or sequential,
-            repeats=self.transformer.recompute_granularity == "full",
-        )
-
-    def _rows(self, ranks_D: np.ndarray) -> RowExchange:
         modules = (module for chunk in self.run.model for module in chunk.modules())
         parallel = next(module.parallel for module in modules if isinstance(module, BalancedMoELayer))
         groups = self.run.groups
@@ -202,12 +185,13 @@ class _StageBuilder:
         shards = groups.expt_tp.size()
         whole = resized(self.profile, len(ranks_D), self.profile.node_size * shards)
         profile = whole if parallel.exchange_group is groups.tp_ep else self.profile
-        names = (self.config.comm.moe_comm_alltoall,)
+        comm = self.config.comm
+        names = (comm.moe_comm_alltoall,)
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
-        return RowExchange(
+        exchange = RowExchange(
             network=TeamNetwork(self.fabric, ranks_D, Network.of(whole)),
             profile=whole,
             models=tuple(ExchangeModel.of(profile, one) for one in names),
@@ -218,6 +202,13 @@ class _StageBuilder:
             token_bytes=shape.tokens * row_bytes,
             topk=transformer.moe_router_topk,
             row_bytes=row_bytes,
+        )
+        return LayerModel(
+            cost=cost,
+            rows=exchange,
+            degrees=find_degrees(comm.moe_comm_chunks),
+            scheduler=find_order(comm.moe_comm_order) or sequential,
+            repeats=transformer.recompute_granularity == "full",
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:
@@ -300,9 +291,9 @@ class _StageBuilder:
         bandwidth = self.target.memory_bandwidth
         if bandwidth is None:
             return 0.0
-        held = inspect(self.config, self.run).held
+        uses = held(self.run)
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
-        return (2 * held.optimizer + (held.gradients + held.parameters) / shares) / bandwidth
+        return (2 * uses["optimizer"] + (uses["gradients"] + uses["parameters"]) / shares) / bandwidth
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

@@ -1,6 +1,7 @@
 """Output of a run besides its log line: recordings, profiles, memory, and progress in `--save`."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.observe.routing import RoutingTrace
 from megatron_balance.observe.trace import Timeline
 from megatron_balance.training.logging import RunLog
-from megatron_balance.training.loop import manual_gc, manual_gc_after_step
 from megatron_balance.training.progress import StepReport
 from megatron_balance.training.run import Run
 
@@ -46,17 +46,22 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
             if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
                 line = memory.line(config.log.log_device_memory_used)
                 print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
-            manual_gc_after_step(config.train, report.iteration)
+            interval = config.train.manual_gc_interval
+            if config.train.manual_gc and interval and report.iteration % interval == 0:
+                gc.collect()
 
-        with manual_gc(config.train):
-            yield after_step
+        if config.train.manual_gc:
+            # If each rank collected garbage by its own counters, the others would wait for it in the next collective
+            gc.disable()
+            closing.callback(gc.enable)
+            gc.collect()
+        yield after_step
 
 
 def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[[StepReport], None]]:
-    """Open the records that flags request, and yield functions to call after every iteration.
+    """Open the records that flags request, and yield functions to call after every iteration; ValueError if it fails.
 
-    Records: the experts of each token, loads and placements, calibration, a timeline. A resumed run continues from a
-    checkpoint, so earlier records must be on disk by then. ValueError: a file is not writable or does not fit this run.
+    A resumed run continues from a checkpoint, so earlier records must be on disk by then.
     """
     config = run.config
     rank = dist.get_rank()
@@ -98,10 +103,7 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
 
 
 def memory_is_due(iteration: int, done: int, log: LogConfig) -> bool:
-    """Return whether ranks report their memory: after the first iteration, at the next log line, and at intervals.
-
-    The optimizer allocates its state in the first iteration without an overflow. `done` iterations precede this job.
-    """
+    """Return whether memory is due: in the first iteration (`done` + 1), at the next log line, and at intervals."""
     first_line = ((done + 1) // log.log_interval + 1) * log.log_interval
     due = log.log_memory_interval is not None and iteration % log.log_memory_interval == 0
     return iteration in (done + 1, first_line) or due

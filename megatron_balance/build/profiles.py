@@ -75,11 +75,7 @@ class Profiles:
         return resized(self.experts, group.size(), self.node_size(group))
 
     def node_size(self, group: dist.ProcessGroup) -> int:
-        """Return the number of ranks of `group` on each node.
-
-        Raises:
-            ValueError: the nodes divide the groups into unequal parts.
-        """
+        """Return the number of ranks of `group` on each node; ValueError: nodes divide groups into unequal parts."""
         transformer = self.config.transformer
         assert transformer.expert_tensor_parallel_size is not None
         ranks = transformer.expert_model_parallel_size * transformer.expert_tensor_parallel_size
@@ -87,11 +83,7 @@ class Profiles:
 
 
 def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
-    """Return the profile of a job's expert-parallel groups from the file of `--balance-profile`.
-
-    Raises:
-        ValueError: the file cannot be read, or is for another job; the error names the file.
-    """
+    """Return the profile of expert-parallel groups from `--balance-profile`; ValueError if the file does not fit."""
     transformer = config.transformer
     path = Path(config.balance.balance_profile)
     num_ranks = transformer.expert_model_parallel_size

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.timers import Timers
@@ -69,15 +64,9 @@ def build_run(
     tokenizer: MegatronTokenizerBase | None = None,
     policy: Policy | None = None,
 ) -> Run:
-    """Build one training run in an initialized job; every rank calls it.
+    """Build one training run in an initialized job; every rank calls it, and a ValueError is raised on every rank.
 
-    Args:
-        with_data: whether to build the data; a run without data cannot train.
-        tokenizer: the flags' tokenizer if it exists already.
-        policy: the flags' policy if it has been started already.
-
-    Raises:
-        ValueError: some settings cannot be built; raised on every rank.
+    `tokenizer` and `policy` are those of the flags if they exist already. A run without data cannot train.
     """
     random.seed(config.train.seed)
     np.random.seed(config.train.seed)
@@ -210,7 +199,7 @@ def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn
 def build_block_spec(wiring: Wiring, stage: int | None = None) -> TransformerBlockSubmodules:
     """Return megatron-core's GPT block of this (virtual) stage, with our layer unless `--moe-layer-impl megatron`."""
     shape = wiring.config.transformer
-    block = get_gpt_decoder_block_spec(
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
         shape,
         use_transformer_engine=shape.transformer_impl == "transformer_engine",
         normalization=shape.normalization,
@@ -242,9 +231,12 @@ def _prediction_spec(wiring: Wiring, block: TransformerBlockSubmodules, stage: i
         return None
     engine = config.transformer_impl == "transformer_engine"
     if not block.layer_specs:
-        layers: Any = get_gpt_decoder_layer_specs(config, engine, config.normalization, config.qk_l2_norm)
+        layers: Any = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config, engine, config.normalization, config.qk_l2_norm
+        )
         block = TransformerBlockSubmodules(_own_layers(layers[-1:], wiring), block.layer_norm)
-    spec: Any = get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=wiring.groups.pp.rank())
+    rank = wiring.groups.pp.rank()
+    spec: Any = gpt_layer_specs.get_gpt_mtp_block_spec(config, block, engine, vp_stage=stage, pp_rank=rank)
     for layer in () if spec is None or engine else spec.layer_specs:
         for name in ("enorm", "hnorm", "layer_norm"):
             setattr(layer.submodules, name, block.layer_norm)
@@ -349,9 +341,7 @@ def _finalize_copies(
         routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
-        weights: list[Any] = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
-        # Parameters of experts have `allreduce` False
-        copied = [one for one in weights if not one.tensor_model_parallel and getattr(one, "allreduce", True)]
+        copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]
     if not copied:
         return
     gradients = [weight.main_grad for weight in copied]
@@ -360,6 +350,11 @@ def _finalize_copies(
     flat /= dispatch.repeats
     for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
         gradient.copy_(reduced)
+
+
+def _is_copied(weight: Any) -> bool:
+    """Return whether all tensor-parallel ranks have the parameter; parameters of experts have `allreduce` False."""
+    return weight.requires_grad and not weight.tensor_model_parallel and getattr(weight, "allreduce", True)
 
 
 def _one_or_all(functions: list[Callable]) -> Any:

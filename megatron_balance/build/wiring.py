@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.build.profiles import (
-    Profiles,
-    first_rank_log,
-    layer_shape,
-    new_saa_group,
-    schedule_choices,
-)
+from megatron_balance.build.profiles import Profiles, first_rank_log, layer_shape, new_saa_group, schedule_choices
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
 from megatron_balance.comm.registry import exchange_models, load_all_to_all
@@ -55,11 +49,7 @@ class Wiring:
 
 
 def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Progress) -> Wiring:
-    """Build the wiring of this rank; every rank of the job calls it at the same point.
-
-    Raises:
-        ValueError: an all-to-all, codec, order or profile cannot be loaded, or does not suit the nodes.
-    """
+    """Build the wiring; every rank calls it. ValueError: an all-to-all, codec, order or profile does not fit."""
     world_size = world().size()
     profiles = Profiles(config, groups, Topology(world_size, config.comm.moe_comm_node_size or world_size))
     dispatch = _dispatch(profiles)

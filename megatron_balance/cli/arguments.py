@@ -166,9 +166,7 @@ def build_parser() -> Parser:
 def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     """Parse and check a command line on a machine with `machine.world_size` processes.
 
-    Raises:
-        ValueError: the flags contradict each other; the error names the flag, the value and the remedy.
-        SystemExit: argparse's own errors (unknown flag, not a number) and `--help`.
+    ValueError: the flags contradict each other. SystemExit: argparse's own errors, and `--help`.
     """
     parser = build_parser()
     argv = parser.expanded(argv)
@@ -253,6 +251,11 @@ def _run_config(line: CommandLine) -> RunConfig:
             grad_reduce_in_fp32=line.grad_reduce_in_fp32 or (line.bf16 and not line.grad_reduce_in_bf16),
         ),
     }
+    return run_config(values, special)
+
+
+def run_config(values: Mapping[str, Any], special: Mapping[str, Any]) -> RunConfig:
+    """Construct a RunConfig from its `special` sections, and the others from `values` by the fields' names."""
     parts = typing.get_type_hints(RunConfig)
     return RunConfig(**{name: special.get(name) or build(cls, values) for name, cls in parts.items()})
 

@@ -12,8 +12,8 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_balance.cli import machine_checks
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.machine_checks import ACTIVATIONS, check_machine
 from megatron_balance.cli.moe_checks import check_moe
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
@@ -81,12 +81,9 @@ NO_EFFECT_WITHOUT_POLICY = tuple(
 def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -> CommandLine:
     """Check the flags against each other and the machine; return their values, derived settings and notices.
 
-    Args:
-        values: every flag's value by field name.
-        given: fields whose flags the user wrote.
-
-    Raises:
-        ValueError: the error names the flag, its value and the remedy.
+    This is the whole order of checks: each step refuses flags or completes `line`, and relies on the steps before it.
+    `values` are those of every flag by field name; the user wrote the flags of the fields in `given`. ValueError: the
+    error names the flag, its value and the remedy.
     """
     if values["dry_run"]:
         machine = machine.imagined(values["distributed_backend"])
@@ -102,7 +99,12 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
         line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
     refuse_idle(line)
     _check_conditions(line)
-    check_machine(line)
+    machine_checks.choose_backend(line)
+    machine_checks.check_packages(line)
+    machine_checks.note_connections(line)
+    machine_checks.check_context_parallelism(line)
+    machine_checks.check_watching(line)
+    machine_checks.choose_fusions(line)
     data_parallel = _data_parallel_size(line)
     _check_model(line)
     line.expert_tensor_parallel_size = line.expert_tp
@@ -178,9 +180,7 @@ def _check_conditions(line: CommandLine) -> None:
         ]
     if "--no-position-embedding" in line.given and line.position_embedding_type != "rope":
         raise ValueError(
-            "--no-position-embedding: goes with --position-embedding-type rope, not "
-            f"{line.position_embedding_type}; leave it out, or use --position-embedding-type none for a model "
-            "without positions"
+            f"--no-position-embedding: not with {line['position_embedding_type']}; leave it out, or use rope"
         )
 
 
@@ -189,29 +189,21 @@ def _data_parallel_size(line: CommandLine) -> int:
     tensor = line.tensor_model_parallel_size
     stages = line.pipeline_model_parallel_size
     context = line.context_parallel_size
+    must = f"must divide the number of processes ({size}); change them or the number of processes"
     if size % (tensor * stages * context):
-        raise ValueError(
-            f"{line['tensor_model_parallel_size']} x {line['pipeline_model_parallel_size']}{_times_context(line)}: "
-            f"must divide the number of processes ({size}); change them or the number of processes"
-        )
+        raise ValueError(f"{_attention_ranks(line)} x {line['pipeline_model_parallel_size']}: {must}")
     experts = line.expert_model_parallel_size * line.expert_tp
+    expert_ranks = f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {line.expert_tp}"
     if size % (experts * stages):
-        raise ValueError(
-            f"{line['expert_model_parallel_size']} x expert tensor parallelism {line.expert_tp} x "
-            f"{line['pipeline_model_parallel_size']}: must divide the number of processes ({size}); lower one of "
-            "them (--expert-tensor-parallel-size 1)"
-        )
+        raise ValueError(f"{expert_ranks} x {line['pipeline_model_parallel_size']}: {must}")
     if line.use_tp_pp_dp_mapping and stages > 1 and experts != tensor * context:
-        raise ValueError(
-            f"--use-tp-pp-dp-mapping: with {line['pipeline_model_parallel_size']}, experts and attention must have "
-            f"as many replicas: {line['expert_model_parallel_size']} x expert tensor parallelism {line.expert_tp} "
-            f"must be {line['tensor_model_parallel_size']} x {line['context_parallel_size']}; or leave it out"
-        )
+        must = f"with {line['pipeline_model_parallel_size']}, {expert_ranks} must be {_attention_ranks(line)}"
+        raise ValueError(f"--use-tp-pp-dp-mapping: {must}; or leave it out")
     return size // (tensor * stages * context)
 
 
-def _times_context(line: CommandLine) -> str:
-    return f" x {line['context_parallel_size']}" if line.context_parallel_size > 1 else ""
+def _attention_ranks(line: CommandLine) -> str:
+    return f"{line['tensor_model_parallel_size']} x {line['context_parallel_size']}"
 
 
 def _check_model(line: CommandLine) -> None:
@@ -228,10 +220,8 @@ def _check_model(line: CommandLine) -> None:
     if context > 1 and line.seq_length % (2 * context):
         raise ValueError(f"{line['seq_length']}: must be a multiple of 2 x {line['context_parallel_size']}")
     if line.sequence_parallel and line.seq_length % (tensor * context):
-        raise ValueError(
-            f"{line['seq_length']}: with --sequence-parallel it must be a multiple of "
-            f"{line['tensor_model_parallel_size']}{_times_context(line)}"
-        )
+        ranks = _attention_ranks(line)
+        raise ValueError(f"{line['seq_length']}: with --sequence-parallel it must be a multiple of {ranks}")
     for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         layers = getattr(line, name)
         if isinstance(layers, list) and len(layers) != line.num_layers:
@@ -243,15 +233,13 @@ def _check_model(line: CommandLine) -> None:
         if line.normalization != "RMSNorm":
             raise ValueError(f"{line['normalization']}: --qk-layernorm-across-heads needs --normalization RMSNorm")
         if groups and groups % tensor:
-            raise ValueError(
-                f"{line['num_query_groups']}: with --qk-layernorm-across-heads it must be a multiple of "
-                f"{line['tensor_model_parallel_size']}"
-            )
+            must = f"must be a multiple of {line['tensor_model_parallel_size']}"
+            raise ValueError(f"{line['num_query_groups']}: with --qk-layernorm-across-heads it {must}")
     if line.multi_latent_attention:
         _check_latent_attention(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
         raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
-    activations = [flag_of(name) for name in ACTIVATIONS if getattr(line, name)]
+    activations = [flag_of(name) for name in machine_checks.ACTIVATIONS if getattr(line, name)]
     if len(activations) > 1:
         raise ValueError(f"{' and '.join(activations)}: choose one activation")
     if line.grad_reduce_in_bf16 and (not line.bf16 or line.grad_reduce_in_fp32):
@@ -269,15 +257,10 @@ def _check_model(line: CommandLine) -> None:
 def _check_latent_attention(line: CommandLine) -> None:
     tensor = line.tensor_model_parallel_size
     if line.position_embedding_type != "rope":
-        raise ValueError(
-            f"{line['position_embedding_type']}: --multi-latent-attention has rotary embeddings itself; use "
-            "--position-embedding-type rope"
-        )
+        raise ValueError(f"{line['position_embedding_type']}: with --multi-latent-attention, use rope")
     # Without sequence parallelism, all ranks have the whole gradient of the queries' norm, but megatron-core sums it
     if tensor > 1 and not line.sequence_parallel:
-        raise ValueError(
-            f"{line['tensor_model_parallel_size']}: with --multi-latent-attention, add --sequence-parallel"
-        )
+        raise ValueError(f"{line['tensor_model_parallel_size']}: --multi-latent-attention needs --sequence-parallel")
     # Without Transformer Engine, tensor parallelism also splits these projections
     widths = {
         "--q-lora-rank": line.q_lora_rank or 0,
@@ -310,19 +293,17 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
     value = getattr(line, name)
     if stages == 1:
         raise ValueError(f"{line[name]}: needs --pipeline-model-parallel-size above 1")
-    _refuse_batched_messages(line, "the interleaved schedule")
+    _refuse_batched_messages(line)
     held = layers // stages
     if value < 1 or uneven or held % value:
         raise ValueError(f"{line[name]}: must divide the {held} layers of a stage")
     return value if name == "num_virtual_stages_per_pipeline_rank" else held // value
 
 
-def _refuse_batched_messages(line: CommandLine, schedule: str) -> None:
+def _refuse_batched_messages(line: CommandLine) -> None:
     # In a batch, two messages between the same two ranks could not be told apart
     if line.pipeline_model_parallel_size == 2 and not line.overlap_p2p_comm:
-        raise ValueError(
-            f"--no-overlap-p2p-communication: needs --pipeline-model-parallel-size above 2 with {schedule}"
-        )
+        raise ValueError("--no-overlap-p2p-communication: the interleaved schedule then needs more than 2 stages")
 
 
 def _layout_chunks(line: CommandLine) -> int | None:
@@ -340,10 +321,8 @@ def _layout_chunks(line: CommandLine) -> int | None:
         layout = PipelineParallelLayerLayout.from_str(text, stages)
         layout.validate_layer_layout(line.num_layers, line.mtp_num_layers)
     except (AssertionError, IndexError) as error:
-        raise ValueError(
-            f"{flag}: {error}; describe --pipeline-model-parallel-size {stages} stages or a multiple, with E, a t for "
-            "each of --num-layers, an m for each of --mtp-num-layers, and L"
-        ) from error
+        parts = "E, a t for each of --num-layers, an m for each of --mtp-num-layers, and L"
+        raise ValueError(f"{flag}: {error}; describe {stages} stages, or a multiple, with {parts}") from error
     if line.mtp_num_layers and LayerType.mtp not in layout.layout[-1][-1]:
         raise ValueError(f"{flag}: puts multi-token prediction before the last stage; write m before L")
     chunks = layout.virtual_pipeline_model_parallel_size
@@ -351,29 +330,22 @@ def _layout_chunks(line: CommandLine) -> int | None:
         return None
     if stages == 1:
         raise ValueError(f"{flag}: describes {chunks} stages, but --pipeline-model-parallel-size is 1; raise it")
-    _refuse_batched_messages(line, flag)
+    _refuse_batched_messages(line)
     return chunks
 
 
 def _check_prediction(line: CommandLine, virtual: int) -> None:
     """Check the requirements of multi-token prediction; `virtual` is the number of model chunks per pipeline stage."""
     if line.position_embedding_type == "learned_absolute":
-        raise ValueError(
-            f"{line['position_embedding_type']}: {line['mtp_num_layers']} shifts tokens by a place; use rope (or none "
-            "for a model without positions)"
-        )
+        raise ValueError(f"{line['position_embedding_type']}: with {line['mtp_num_layers']}, use rope or none")
     if line.recompute_granularity == "full" and (line.recompute_method, line.recompute_num_layers) != ("uniform", 1):
-        raise ValueError(
-            f"{line['recompute_method']} {line['recompute_num_layers']}: with {line['mtp_num_layers']} use "
-            "--recompute-method uniform --recompute-num-layers 1"
-        )
+        given = f"{line['recompute_method']} {line['recompute_num_layers']}"
+        raise ValueError(f"{given}: with {line['mtp_num_layers']} use uniform and 1")
     ends = line.account_for_embedding_in_pipeline_split + line.account_for_loss_in_pipeline_split
     chunks = line.pipeline_model_parallel_size * virtual
     if line.account_for_loss_in_pipeline_split and line.num_layers + ends == chunks:
-        raise ValueError(
-            "--account-for-loss-in-pipeline-split: the last pipeline stage would have no layer, which "
-            f"{line['mtp_num_layers']} copies; leave it out"
-        )
+        missing = f"the last pipeline stage would have no layer, which {line['mtp_num_layers']} copies"
+        raise ValueError(f"--account-for-loss-in-pipeline-split: {missing}; leave it out")
 
 
 def _global_batch_size(line: CommandLine, data_parallel: int, virtual: int | None) -> int:
@@ -381,20 +353,14 @@ def _global_batch_size(line: CommandLine, data_parallel: int, virtual: int | Non
     total = line.global_batch_size or step
     microbatches = total // step
     if total % step:
-        raise ValueError(
-            f"{line['global_batch_size']}: must be a multiple of {step}, which is {line['micro_batch_size']} times the "
-            f"data-parallel size {data_parallel}"
-        )
+        factors = f"{line['micro_batch_size']} x data-parallel size {data_parallel}"
+        raise ValueError(f"{line['global_batch_size']}: must be a multiple of {step}, which is {factors}")
     if microbatches > MOST_MICROBATCHES:
-        raise ValueError(
-            f"{line['global_batch_size']}: makes {microbatches} microbatches of {step}; give at most "
-            f"{MOST_MICROBATCHES * step}, or a larger --micro-batch-size"
-        )
+        most = MOST_MICROBATCHES * step
+        raise ValueError(f"{line['global_batch_size']}: give at most {most}, or a larger --micro-batch-size")
     if virtual and microbatches % line.pipeline_model_parallel_size:
-        raise ValueError(
-            f"--global-batch-size {total}: the interleaved schedule needs a number of microbatches "
-            f"({microbatches}) that is a multiple of {line['pipeline_model_parallel_size']}"
-        )
+        must = f"must be a multiple of {line['pipeline_model_parallel_size']} with the interleaved schedule"
+        raise ValueError(f"--global-batch-size {total}: its number of microbatches, {microbatches}, {must}")
     return total
 
 
@@ -416,11 +382,7 @@ def _check_data(line: CommandLine) -> None:
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return data flags' values, by field, from `--data-args-path` or `--per-split-data-args-path`; empty without them.
-
-    Raises:
-        ValueError: a file cannot be read or has another form, or a flag gives the same data.
-    """
+    """Return data flags' values, by field, from files of data flags; ValueError if a file or a combination is wrong."""
     blend = values["data_args_path"]
     per_split = values["per_split_data_args_path"]
     found: dict[str, list[str]] = {}

@@ -11,11 +11,12 @@ ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
+NEEDS_ENGINE = f"needs Transformer Engine on CUDA ({INSTALL})"
 
-def check_machine(line: CommandLine) -> None:
-    """Check that the machine supports the flags; replace unsupported defaults."""
-    machine = line.machine
-    if line.distributed_backend == "nccl" and not machine.cuda:
+
+def choose_backend(line: CommandLine) -> None:
+    """Replace a default backend or implementation of layers that the machine lacks; refuse one that was asked for."""
+    if line.distributed_backend == "nccl" and not line.machine.cuda:
         if "distributed_backend" in line.given:
             raise ValueError("--distributed-backend nccl: needs CUDA; use --distributed-backend gloo")
         line.distributed_backend = "gloo"
@@ -24,20 +25,12 @@ def check_machine(line: CommandLine) -> None:
         raise ValueError("--ddp-average-in-collective: gloo cannot average; leave it out")
     if line.transformer_impl == "transformer_engine" and not line.has_engine:
         if "transformer_impl" in line.given:
-            raise ValueError(
-                "--transformer-impl transformer_engine: needs CUDA and the package transformer-engine "
-                f"({INSTALL}); use --transformer-impl local"
-            )
+            raise ValueError(f"--transformer-impl transformer_engine: {NEEDS_ENGINE}; use local")
         line.transformer_impl = "local"
         line.notices.append("no Transformer Engine here: --transformer-impl local")
-    _check_packages(line)
-    _note_connections(line)
-    _check_context_parallelism(line)
-    _check_watching(line)
-    _choose_fusions(line)
 
 
-def _check_packages(line: CommandLine) -> None:
+def check_packages(line: CommandLine) -> None:
     """Refuse packages that megatron-core cannot use, and flags that need a missing package."""
     machine = line.machine
     absent = not line.has_engine
@@ -45,10 +38,8 @@ def _check_packages(line: CommandLine) -> None:
         raise ValueError(f"{machine.unfit}; install one of those ({INSTALL}) or uninstall it")
     unbuilt = sorted(machine.unbuilt.intersection(EXPECTED_MODULES))
     if machine.cuda and unbuilt and (line.transformer_impl == "local" or absent):
-        raise ValueError(
-            f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use: build NVIDIA's apex with "
-            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
-        )
+        absent = f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use"
+        raise ValueError(f"{absent}: build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it")
     needs_engine = {
         "fp32_residual_connection": line.transformer_impl == "local" and (line.bf16 or line.fp16),
         "moe_router_fusion": absent,
@@ -56,27 +47,24 @@ def _check_packages(line: CommandLine) -> None:
     }
     for name, missing in needs_engine.items():
         if getattr(line, name) and missing:
-            raise ValueError(f"{flag_of(name)}: needs Transformer Engine on CUDA ({INSTALL}); leave it out")
+            raise ValueError(f"{flag_of(name)}: {NEEDS_ENGINE}; leave it out")
     selective = (line.recompute_granularity == "selective" and line.recompute_modules) or ()
     # megatron-core's recomputation of these modules imports Transformer Engine to ask whether FP8 is in use
     again = ("layernorm", "moe_act") if line.moe_layer_impl == "megatron" else ("layernorm",)
     if not machine.transformer_engine and (named := [module for module in again if module in selective]):
-        raise ValueError(
-            f"--recompute-modules {' '.join(named)}: needs the package transformer-engine ({INSTALL}); leave it out of "
-            "the modules"
-        )
+        raise ValueError(f"--recompute-modules {' '.join(named)}: needs transformer-engine ({INSTALL}); leave it out")
     check_expert_gemm(line)
     if line.cross_entropy_loss_fusion and line.cross_entropy_fusion_impl == "te" and absent:
-        raise ValueError(f"--cross-entropy-fusion-impl te: needs Transformer Engine on CUDA ({INSTALL}); use native")
+        raise ValueError(f"--cross-entropy-fusion-impl te: {NEEDS_ENGINE}; use native")
 
 
 def check_expert_gemm(line: CommandLine) -> None:
     """Refuse `--moe-expert-gemm te` without Transformer Engine."""
     if line.moe_expert_gemm == "te" and not line.has_engine:
-        raise ValueError(f"--moe-expert-gemm te: needs Transformer Engine on CUDA ({INSTALL}); use default")
+        raise ValueError(f"--moe-expert-gemm te: {NEEDS_ENGINE}; use default")
 
 
-def _note_connections(line: CommandLine) -> None:
+def note_connections(line: CommandLine) -> None:
     """Add a notice if all kernels share one queue, in which exchanges and transfers delay computation."""
     hidden = []
     if line.balance_policy != "none" and line.balance_overlap == "blockwise":
@@ -87,22 +75,18 @@ def _note_connections(line: CommandLine) -> None:
         return
     tensor = line["tensor_model_parallel_size"]
     kept = f", unless what {tensor} overlaps with it matters more" if line.tensor_model_parallel_size > 1 else ""
-    line.notices.append(
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1: kernels run in the order of their launch, so {' and '.join(hidden)} can hide "
-        f"little, because messages that wait hold up the experts behind them; unset it{kept}"
-    )
+    effect = f"{' and '.join(hidden)} can hide little, because waiting messages hold up the experts behind them"
+    line.notices.append(f"CUDA_DEVICE_MAX_CONNECTIONS=1: {effect}; unset it{kept}")
 
 
-def _check_context_parallelism(line: CommandLine) -> None:
+def check_context_parallelism(line: CommandLine) -> None:
     """Refuse context parallelism that this machine's attention does not support."""
     context = line.context_parallel_size
     flag = line["context_parallel_size"]
     (kind, *others) = line.cp_comm_type
     if {*others} - {kind}:
         # megatron-core 0.16 gives each layer the entry of the layer after it
-        raise ValueError(
-            f"{line['cp_comm_type']}: entries that differ between layers are not supported; give one for all"
-        )
+        raise ValueError(f"{line['cp_comm_type']}: entries that differ between layers are not supported; give one")
     sizes = line.hierarchical_context_parallel_sizes or []
     written = f"--hierarchical-context-parallel-sizes {in_words(sizes)}"
     if sizes and kind != "a2a+p2p":
@@ -111,8 +95,7 @@ def _check_context_parallelism(line: CommandLine) -> None:
         return
     if line.machine.cuda and line.transformer_impl == "local":
         raise ValueError(
-            f"{flag}: on CUDA, only Transformer Engine's attention has context parallelism; use --transformer-impl "
-            f"transformer_engine ({INSTALL}), or leave it out"
+            f"{flag}: on CUDA, it needs --transformer-impl transformer_engine ({INSTALL}); or leave it out"
         )
     if kind == "a2a+p2p" and len(sizes) != 2:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
@@ -125,15 +108,14 @@ def _check_context_parallelism(line: CommandLine) -> None:
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
         if count % (tensor * sharing) and sharing > 1:
             exchanging = flag if kind == "a2a" else f"{sharing} (--hierarchical-context-parallel-sizes)"
-            raise ValueError(
-                f"{flag_of(name)} {count}: with --cp-comm-type {kind} it must be a multiple of "
-                f"{line['tensor_model_parallel_size']} x {exchanging}; or use --cp-comm-type p2p"
-            )
+            must = f"must be a multiple of {line['tensor_model_parallel_size']} x {exchanging}"
+            raise ValueError(f"{flag_of(name)} {count}: with --cp-comm-type {kind} it {must}; or use p2p")
     if kind == "a2a" and line.transformer_impl == "local" and line.softmax_type != "vanilla":
         raise ValueError(f"{line['softmax_type']}: with --cp-comm-type a2a it needs Transformer Engine; use p2p")
 
 
-def _choose_fusions(line: CommandLine) -> None:
+def choose_fusions(line: CommandLine) -> None:
+    """Turn off fused kernels that the machine lacks or that do not suit the flags."""
     machine = line.machine
     # A dry run computes nothing, but megatron-core looks for the kernels when it builds a model
     real = machine.cuda and not line.dry_run
@@ -159,7 +141,7 @@ def _choose_fusions(line: CommandLine) -> None:
         setattr(line, name, real and getattr(line, name) and machine.fuses(name))
 
 
-def _check_watching(line: CommandLine) -> None:
+def check_watching(line: CommandLine) -> None:
     """Check the flags of logs and profilers; add a notice for those without an effect on this machine."""
     machine = line.machine
     if line.profile:

@@ -44,10 +44,7 @@ def check_moe(line: CommandLine) -> None:
     if line.moe_token_dispatcher_type == "flex" and not line.machine.cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if line.moe_shared_expert_intermediate_size is not None and line.add_bias_linear:
-        raise ValueError(
-            f"{line['moe_shared_expert_intermediate_size']}: megatron-core's shared experts have no biases; also give "
-            "--disable-bias-linear"
-        )
+        raise ValueError(f"{line['moe_shared_expert_intermediate_size']}: also give --disable-bias-linear")
     if line.moe_layer_impl == "balanced":
         for name in NOT_BALANCED:
             if line.get(name):
@@ -104,9 +101,7 @@ def _check_rows_bound(line: CommandLine) -> None:
         raise ValueError(f"--moe-flex-rows bound: needs {missing}; or use counted")
     for name in ("moe_expert_rank_capacity_factor", "moe_hybridep_pad_uneven_dispatch_inputs"):
         if line.get(name):
-            raise ValueError(
-                f"{flag_of(name)}: not with --moe-flex-rows bound, which makes room for every row; leave it out"
-            )
+            raise ValueError(f"{flag_of(name)}: not with --moe-flex-rows bound, which has room for all; leave it out")
 
 
 def _check_schedule(line: CommandLine) -> None:
@@ -121,51 +116,37 @@ def _check_schedule(line: CommandLine) -> None:
         sharded = f"--expert-tensor-parallel-size {expert_tp}"
         inner = line.moe_ffn_hidden_size or line.ffn_hidden_size
         if line.add_bias_linear:
-            raise ValueError(
-                f"{sharded} (default: the tensor-parallel size): also give --disable-bias-linear, because each shard "
-                "would add the experts' second bias; or use --expert-tensor-parallel-size 1"
-            )
+            remedy = "also give --disable-bias-linear, because each shard would add the second bias; or use 1"
+            raise ValueError(f"{sharded} (default: the tensor-parallel size): {remedy}")
         if inner % expert_tp:
             raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
     if schedule == "s2" and line.sequence_parallel:
-        raise ValueError(
-            f"--sequence-parallel: not with {line['moe_parallel_schedule']}, which routes all tokens on every "
-            "tensor-parallel rank; use --moe-parallel-schedule s1, or leave out --sequence-parallel"
-        )
+        raise ValueError("--sequence-parallel: not with --moe-parallel-schedule s2; use s1, or leave it out")
     if schedule == "s2" and line.expert_model_parallel_size * expert_tp % tensor:
-        raise ValueError(
-            f"{line['moe_parallel_schedule']}: {line['tensor_model_parallel_size']} must divide "
-            f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}; change them, or use "
-            "--moe-parallel-schedule s1"
-        )
+        ranks = f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}"
+        must = f"{line['tensor_model_parallel_size']} must divide {ranks}"
+        raise ValueError(f"--moe-parallel-schedule s2: {must}; change them, or use s1")
     context = line.context_parallel_size
     if schedule in ("s1", "auto") and same_tokens and line.seq_length % (tensor * context):
-        parallel = line["tensor_model_parallel_size"] + (f" x {line['context_parallel_size']}" if context > 1 else "")
-        raise ValueError(
-            f"{line['seq_length']}: with {line['moe_parallel_schedule']} it must be a multiple of {parallel}"
-        )
+        must = f"must be a multiple of {line['tensor_model_parallel_size']} x {line['context_parallel_size']}"
+        raise ValueError(f"{line['seq_length']}: with {line['moe_parallel_schedule']} it {must}")
     if "moe_parallel_saa" in line.given and schedule not in ("s2", "auto"):
         raise ValueError(f"--no-moe-parallel-saa: has no effect with {line['moe_parallel_schedule']}; leave it out")
     if schedule in ("megatron", "baseline") and same_tokens:
-        line.notices.append(
-            f"{line['moe_parallel_schedule']} without --sequence-parallel: experts compute every token {tensor} times; "
-            "use --moe-parallel-schedule s1, or --sequence-parallel"
-        )
+        repeated = f"experts compute every token {tensor} times; use s1, or --sequence-parallel"
+        line.notices.append(f"{line['moe_parallel_schedule']} without --sequence-parallel: {repeated}")
 
 
 def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
     if line.moe_parallel_schedule != "megatron":
         raise ValueError(f"{line['moe_parallel_schedule']}: needs --moe-layer-impl balanced")
+    tensor = line.tensor_model_parallel_size
     if same_tokens:
-        raise ValueError(
-            f"{line['tensor_model_parallel_size']}: with --moe-layer-impl megatron also give --sequence-parallel"
-        )
-    if line.expert_model_parallel_size == 1 and line.expert_tp != line.tensor_model_parallel_size:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {line.expert_tp}: without expert parallelism, megatron-core's layer trains "
-            "each tensor-parallel rank's experts on that rank's tokens alone; use --moe-layer-impl balanced, or "
-            f"--expert-tensor-parallel-size {line.tensor_model_parallel_size}"
-        )
+        raise ValueError(f"{line['tensor_model_parallel_size']}: --moe-layer-impl megatron needs --sequence-parallel")
+    if line.expert_model_parallel_size == 1 and line.expert_tp != tensor:
+        # Each tensor-parallel rank would train its experts on its own tokens alone
+        needs = f"--moe-layer-impl megatron without expert parallelism needs {tensor}"
+        raise ValueError(f"--expert-tensor-parallel-size {line.expert_tp}: {needs}; or use balanced")
 
 
 def _check_policy(line: CommandLine) -> None:
@@ -180,17 +161,14 @@ def _check_policy(line: CommandLine) -> None:
     if parallel == 1:
         raise ValueError(f"{flag}: needs --expert-model-parallel-size above 1; use --balance-policy none")
     if line.moe_pad_expert_input_to_capacity:
-        raise ValueError(
-            f"--moe-pad-expert-input-to-capacity: not with {flag}, because every copy of an expert would be padded to "
-            "the capacity of all; leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
-        )
+        # Every copy of an expert would be padded to the capacity of all copies
+        remedy = "leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
+        raise ValueError(f"--moe-pad-expert-input-to-capacity: not with {flag}; {remedy}")
     slots = line.balance_guest_slots
     others = line.num_moe_experts * (parallel - 1) // parallel
     if slots < 1 or (slots > others and "balance_guest_slots" in line.given):
-        raise ValueError(
-            f"--balance-guest-slots {slots}: {flag} needs 1 to {others}, the number of experts that a rank does not "
-            "own; or use --balance-policy none"
-        )
+        limit = f"{flag} needs 1 to {others}, the number of experts that a rank does not own"
+        raise ValueError(f"--balance-guest-slots {slots}: {limit}; or use --balance-policy none")
     read = () if policy is None else policy.options.values()
     for option in sorted(option_fields().intersection(line.given).difference(read)):
         raise ValueError(f"{flag_of(option)}: has no effect with {flag}; leave it out")
@@ -206,46 +184,29 @@ def _check_policy(line: CommandLine) -> None:
             raise ValueError(f"{line['balance_capacities']}: {wanted}")
     if policy is not None:
         if policy.sets_quotas and line.balance_token_split == "local_first":
-            raise ValueError(
-                f"--balance-token-split local_first: not with {flag}, which decides how many tokens each host "
-                "computes; leave it out"
-            )
+            raise ValueError(f"--balance-token-split local_first: not with {flag}, which sets quotas; leave it out")
         policy.check(Placement.identity(line.num_moe_experts, parallel, slots))
     if (line.balance_overlap, line.balance_load) == ("blockwise", "exact"):
-        raise ValueError(
-            "--balance-load exact: not with --balance-overlap blockwise, which sends weights before tokens are routed; "
-            "use --balance-load predicted"
-        )
+        # Blockwise schedules send weights before tokens are routed
+        raise ValueError("--balance-load exact: not with --balance-overlap blockwise; use --balance-load predicted")
     if line.balance_ownership == "transfer":
         _check_transfer(line)
     if line.balance_calibrate == "on" and line.balance_log_dir is None:
-        raise ValueError(
-            "--balance-calibrate on: measured times decide where experts are, so only a record of them can repeat the "
-            "run; also give --balance-log-dir"
-        )
+        raise ValueError("--balance-calibrate on: also give --balance-log-dir, whose record can repeat the run")
 
 
 def _check_transfer(line: CommandLine) -> None:
     flag = "--balance-ownership transfer"
     if line.balance_load == "exact":
-        raise ValueError(
-            f"--balance-load exact: not with {flag}, which moves experts before tokens are routed; use "
-            "--balance-load predicted"
-        )
+        raise ValueError(f"--balance-load exact: not with {flag}; use --balance-load predicted")
     if line.expert_tp > 1:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size): not with {flag}, "
-            "which moves whole experts; use 1, or leave out one of them"
-        )
+        size = f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size)"
+        raise ValueError(f"{size}: not with {flag}, which moves whole experts; use 1, or leave out one of them")
     if line.tensor_model_parallel_size > 1 and line.add_bias_linear:
-        raise ValueError(
-            f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear: transfers of "
-            "biases are not tested under tensor parallelism"
-        )
+        raise ValueError(f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear")
     if line.use_precision_aware_optimizer:
         raise ValueError(
-            f"--use-precision-aware-optimizer: not with {flag}, which moves main parameters and moments in float32; "
-            "leave one of them out"
+            f"--use-precision-aware-optimizer: not with {flag}, which moves float32 state; leave one of them out"
         )
 
 
@@ -255,11 +216,9 @@ def _token_dispatcher(line: CommandLine) -> str:
     gloo = line.distributed_backend == "gloo"
     uneven = line.moe_layer_impl == "megatron" and not line.moe_pad_expert_input_to_capacity
     if line.expert_tp > 1 and uneven and gloo and wanted == "alltoall":
-        raise ValueError(
-            f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size): with "
-            "--moe-layer-impl megatron it gathers rows, and gloo needs the same number from each rank; use "
-            "--moe-layer-impl balanced, or --moe-pad-expert-input-to-capacity"
-        )
+        size = f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size)"
+        reason = "megatron-core's layer gathers different numbers of rows from the ranks, which gloo cannot do"
+        raise ValueError(f"{size}: {reason}; use --moe-layer-impl balanced, or --moe-pad-expert-input-to-capacity")
     ways = ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule")
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
@@ -293,15 +252,11 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
     if name != "default":
         find_all_to_all(name)
         if gloo and cuda and name in ALL_TO_ALLS and name != "flat":
-            raise ValueError(
-                f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
-            )
+            raise ValueError(f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use nccl")
     codec = line.moe_comm_codec
     load_codec(codec)
     if codec == "zfp" and cuda:
         raise ValueError("--moe-comm-codec zfp: zfp works on the CPU only; use fp8 or int8")
     short = [flag_of(dtype) for dtype in ("bf16", "fp16") if getattr(line, dtype)]
     if short and codec in ("bf16", "fp16"):
-        raise ValueError(
-            f"--moe-comm-codec {codec}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none"
-        )
+        raise ValueError(f"--moe-comm-codec {codec}: saves nothing with {short[0]}; use fp8, int8 or none")

@@ -5,7 +5,7 @@ import functools
 import shlex
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from megatron_balance.cli.upstream_flags import IN_SOME_VERSIONS, NOT_INSTALLED, REFUSED_VALUES, refusal, refused_values
@@ -57,15 +57,15 @@ class Parser(argparse.ArgumentParser):
     source = ""
     """Prefix of errors: the file that contains the flags; empty for the command line."""
 
-    def add_without_effect(self, entries: Mapping[str, str]) -> None:
-        """Add flags that do nothing: `--switch`, `--flag VALUE` or `--flag one|other` (these values only) -> reason.
+    def add_without_effect(self, entries: Iterable[str]) -> None:
+        """Add flags that do nothing: `--switch`, `--flag VALUE` or `--flag one|other` (these values only).
 
         The parsed value's attribute is named like the flag, dashes included.
         """
-        for entry, reason in entries.items():
+        for entry in entries:
             flag, _, value = entry.partition(" ")
-            kind = str if value.isupper() else functools.partial(_one_of, value.split("|"), reason)
-            keywords: dict[str, Any] = {"type": kind} if value else {"action": "store_true"}
+            choices = None if value.isupper() else value.split("|")
+            keywords: dict[str, Any] = {"choices": choices} if value else {"action": "store_true"}
             self.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **keywords)
 
     def refuse_values(self) -> None:
@@ -125,13 +125,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{self.source}{message}")
-
-
-def _one_of(values: Collection[str], reason: str, text: str) -> str:
-    """Convert the value of one of upstream's flags; only `values` are supported."""
-    if text not in values:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not supported; {' or '.join(values)} {reason}")
-    return text
 
 
 def _none_of(reasons: Mapping[str, str], text: str) -> str:

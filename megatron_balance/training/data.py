@@ -31,9 +31,6 @@ Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. With multi-token prediction, also
 `prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
-MAX_WHOLE_BYTES = MIB
-"""Larger data files are compared between ranks by size and a few samples, because there may be hundreds."""
-
 
 @dataclass(frozen=True)
 class Data:
@@ -47,17 +44,12 @@ class Data:
 
 
 def padded_vocab_size(size: int, divisible_by: int, tensor_parallel_size: int, wanted: int | None = None) -> int:
-    """Round up the vocabulary size so that every tensor-parallel rank gets an equal, aligned part.
-
-    Raises:
-        ValueError: the padded size that the user `wanted` is too small, or cannot be divided.
-    """
+    """Round up the size so that tensor-parallel ranks get equal parts; ValueError if the `wanted` size is unfit."""
     if wanted is not None:
         if wanted < size or wanted % tensor_parallel_size:
-            raise ValueError(
-                f"--padded-vocab-size {wanted}: must be at least {size}, the size of the tokenizer's vocabulary, and a "
-                f"multiple of --tensor-model-parallel-size {tensor_parallel_size}"
-            )
+            least = f"at least {size}, the size of the tokenizer's vocabulary"
+            multiple = f"a multiple of --tensor-model-parallel-size {tensor_parallel_size}"
+            raise ValueError(f"--padded-vocab-size {wanted}: must be {least}, and {multiple}")
         return wanted
     multiple = divisible_by * tensor_parallel_size
     return -(-size // multiple) * multiple
@@ -86,7 +78,6 @@ def build_data(
     )
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
     vocab_size = vocabulary(tokenizer, config.tokenizer)
-
     datasets = _build_datasets(builder, config.data)
     # Rank 0 has built all sets, an inner stage none. All ranks must know which sets exist
     exist = gather([dataset is not None for dataset in datasets])[0]
@@ -104,10 +95,7 @@ def build_data(
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """Raise ValueError on every rank if any rank's data files are invalid or differ from rank 0's.
-
-    Ranks that read samples check their files, and so does rank 0, which builds the index caches.
-    """
+    """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
     prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
     problem = None
     contents: dict[str, str] = {}
@@ -118,7 +106,8 @@ def _check_files(data: DataConfig, reads: bool) -> None:
             data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
             paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
-            contents = {path: content_digest(Path(path), MAX_WHOLE_BYTES) for path in paths}
+            # There may be hundreds of files, so large ones are compared by size and a few samples
+            contents = {path: content_digest(Path(path), MIB) for path in paths}
         except ValueError as error:
             problem = str(error)
     # Gather one digest per rank first: thousands of ranks may read hundreds of files
@@ -130,11 +119,8 @@ def _check_files(data: DataConfig, reads: bool) -> None:
     if len({digest for _, digest in answers if digest}) > 1:
         of_first, *others = gather(contents)
         for rank, own in enumerate(others, 1):
-            for path in own:
-                if own[path] != of_first[path]:
-                    raise ValueError(
-                        f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data"
-                    )
+            for path in (path for path in own if own[path] != of_first[path]):
+                raise ValueError(f"{path}: another file on rank {rank} than on rank 0; give all nodes the same data")
 
 
 def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) -> list[TopLevelDataset | None]:
@@ -164,13 +150,13 @@ def _num_samples(config: RunConfig, length: Length) -> list[int]:
 
 def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
     data: DataConfig = config.data
-    paths_per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
-    blends = [data_files.parse_blend(paths) if paths else None for paths in paths_per_split]
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    blend, *per_split = (data_files.parse_blend(words) if words else None for words in paths)
     return GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
-        blend=data_files.parse_blend(data.data_path) if data.data_path else None,
-        blend_per_split=blends if any(blends) else None,
+        blend=blend,
+        blend_per_split=per_split if any(per_split) else None,
         split=data.split,
         path_to_cache=data.data_cache_path,
         tokenizer=tokenizer,
@@ -275,11 +261,7 @@ def batch_bytes(micro_batch_size: int, seq_length: int) -> int:
 
 
 def check_batch(batch: Batch, dataset: TopLevelDataset, vocab_size: int) -> None:
-    """Check before the copy to the device that a microbatch's token ids are in the vocabulary.
-
-    Raises:
-        ValueError: a token id is outside the vocabulary; the error names the file.
-    """
+    """Raise ValueError, naming the file, if a token id of a microbatch in host memory is outside the vocabulary."""
     for tokens in (batch["tokens"], batch["labels"]):
         low, high = torch.aminmax(tokens)
         if low >= 0 and high < vocab_size:
@@ -300,10 +282,8 @@ def microbatch_samples(
     """
     step = micro_batch_size * ranks
     if total - consumed < step:
-        raise ValueError(
-            f"the dataset has {total} samples, {consumed} of them consumed: too few for one microbatch on "
-            f"each of {ranks} data-parallel ranks; lower --micro-batch-size or --eval-iters, or give more data"
-        )
+        few = f"{total} samples, {consumed} of them consumed: too few for a microbatch of {ranks} data-parallel ranks"
+        raise ValueError(f"the dataset has {few}; lower --micro-batch-size or --eval-iters, or give more data")
     for first in range(consumed, total - step + 1, step):
         start = first + rank * micro_batch_size
         yield list(range(start, start + micro_batch_size))

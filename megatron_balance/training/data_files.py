@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import DType
 
+from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import DataConfig, RunConfig
 
 Blend = tuple[list[str], list[float] | None]
@@ -42,11 +43,7 @@ _SAMPLES, _SAMPLE_TOKENS = 8, 4096
 
 
 def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
-    """Parse `[prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
-
-    Raises:
-        ValueError: the words are not pairs, or a weight is not above 0; the error names the `flag`.
-    """
+    """Parse `[prefix, ...]` or `[weight, prefix, ...]`; ValueError, naming `flag`, unless all weights are above 0."""
     try:
         weights = [float(weight) for weight in paths[0::2]]
     except ValueError:
@@ -62,24 +59,15 @@ def parse_blend(paths: list[str], flag: str = "--data-path") -> Blend:
 
 def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
     """Return the prefixes of data files by the flag that names them; see `parse_blend` for errors."""
-    given = {
-        "--data-path": data.data_path,
-        "--train-data-path": data.train_data_path,
-        "--valid-data-path": data.valid_data_path,
-        "--test-data-path": data.test_data_path,
-    }
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    given = {flag_of(name): getattr(data, name) for name in names}
     return {flag: parse_blend(paths, flag)[0] for flag, paths in given.items() if paths and not data.mock_data}
 
 
 def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
-    Args:
-        vocabulary: number of token ids.
-        reads: whether this rank reads samples; otherwise, only the flags are checked.
-
-    Raises:
-        ValueError: the data cannot be used; the error names the flag or the file, and the remedy.
+    `vocabulary` is the number of token ids; `reads`: whether this rank reads samples. ValueError names flag or file.
     """
     data = config.data
     length = config.model.seq_length
@@ -93,10 +81,8 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
             raise ValueError(f"{flag}: {error}") from error
         tokens = sum(indices[prefix].tokens for prefix in prefixes)
         if flag in ("--data-path", "--train-data-path") and tokens <= length:
-            raise ValueError(
-                f"--seq-length {length}: is longer than all of {flag}, which has {tokens} tokens; give more data, or a "
-                "smaller --seq-length"
-            )
+            problem = f"is longer than all of {flag}, which has {tokens} tokens"
+            raise ValueError(f"--seq-length {length}: {problem}; give more data, or a smaller --seq-length")
     interval = config.train.eval_interval
     absent = bounds[1] is None if bounds is not None else not (data.valid_data_path or data.mock_data)
     if interval is None or not absent:
@@ -112,10 +98,8 @@ def _bounds(split: str) -> list[Bounds]:
         with contextlib.suppress(AssertionError, ValueError, ZeroDivisionError):
             bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if bounds[0] is None:
-        raise ValueError(
-            f"--split {split}: give the relative sizes of the training, validation and test sets, such as 969,30,1; "
-            "the first must be above 0"
-        )
+        sizes = "the relative sizes of the training, validation and test sets, such as 969,30,1"
+        raise ValueError(f"--split {split}: give {sizes}; the first must be above 0")
     return bounds
 
 
@@ -126,10 +110,8 @@ def _check_documents(prefix: str, documents: int, bounds: list[Bounds] | None, s
     ends = [one and tuple(round(end * float(documents)) for end in one) for one in bounds or ()]
     empty = [name for name, one in zip(SETS, ends, strict=False) if one and one[0] == one[1]]
     if empty:
-        raise ValueError(
-            f"{prefix}: --split {split} leaves none of its {documents} documents for the {' and the '.join(empty)} "
-            f"set; give more documents, or other sizes (0 for a set that the run does not need)"
-        )
+        left = f"leaves none of its {documents} documents for the {' and the '.join(empty)} set"
+        raise ValueError(f"{prefix}: --split {split} {left}; give more documents, or 0 for a set that is not needed")
 
 
 class Index(NamedTuple):
@@ -146,32 +128,29 @@ class Index(NamedTuple):
     def tokens(self) -> int:
         return self.bin_bytes // self.token_type.itemsize
 
-    def chunks(self, column: str, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """Read `lengths`, `starts` or `boundaries` from number `first` on, _CHUNK at a time.
+    def lengths(self, first: int) -> np.ndarray:
+        """Return the tokens of at most _CHUNK sequences from number `first` on, int64."""
+        return self._numbers("<i4", _HEADER.size, first, self.sequences)
 
-        Yields:
-            index of the first number, and the numbers, int64.
-        """
-        starts_at = _HEADER.size + 4 * self.sequences
-        dtype, offset, total = {
-            "lengths": ("<i4", _HEADER.size, self.sequences),
-            "starts": ("<i8", starts_at, self.sequences),
-            "boundaries": ("<i8", starts_at + 8 * self.sequences, self.boundaries),
-        }[column]
-        for place in range(first, total, _CHUNK):
-            # A copy, not a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS
-            numbers = np.fromfile(self.path, dtype, _CHUNK, offset=offset + place * np.dtype(dtype).itemsize)
-            yield place, numbers[: total - place].astype(np.int64)
+    def starts(self, first: int) -> np.ndarray:
+        """Return the first bytes of at most _CHUNK sequences in the .bin file from number `first` on, int64."""
+        return self._numbers("<i8", _HEADER.size + 4 * self.sequences, first, self.sequences)
+
+    def document_starts(self, first: int) -> np.ndarray:
+        """Return the first sequences of at most _CHUNK documents from number `first` on, int64; the last is the end."""
+        return self._numbers("<i8", _HEADER.size + 12 * self.sequences, first, self.boundaries)
+
+    def _numbers(self, dtype: str, offset: int, first: int, end: int) -> np.ndarray:
+        # A copy, not a memory map: if the file is truncated meanwhile, this raises an error instead of SIGBUS
+        start = offset + first * np.dtype(dtype).itemsize
+        return np.fromfile(self.path, dtype, min(_CHUNK, end - first), offset=start).astype(np.int64)
 
 
 def check_indices(prefixes: Iterable[str], thorough: bool) -> dict[str, Index]:
-    """Check that each PREFIX.idx describes its PREFIX.bin; otherwise, megatron.core could read on or hang.
+    """Raise ValueError, naming the file, unless each PREFIX.idx describes its PREFIX.bin, which megatron.core assumes.
 
     A thorough check reads each .idx file once: 20 bytes per document, 0.1 s for 10 million documents in the page cache.
-    Otherwise, only headers and file sizes are compared.
-
-    Raises:
-        ValueError: a file is wrong; the error names the file, the problem and the remedy.
+    Otherwise, only headers and ends are compared.
     """
     indices = {}
     for prefix in dict.fromkeys(prefixes):
@@ -198,9 +177,7 @@ def _meant(prefix: str) -> str:
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"
     if os.path.isfile(prefix):
-        return (
-            f"{prefix} is a file itself; tokenize it with tools/preprocess_data.py, and give the prefix of its output"
-        )
+        return f"{prefix} is a file itself; give the prefix of what tools/preprocess_data.py makes of it"
     if os.path.isfile(f"{prefix}_text_document.idx"):
         return f"did you mean {prefix}_text_document?"
     return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
@@ -211,7 +188,6 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
     indices = check_indices(prefixes, thorough=False)
     for prefix, index in indices.items():
         path = f"{prefix}.bin"
-        _check_end(index, path)
         last = max(0, index.tokens - _SAMPLE_TOKENS)
         for first in dict.fromkeys(last * place // (_SAMPLES - 1) for place in range(_SAMPLES)):
             try:
@@ -223,18 +199,13 @@ def check_samples(prefixes: Iterable[str], vocabulary: int) -> dict[str, Index]:
 
 
 def check_tokens(path: str, tokens: np.ndarray, vocabulary: int, first: int | None = None) -> None:
-    """Raise ValueError, naming the .bin file `path`, if a token is outside the vocabulary.
-
-    `first` is the first token's index in the file; None: the tokens are not consecutive in the file.
-    """
+    """Raise ValueError for a token outside the vocabulary; `first` is the first token's index in the file `path`."""
     outside = (tokens < 0) | (tokens >= vocabulary)
     if outside.any():
         place = int(outside.argmax())
         where = "" if first is None else f", number {first + place} of the file,"
-        raise ValueError(
-            f"{path}: token {tokens[place]}{where} is outside the vocabulary of {vocabulary}; give the tokenizer that "
-            "the data were made with (--tokenizer-type, --tokenizer-model), or a --vocab-size above all of their tokens"
-        )
+        remedy = "give the tokenizer that the data were made with, or a --vocab-size above all of their tokens"
+        raise ValueError(f"{path}: token {tokens[place]}{where} is outside the vocabulary of {vocabulary}; {remedy}")
 
 
 def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
@@ -255,7 +226,7 @@ def check_caches(prefixes: Iterable[str], cache_path: str | None) -> None:
         except Exception as error:  # NumPy raises many types
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"{path}: is not a cached index ({reason}); delete it, and the next run writes a new one"
+                f"{path}: is not a cached index ({reason}); delete it, and the next run writes it"
             ) from error
 
 
@@ -277,51 +248,41 @@ def _read_header(idx_path: str, bin_bytes: int) -> Index:
     if size not in (expected, expected + sequences):
         counts = f"{sequences} sequences and {boundaries} document boundaries"
         raise ValueError(f"has {size} bytes, {counts} take {expected}")
-    return Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
+    index = Index(idx_path, _TOKEN_TYPES[code], sequences, boundaries, bin_bytes)
+    last = sequences - 1
+    end = int(index.starts(last)[0]) + int(index.lengths(last)[0]) * index.token_type.itemsize
+    if end > bin_bytes:
+        raise ValueError(f"its last sequence ends at byte {end} of the {bin_bytes} of the .bin file")
+    return index
 
 
 def _check_sequences(index: Index) -> None:
     """Check that sequences follow each other in the .bin file without gaps, and that there is at least one token."""
     end = 0
-    for (first, lengths), (_, starts) in zip(index.chunks("lengths"), index.chunks("starts"), strict=True):
-        _refuse(lengths < 0, first, "sequence {} has {} tokens", lengths)
+    for first in range(0, index.sequences, _CHUNK):
+        lengths = index.lengths(first)
+        starts = index.starts(first)
         ends = end + np.cumsum(lengths * index.token_type.itemsize)
         expected = np.concatenate(([end], ends[:-1]))
-        _refuse(starts != expected, first, "sequence {} starts at byte {}, not at byte {}", starts, expected)
-        text = f"sequence {{}} ends at byte {{}} of the {index.bin_bytes} of the .bin file"
-        _refuse(ends > index.bin_bytes, first, text, ends)
+        bad = (lengths < 0) | (starts != expected)
+        if bad.any():
+            place = int(bad.argmax())
+            problem = f"has {lengths[place]} tokens from byte {starts[place]}, not from byte {expected[place]}"
+            raise ValueError(f"sequence {first + place} {problem}")
         end = int(ends[-1])
     if not end:
         raise ValueError("has no tokens")
 
 
-def _check_end(index: Index, path: str) -> None:
-    """Raise ValueError if the last sequence ends beyond the .bin file, which may be an incomplete copy."""
-    (_, (start,)), (_, (length,)) = (next(index.chunks(name, index.sequences - 1)) for name in ("starts", "lengths"))
-    end = int(start) + int(length) * index.token_type.itemsize
-    if end > index.bin_bytes:
-        raise ValueError(
-            f"{path}: has {index.bin_bytes} bytes, but the last sequence in its .idx file ends at byte {end}; copy it "
-            "again, or build both again with tools/preprocess_data.py"
-        )
-
-
 def _check_boundaries(index: Index) -> None:
     """Check that documents consist of consecutive sequences, from the first to the last."""
     previous = 0
-    for first, boundaries in index.chunks("boundaries"):
-        if first == 0 and boundaries[0] != 0:
-            raise ValueError(f"document 0 starts at sequence {boundaries[0]}")
-        before = np.concatenate(([previous], boundaries[:-1]))
-        text = "document {} starts at sequence {}, after one that starts at {}"
-        _refuse(boundaries < before, first, text, boundaries, before)
-        previous = int(boundaries[-1])
+    for first in range(0, index.boundaries, _CHUNK):
+        starts = index.document_starts(first)
+        bad = np.diff(starts, prepend=previous) < 0
+        if bad.any() or (first == 0 and starts[0]):
+            place = int(bad.argmax())
+            raise ValueError(f"document {first + place} starts at sequence {starts[place]}, out of order")
+        previous = int(starts[-1])
     if previous != index.sequences:
         raise ValueError(f"the last document ends at sequence {previous} of {index.sequences}")
-
-
-def _refuse(bad: np.ndarray, first: int, text: str, *numbers: np.ndarray) -> None:
-    """Raise ValueError for the first bad entry, if any, of a chunk whose first entry has the index `first`."""
-    if bad.any():
-        place = int(bad.argmax())
-        raise ValueError(text.format(first + place, *(column[place] for column in numbers)))

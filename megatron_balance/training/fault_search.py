@@ -80,22 +80,20 @@ def explain(
     """
     unwrapped: Any = unwrap_model([*model])
     chunks = [SearchedChunk((stage, groups.pp.rank()), chunk) for stage, chunk in enumerate(unwrapped)]
-    for own in _searches(chunks, reports, gradients, repeat):
+
+    def searches() -> Iterator[list[Finding]]:
+        yield bad_weights(chunks)
+        with first_bad_output(chunks) as found:
+            again = repeat()
+        yield found
+        yield bad_losses(reports, again)
+        yield bad_gradients(chunks, gradients)
+
+    for own in searches():
         findings = gather(own)
         if any(findings):
             return describe(findings)
     return "no source found: weights, losses and gradients are finite now"
-
-
-def _searches(
-    chunks: Sequence[SearchedChunk], reports: LossReports, gradients: BucketSums, repeat: Callable[[], LossReports]
-) -> Iterator[list[Finding]]:
-    yield bad_weights(chunks)
-    with first_bad_output(chunks) as found:
-        again = repeat()
-    yield found
-    yield bad_losses(reports, again)
-    yield bad_gradients(chunks, gradients)
 
 
 def describe(findings: Sequence[Sequence[Finding]]) -> str:
@@ -124,14 +122,13 @@ def bad_weights(chunks: Sequence[SearchedChunk]) -> list[Finding]:
 
 def bad_losses(reports: LossReports, again: LossReports) -> list[Finding]:
     """Find microbatches with a bad loss although all modules' outputs were finite in the repeated pass."""
-    found = []
-    for microbatch, report in enumerate(reports):
-        if not is_finite(report):
-            cause = "it was finite when repeated: a fault of this device or its links?"
-            if not is_finite(again[microbatch]):
-                cause = "the model's output is finite: a fault of the loss mask?"
-            found.append(Finding((), f"the loss of microbatch {microbatch} is {kind(report)}; {cause}"))
-    return found
+    once = "it was finite when repeated: a fault of this device or its links?"
+    twice = "the model's output is finite: a fault of the loss mask?"
+    return [
+        Finding((), f"the loss of microbatch {number} is {kind(first)}; {once if is_finite(second) else twice}")
+        for number, (first, second) in enumerate(zip(reports, again, strict=True))
+        if not is_finite(first)
+    ]
 
 
 def bad_gradients(chunks: Sequence[SearchedChunk], gradients: BucketSums) -> list[Finding]:
@@ -244,8 +241,8 @@ def kind(values: Any) -> str:
 
 def _floats(values: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(values):
+        # The storage of a tensor is free while recomputation has not restored it
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             continue
-            # The storage of a tensor is free while recomputation has not restored it
         if leaf.numel() and leaf.untyped_storage().size():
             yield leaf

@@ -46,10 +46,7 @@ class Writer(Protocol):
 class RunLog:
     """Log of a run, printed and recorded on the last rank, which has the losses of the last pipeline stage.
 
-    At its end, the `with` block closes the writers (TensorBoard, Weights & Biases), also if the run fails.
-
-    Raises:
-        ValueError: a writer cannot be started; raised on the last rank.
+    The end of the `with` block closes the writers. ValueError on the last rank: a writer cannot be started.
     """
 
     def __init__(self, config: RunConfig, iterations: int, vocab_size: int) -> None:
@@ -196,14 +193,11 @@ def _writers(config: RunConfig) -> list[Writer]:
 
 
 def _plain_settings(config: RunConfig) -> dict[str, Any]:
-    """Return all settings that are numbers, texts, switches, or lists of these types, by field name."""
-    found = {}
-    for part in (getattr(config, part.name) for part in dataclasses.fields(config)):
-        for name, value in ((field.name, getattr(part, field.name)) for field in dataclasses.fields(part)):
-            values = value if isinstance(value, list | tuple) else [value]
-            if all(isinstance(one, str | int | float | None) for one in values):
-                found[name] = value
-    return found
+    """Return all settings that are numbers, texts, switches or lists, by field name."""
+    plain = str | int | float | list | tuple | None
+    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
+    settings = [(field.name, getattr(part, field.name)) for part in parts for field in dataclasses.fields(part)]
+    return {name: value for name, value in settings if isinstance(value, plain)}
 
 
 def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
@@ -235,10 +229,7 @@ def flops_per_sample(config: RunConfig, vocab_size: int) -> float:
 
 
 def moe_layer_pattern(config: TransformerConfig) -> list[int]:
-    """Return 1 for every MoE layer and 0 for every dense layer.
-
-    Layers for multi-token prediction follow the decoder's layers, and are like the last decoder layer.
-    """
+    """Return 1 for every MoE layer and 0 for every dense layer; layers for multi-token prediction come last."""
     if config.num_moe_experts is None:
         decoder = [0] * config.num_layers
     elif isinstance(config.moe_layer_freq, int):

@@ -83,15 +83,14 @@ def train(
     run: Run,
     log: RunLog,
     *,
-    save: Callable[[bool], None] | None = None,
+    save: Callable[[bool], None] = lambda is_last: None,
     stopping: Stopping | None = None,
-    after_step: Callable[[StepReport], None] | None = None,
+    after_step: Callable[[StepReport], None] = lambda report: None,
 ) -> None:
     """Train from `run.progress` until the end of the run, or until `stopping` returns a reason to stop.
 
-    Args:
-        save: saves if a checkpoint is due; called after every iteration with whether it is the last one.
-        after_step: called after every iteration, with a report that may lack numbers that the device has not finished.
+    After every iteration, `save` gets whether it is the last one, and saves if a checkpoint is due; `after_step` gets a
+    report that may lack numbers that the device has not finished.
     """
     settings = run.config.train
     progress = run.progress
@@ -112,17 +111,15 @@ def train(
         for report in complete:
             log.step(report, progress)
         run.guard.review(queued.report, progress, log.message)
-        if after_step is not None:
-            after_step(queued.report)
+        after_step(queued.report)
         if run.data.valid and _is_due(progress.iteration, [settings.eval_interval]):
             log.evaluation("validation", progress, evaluate(run, run.data.valid))
             progress.consumed_valid_samples += settings.eval_iters * settings.global_batch_size
         reason = stopping.reason(progress.iteration)
         for report in reports.wait() if reason is not None else ():
             log.step(report, progress)
-        if save is not None:
-            run.position.enter("checkpoint")
-            save(last or reason is not None)
+        run.position.enter("checkpoint")
+        save(last or reason is not None)
         if reason is not None:
             log.message(f"exiting at iteration {progress.iteration} ({reason})")
             return
@@ -142,10 +139,7 @@ def train_step(run: Run) -> StepReport:
 
 
 def queue_step(run: Run, read: bool = True) -> Queued:
-    """Run one iteration: forward and backward of every microbatch, gradient reduction, one optimizer step.
-
-    `read`: whether the numbers that take time will be read: balance, and those that flags request.
-    """
+    """Run one iteration; `read`: whether the numbers that take time, such as balance, will be read."""
     # Phase 1: begin the iteration
     progress = run.progress
     start = clock.mark()
@@ -209,10 +203,7 @@ def queue_step(run: Run, read: bool = True) -> Queued:
 
 
 class Known(NamedTuple):
-    """Numbers that the host reads before the optimizer's step; no step is allowed if `bad`.
-
-    See StepReport for losses, and `optimizer_step` for the other numbers.
-    """
+    """Numbers that the host reads before the optimizer's step; no step is allowed if `bad`."""
 
     bad: bool
     losses: dict[str, float]
@@ -224,9 +215,8 @@ class Known(NamedTuple):
 def _known(run: Run, reports: LossReports, read: bool) -> Known:
     """Compute on the device all numbers that the host needs before the step, and read them together."""
     bad = run.guard.evidence(reports)
-    norms = optimizer_step.squared_norms(run.optimizer)
     count = read and run.config.optimizer.log_num_zeros_in_grad
-    zeros = optimizer_step.zeros(run.optimizer) if count else []
+    norms, zeros = optimizer_step.statistics(run.optimizer, count)
     losses = _mean_losses(reports, run.groups)
     layers = moe_layer_pattern(run.config.transformer)
     auxiliary, by_layer = run.objective.mean_router_losses(layers, run.batches.get())
@@ -252,8 +242,12 @@ def evaluate(run: Run, data: list[Iterator[Batch]]) -> dict[str, float]:
     microbatches = run.config.train.global_batch_size // (run.config.train.micro_batch_size * run.groups.dp.size())
     timers = run.config.transformer.timers
     run.config.transformer.timers = None
-    with manual_gc_around_evaluation(run.config.train):
-        reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    collects = run.config.train.manual_gc and run.config.train.manual_gc_eval
+    if collects:
+        gc.collect()
+    reports = _forward_backward(run, data, microbatches * run.config.train.eval_iters, forward_only=True)
+    if collects:
+        gc.collect(generation=0)
     run.config.transformer.timers = timers
     for chunk in run.model:
         chunk.train()
@@ -323,35 +317,3 @@ def _mean_losses(reports: LossReports, groups: ProcessGroupCollection) -> dict[s
         dist.all_reduce(total, group=groups.dp_cp)
         means[name] = total[0] / total[1]
     return means
-
-
-@contextlib.contextmanager
-def manual_gc(settings: TrainConfig) -> Iterator[None]:
-    """With `--manual-gc`, collect garbage now, and inside the block only in the functions below.
-
-    If each rank collected garbage by its own counters, the others would wait for it in the next collective.
-    """
-    if settings.manual_gc:
-        gc.disable()
-        gc.collect()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def manual_gc_after_step(settings: TrainConfig, iteration: int) -> None:
-    """Collect garbage if it is due after this iteration."""
-    if settings.manual_gc and settings.manual_gc_interval and iteration % settings.manual_gc_interval == 0:
-        gc.collect()
-
-
-@contextlib.contextmanager
-def manual_gc_around_evaluation(settings: TrainConfig) -> Iterator[None]:
-    """Collect garbage before the block, and then the garbage that the block leaves."""
-    due = settings.manual_gc and settings.manual_gc_eval
-    if due:
-        gc.collect()
-    yield
-    if due:
-        gc.collect(generation=0)

@@ -90,10 +90,6 @@ class LossGuard:
         """Return the source of the fault for which there is evidence; every rank calls this and gets the same answer.
 
         Restores expert biases; the states of random number generators do not change.
-
-        Args:
-            reports: as for `evidence`.
-            repeat: repeats the forward pass without gradients; it communicates like the first pass.
         """
         self.restore_expert_biases()
         again = functools.partial(self._repeat, repeat)
@@ -106,11 +102,7 @@ class LossGuard:
                 bias.copy_(before)
 
     def review(self, report: StepReport, progress: Progress, log: Callable[[str], None]) -> None:
-        """Log a bad or spiky iteration.
-
-        Raises:
-            PoisonedRun: too many consecutive iterations were bad; raised on every rank, with the source.
-        """
+        """Log a bad or spiky iteration; raise PoisonedRun on every rank if too many consecutive ones were bad."""
         if report.fault is not None:
             text = f"iteration {report.iteration} has a NaN or infinite loss or gradient; its step is skipped"
             text += f" ({progress.bad_in_a_row} in a row):\n{report.fault}"
@@ -123,8 +115,7 @@ class LossGuard:
                 log(f"iteration {report.iteration}: spiky loss: {spike}")
 
     def _expert_biases(self) -> list[torch.Tensor]:
-        biases = [router.expert_bias for router in self._biased]
-        return [bias for bias in biases if bias is not None]
+        return [router.expert_bias for router in self._biased if router.expert_bias is not None]
 
     def _note_gradients(self, group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
         """Replacement of DDP's `check_grads`: keep each bucket's sum, which is finite only if all elements are."""

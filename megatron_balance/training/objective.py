@@ -33,10 +33,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 class PredictingModel(GPTModel):
-    """A GPT that leaves the losses of multi-token prediction to the objective.
-
-    megatron-core would add them with weights that depend on its version and on the layout.
-    """
+    """A GPT that leaves the losses of predictions to the objective; megatron-core's weights depend on the layout."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,10 +97,7 @@ class Objective:
         return self.per_microbatch
 
     def loss(self, model: torch.nn.Module, batch: Batch, losses: torch.Tensor) -> Loss:
-        """Return the loss of a microbatch in the form that megatron-core's schedules take.
-
-        `model` is the chunk that returned `losses` [b, s], the cross entropy of every token.
-        """
+        """Return the loss of a microbatch for megatron-core's schedules; `losses` [b, s] are those of every token."""
         loss, tokens, logged = token_loss(batch["loss_mask"], losses)
         if not self.depths or not model.training:
             return loss, tokens, logged
@@ -144,12 +138,7 @@ class Objective:
 
 
 def token_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> Loss:
-    """Return the summed loss of a microbatch, its number of tokens, and both of them for the log.
-
-    Args:
-        loss_mask: [b, s], 1 for tokens that count.
-        losses: [b, s], cross entropy of every token.
-    """
+    """Return a microbatch's summed loss, its number of tokens, and both for the log; both arguments are [b, s]."""
     assert loss_mask is not None, "only the last pipeline stage computes losses"
     mask = loss_mask.reshape(-1).float()
     loss = (losses.reshape(-1).float() * mask).sum()

@@ -32,10 +32,7 @@ def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def tell_groups_apart(optimizer: MegatronOptimizer) -> None:
-    """Mark the parameter groups with their own learning rate, so that the groups in a checkpoint can be told apart.
-
-    megatron-core 0.16 does not: its distributed optimizer would train both groups with one rate after a resumption.
-    """
+    """Mark parameter groups that have their own learning rate, because megatron-core 0.16 would mix them up."""
     if "max_lr" in param_group_identifier_keys:
         return
     for group in optimizer.param_groups:
@@ -81,12 +78,9 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 def expert_fields(
     optimizer: MegatronOptimizer, parameters: Sequence[torch.nn.Parameter], gathered_late: bool
 ) -> list[Field]:
-    """Return all tensors that must move with the experts in `parameters`: the same fields on every rank.
+    """Return all tensors that must move with the experts in `parameters` [S, ...]: the same fields on every rank.
 
-    Args:
-        parameters: [S, ...] each, with a part for each home slot.
-        gathered_late: whether only the distributed optimizer's shard of the parameters is up to date between steps
-            (`--overlap-param-gather`).
+    `gathered_late`: only the optimizer's shard of them is up to date between steps (`--overlap-param-gather`).
     """
     allocate(optimizer)
     return [field for parameter in parameters for field in _fields(optimizer, parameter, gathered_late)]

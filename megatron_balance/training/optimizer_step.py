@@ -23,37 +23,24 @@ def scales_losses(optimizer: MegatronOptimizer) -> bool:
 
 
 @torch.no_grad()
-def squared_norms(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """Prepare the gradients for the step; return the squared norms [1] of the model's parts, for `step`.
+def statistics(optimizer: MegatronOptimizer, count_zeros: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Prepare the gradients; return the squared norms [1] of the model's parts, and the numbers [1] of their zeros.
 
     All ranks call this after gradients are reduced. It changes no weight and does not wait for the device. If losses
     are scaled, it does and returns nothing.
     """
     if scales_losses(optimizer):
-        return []
+        return [], []
     whole: Any = optimizer
     whole.prepare_grads()
-    return [_squared_norm(_gradients(parts), group) for parts, group in _together(optimizer)]
-
-
-@torch.no_grad()
-def zeros(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """Return the numbers [1] of zeros in the gradients of the model's parts, for `step`.
-
-    All ranks call this after `squared_norms`. It does not wait for the device. The clipping that follows keeps zeros.
-    If losses are scaled, it does and returns nothing.
-    """
-    if scales_losses(optimizer):
-        return []
-    return [_zeros(_gradients(parts), group) for parts, group in _together(optimizer)]
+    gradients = [(_gradients(parts), group) for parts, group in _together(optimizer)]
+    norms = [_squared_norm(own, group) for own, group in gradients]
+    return norms, [_zeros(own, group) for own, group in gradients if count_zeros]
 
 
 @torch.no_grad()
 def squared_parameter_norms(optimizer: MegatronOptimizer) -> torch.Tensor:
-    """Return the squared norms [parts] of the parameters of the model's parts; all ranks call this after the step.
-
-    It does not wait for the device. In half precision, the main parameters count.
-    """
+    """Return the squared norms [parts] of the (main) parameters after a step, without a wait; every rank calls it."""
     return torch.cat([_squared_norm(_parameters(parts), group) for parts, group in _together(optimizer)])
 
 
@@ -62,9 +49,7 @@ def step(
 ) -> tuple[bool, float | None, float | None]:
     """Step the optimizer; return whether it did, the gradient norm, and the number of zeros in the gradients.
 
-    Args:
-        squares: the result of `squared_norms` in this iteration, on the host.
-        zeros: the result of `zeros`, on the host; None: zeros are not counted.
+    `squares` and `zeros` are the results of `statistics` in this iteration, on the host; None: zeros are not counted.
     """
     whole: Any = optimizer
     given: dict[str, Any] = {}

@@ -11,11 +11,7 @@ from megatron_balance.config.run_config import RunConfig, TrainConfig
 
 
 def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
-    """Build the calculator of the number of microbatches from the number of consumed samples.
-
-    Raises:
-        ValueError: the ramp does not lead to the global batch size in whole microbatches on every rank.
-    """
+    """Build the calculator of microbatches from consumed samples; ValueError if the ramp's batches do not divide."""
     if train.rampup_batch_size is None:
         # rank=1: the calculator would log on rank 0, but the log line shows the batch size anyway
         return ConstantNumMicroBatchesCalculator(
@@ -25,11 +21,9 @@ def build_batch_schedule(train: TrainConfig, data_parallel_size: int) -> NumMicr
     step = train.micro_batch_size * data_parallel_size
     span = train.global_batch_size - start
     if min(start, increment, samples, span) < 1 or start % step or increment % step or span % increment:
-        raise ValueError(
-            f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be multiples of {step} "
-            "(--micro-batch-size times the data-parallel size) and lead to --global-batch-size "
-            f"{train.global_batch_size}"
-        )
+        must = f"START and INCREMENT must be multiples of {step}, the samples of a microbatch of all ranks"
+        end = f"lead to --global-batch-size {train.global_batch_size}"
+        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: {must}, and {end}")
     return RampingBatches(train, data_parallel_size)
 
 
@@ -72,13 +66,7 @@ class Length:
 
 
 def run_length(train: TrainConfig, data_parallel_size: int) -> Length:
-    """Return the iterations and samples of the whole run, in whole global batches.
-
-    With a ramp of the batch size, the number of samples is not a multiple of the number of iterations.
-
-    Raises:
-        ValueError: `--train-samples` is less than one global batch.
-    """
+    """Return the number of whole global batches of the run, and of their samples; ValueError if there is none."""
     batches = build_batch_schedule(train, data_parallel_size)
     iterations = samples = 0
     while True:
@@ -105,11 +93,7 @@ def build_param_scheduler(config: RunConfig, optimizer: MegatronOptimizer, lengt
 
 
 def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
-    """Return the settings of megatron-core's scheduler, whose steps are samples.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
+    """Return the settings of megatron-core's scheduler, whose steps are samples; ValueError if they contradict."""
     scheduler = config.scheduler
     batch = config.train.global_batch_size
     total = config.train.train_samples or length.samples
@@ -120,14 +104,26 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
     weight_decay = config.optimizer.weight_decay
     start_wd = weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay
     end_wd = weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay
-    _check_rates(config, warmup, decay)
+    rate = config.optimizer.lr
+    floor = config.optimizer.min_lr
+    assert rate is not None and floor is not None, "--lr is required, and --min-lr has a default"
+    if warmup >= decay:
+        problem = f"a warmup of {warmup} samples must be shorter than the decay of {decay}"
+        raise ValueError(f"--lr-warmup-iters, -samples or -fraction: {problem}; shorten it, or set --lr-decay-iters")
+    if not 0 <= floor <= rate:
+        raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
+    if scheduler.lr_warmup_init > rate:
+        raise ValueError(f"--lr-warmup-init {scheduler.lr_warmup_init}: choose at most --lr {rate}")
+    if scheduler.lr_decay_style == "WSD" and not (scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples):
+        raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+    if scheduler.override_opt_param_scheduler and scheduler.use_checkpoint_opt_param_scheduler:
+        both = "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler"
+        raise ValueError(f"{both}: a resumed run's schedule comes from the flags or from the checkpoint; choose one")
     if not 0 <= start_wd <= end_wd:
         raise ValueError(f"--start-weight-decay {start_wd}: choose 0 to --end-weight-decay {end_wd}")
     if scheduler.weight_decay_incr_style == "constant" and start_wd != end_wd:
-        raise ValueError(
-            f"--weight-decay-incr-style constant: does not lead from --start-weight-decay {start_wd} to "
-            f"--end-weight-decay {end_wd}; use linear or cosine"
-        )
+        ends = f"--start-weight-decay {start_wd} to --end-weight-decay {end_wd}"
+        raise ValueError(f"--weight-decay-incr-style constant: does not lead from {ends}; use linear or cosine")
     return {
         "init_lr": scheduler.lr_warmup_init,
         "max_lr": config.optimizer.lr,
@@ -144,27 +140,3 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
         "wsd_decay_steps": scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch or None,
         "lr_wsd_decay_style": scheduler.lr_wsd_decay_style,
     }
-
-
-def _check_rates(config: RunConfig, warmup: int, decay: int) -> None:
-    scheduler = config.scheduler
-    rate = config.optimizer.lr
-    floor = config.optimizer.min_lr
-    start = scheduler.lr_warmup_init
-    assert rate is not None and floor is not None, "--lr is required, and --min-lr has a default"
-    if warmup >= decay:
-        raise ValueError(
-            f"--lr-warmup-iters, -samples or -fraction: a warmup of {warmup} samples must be shorter than the decay "
-            f"of {decay}; shorten it, or set --lr-decay-iters or --lr-decay-samples"
-        )
-    if not 0 <= floor <= rate:
-        raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
-    if start > rate:
-        raise ValueError(f"--lr-warmup-init {start}: choose at most --lr {rate}")
-    if scheduler.lr_decay_style == "WSD" and not (scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples):
-        raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-    if scheduler.override_opt_param_scheduler and scheduler.use_checkpoint_opt_param_scheduler:
-        raise ValueError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: the schedule of a resumed run "
-            "comes from the flags or from the checkpoint; choose one"
-        )

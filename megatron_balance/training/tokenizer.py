@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
+from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.reading import check_regular
 from megatron_balance.messages import described
@@ -27,11 +28,7 @@ FROM_A_FILE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tok
 
 
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
-    """Build megatron-core's tokenizer of the given type; a NullTokenizer has `vocab_size` tokens and end-of-document.
-
-    Raises:
-        ValueError: a flag that the type needs is missing, or its file is not a tokenizer of this type.
-    """
+    """Build megatron-core's tokenizer of the flags; ValueError if a flag that its type needs is missing or unfit."""
     kind = config.tokenizer_type
     model = config.tokenizer_model
     if kind == "NullTokenizer" and not config.vocab_size:
@@ -40,29 +37,22 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
         raise ValueError(f"--tokenizer-type {kind}: also give --tokenizer-model")
     if kind == "GPT2BPETokenizer" and None in (config.vocab_file, config.merge_file):
         raise ValueError(f"--tokenizer-type {kind}: also give --vocab-file and --merge-file")
-    if kind in FROM_A_FILE and not Path(str(model)).is_file():
-        raise ValueError(f"--tokenizer-model {model}: no such file; give the model of a {kind}")
-    if kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/")) and not Path(str(model)).exists():
-        raise ValueError(f"--tokenizer-model {model}: no such directory; give the one that has tokenizer.json")
-    others = {
-        "--vocab-file": config.vocab_file,
-        "--merge-file": config.merge_file,
-        "--tokenizer-metadata": config.tokenizer_metadata,
-    }
-    for flag, path in others.items():
-        if path is not None:
+    path = Path(str(model))
+    is_local = kind == "HuggingFaceTokenizer" and str(model).startswith((".", "/"))
+    if (kind in FROM_A_FILE and not path.is_file()) or (is_local and not path.exists()):
+        raise ValueError(f"--tokenizer-model {model}: there is no model of a {kind}; give its file or directory")
+    for name in ("vocab_file", "merge_file", "tokenizer_metadata"):
+        if (path := getattr(config, name)) is not None:
             # Opening a FIFO would block forever
-            check_regular(path, flag)
+            check_regular(path, flag_of(name))
     try:
         return _build(config)
     except Exception as error:  # each library raises its own types
         files = f"--tokenizer-model {model}"
         if kind == "GPT2BPETokenizer":
             files = f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
-        raise ValueError(
-            f"{files}: is not a model of --tokenizer-type {kind} ({described(error, 300)}); give the model that "
-            "belongs to the type"
-        ) from error
+        problem = f"is not a model of --tokenizer-type {kind} ({described(error, 300)})"
+        raise ValueError(f"{files}: {problem}; give the model that belongs to the type") from error
 
 
 def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int:

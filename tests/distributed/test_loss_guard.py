@@ -129,10 +129,6 @@ FAULTS: dict[str, tuple[str, int, Sabotage, str]] = {
         *(1, expert_output_of_megatron),
         "rank 1: decoder.layers.1.mlp.experts.local_experts.3.linear_fc2, expert 7 turns finite inputs into ",
     ),
-    "gradient": (
-        OVERLAP,
-        *(1, dense_gradient, "rank 1: the gradient of decoder.layers.0.self_attention.linear_qkv.weight is NaN"),
-    ),
     "gradient-expert": (
         f"{OVERLAP} --bf16",
         *(2, expert_gradient),
@@ -200,7 +196,7 @@ def one_bad_iteration(fault: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fault", variants([*FAULTS], quick=FAULTS.keys() - {"overflow", "gradient"}))
+@pytest.mark.parametrize("fault", variants([*FAULTS], quick=FAULTS.keys() - {"overflow"}))
 def test_bad_iteration_is_named_and_changes_nothing(ranks, fault: str) -> None:
     outcomes = ranks(4).run(one_bad_iteration, fault)
     assert len({outcome["fault"] for outcome in outcomes}) == 1

@@ -99,14 +99,6 @@ def test_the_command_gives_all_words_to_the_script(testbed, tmp_path: Path, capf
     assert printed.out == f"{words}\n" and "{0: 7}; rank 0 said" in printed.err
 
 
-def test_nothing_is_left_after_an_error(testbed) -> None:
-    before = bench.existing_namespaces()
-    with pytest.raises(bench.RankFailure), bench.Testbed(2, 1, LINK) as other:
-        assert len(bench.existing_namespaces()) == len(before) + 3
-        other.run(fail_on_rank_1)
-    assert bench.existing_namespaces() == before
-
-
 @pytest.fixture
 def sleeper(testbed, tmp_path: Path) -> Iterator[subprocess.Popen]:
     """The command with sleeping ranks, which print their process id first."""

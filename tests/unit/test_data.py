@@ -65,10 +65,6 @@ def test_resuming_continues(micro: int, ranks: int, count: int, left: int, data:
     assert resumed == [rank[done:] for rank in whole]
 
 
-def test_order() -> None:
-    assert readers(2, 2, 2, 1, 1) == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
-
-
 @pytest.mark.parametrize(("total", "consumed"), [(0, 0), (7, 0), (10, 3), (8, 8), (8, 9)])
 def test_too_few_samples(total: int, consumed: int) -> None:
     message = (

@@ -73,11 +73,6 @@ def test_a_span_has_a_backward_pass_in_another_thread() -> None:
     }
 
 
-def test_a_trace_without_a_device() -> None:
-    found = device_trace.summary(trace({"ph": "M", "name": "process_name"}), WINDOW, ["MoE layer"])
-    assert (found["kernels"], found["waits"], found["device_idle_fraction"]) == (0, 0, None)
-
-
 def test_a_trace_of_torch(tmp_path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("one iteration"):
         torch.stack([torch.ones(3)])

@@ -50,11 +50,6 @@ def test_flags_are_facts_as_they_are_written(flags: str, expected: dict[str, str
     assert changed(flags) == expected
 
 
-def test_a_file_of_flags_counts_by_what_is_in_it(tmp_path: Path) -> None:
-    (tmp_path / "flags.yaml").write_text("seed: 7\n")
-    assert changed(f"--yaml-cfg {tmp_path / 'flags.yaml'}") == {"--seed": "7"}
-
-
 def test_every_setting_of_a_run_is_a_fact() -> None:
     names = {name.rpartition(".")[2] for name in gathered() if facts.CONSEQUENCE in name}
     fields = {
@@ -68,10 +63,6 @@ def test_every_setting_of_a_run_is_a_fact() -> None:
 def test_a_machine_with_other_devices_is_another_fact() -> None:
     with_cuda, without = (gathered(cuda=cuda) for cuda in (True, False))
     assert with_cuda["setting launch.distributed_backend"] != without["setting launch.distributed_backend"]
-
-
-def test_facts_have_no_addresses_in_them() -> None:
-    assert not [value for value in gathered().values() if " at 0x" in value]
 
 
 def test_the_documents_say_what_may_differ() -> None:

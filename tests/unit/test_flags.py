@@ -132,10 +132,6 @@ def test_rejected(parser: argparse.ArgumentParser, text: str, capsys: pytest.Cap
     assert text.split()[0] in capsys.readouterr().err
 
 
-def test_help_survives_percent_signs(parser: argparse.ArgumentParser) -> None:
-    assert "with 100% detail" in " ".join(parser.format_help().split())
-
-
 def test_metadata_override_those_of_the_field() -> None:
     parser = argparse.ArgumentParser()
     assert add_flag(parser, Example, "count", "", {"arg_names": ["--how-many"], "default": 9})

@@ -1,13 +1,10 @@
 """Benches of one GPU, and the sanitizer's verdicts: all of them run at tiny sizes without CUDA, and can fail."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import device_timer
 import gpu_overlap
 import gpu_rates
 import measured_cluster
@@ -68,11 +65,6 @@ def test_what_fails_is_named_and_the_rest_goes_on(tmp_path: Path, monkeypatch: p
     assert json.loads(rates.read_text())["failures"][1] == "square: left out, 0 s are over"
 
 
-def test_a_gpu_is_needed_unless_it_is_tried() -> None:
-    with pytest.raises(SystemExit, match="--cpu"):
-        gpu_rates.main([])
-
-
 def test_overlap(tmp_path: Path) -> None:
     output = tmp_path / "overlap.json"
     assert gpu_overlap.main(["--cpu", "--output", str(output)]) == 0
@@ -81,19 +73,6 @@ def test_overlap(tmp_path: Path) -> None:
     numbers = {row["number"]: row["value"] for row in rows if row["side"] == "kernel"}
     saved = numbers["main ms"] + numbers["side ms"] - numbers["both ms"]
     assert numbers["hidden"] == pytest.approx(saved / min(numbers["main ms"], numbers["side ms"]))
-
-
-def test_a_table_for_people() -> None:
-    rows = [{"rows": 4, "pass": one, "value": 1.5, "spread": 0.1, "ahead": one == "a"} for one in "ab"]
-    table = {"unit": "us", "columns": ["rows", "pass"], "rows": [*rows, {**rows[0], "rows": 8}]}
-    lines = [line.split() for line in device_timer.pictured(table, ["pass"]).splitlines()]
-    assert lines == [["rows", "a", "b"], ["4", "1.5", "±10%", "1.5", "±10%*"], ["8", "1.5", "±10%", "-"]]
-
-
-def test_times_are_those_of_the_call() -> None:
-    timer = device_timer.Timer(torch.device("cpu"), 0.01, 5)
-    found = timer.time(lambda _: time.sleep(0.002))
-    assert 0.002 <= found.low <= found.seconds <= found.high and found.ahead
 
 
 CLEAN = "========= ERROR SUMMARY: 0 errors"
@@ -109,10 +88,8 @@ FOUND = "========= {}\n=========     at {}+0x1f0\n=========     by thread (0,0,0
         ("memcheck", 0, "no kernel ran", False, "exit status 0: no kernel ran"),
         ("memcheck", 1, f"AssertionError: sums\n{CLEAN}", False, "exit status 1"),
         ("memcheck", 7, FOUND.format("Invalid __global__ read", "copy_kernel"), False, "read at copy_kernel"),
-        ("memcheck", 7, FOUND.format("Invalid __global__ read", "void at::fill"), False, "at void at::fill"),
         ("initcheck", 7, FOUND.format("Uninitialized __global__ memory read", "sum_kernel"), False, "at sum_kernel"),
         ("initcheck", 7, FOUND.format("Uninitialized __global__ memory read", "void cub::Scan"), True, "cub::Scan"),
-        ("initcheck", 7, FOUND.format("Host API memory access error", "cuMemcpyDtoH"), False, "Host API"),
         ("initcheck", 7, "========= something new", False, "something"),
     ],
 )

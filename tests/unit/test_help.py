@@ -87,10 +87,6 @@ def test_the_first_line_of_its_docstring_is_a_sentence(cls: type) -> None:
     assert re.fullmatch(r"[A-Z].+ .+\.\)?", (cls.__doc__ or "").partition("\n")[0])
 
 
-def test_an_order_of_a_policy_is_listed() -> None:
-    assert {name for name, policy in registered().items() if policy.orders_chunks} == {"demi"}
-
-
 @pytest.mark.parametrize("action", SHOWN, ids=name_of)
 def test_it_says_what_the_flag_does(action: argparse.Action) -> None:
     text = action.help or ""
@@ -132,9 +128,3 @@ def test_lines_fit_and_flags_stay_whole(columns: int, monkeypatch: pytest.Monkey
     text = printed(monkeypatch, columns)
     assert [line for line in text.splitlines() if len(line) > columns] == []
     assert re.findall(r"--[\w-]*-$", text, re.MULTILINE) == []
-
-
-def test_our_flags_come_first_and_titles_once() -> None:
-    titles = re.findall(r"^(\S.*):$", PARSER.format_help(), re.MULTILINE)
-    assert titles[1:4] == ["expert balancing (megatron_balance)", "expert communication (megatron_balance)", "model"]
-    assert len(set(titles)) == len(titles)

@@ -1,11 +1,7 @@
 """tools/bench/iteration_time.py: its comparisons, the emulated device, and the table of measurements."""
 
 import argparse
-import dataclasses
-import itertools
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +12,8 @@ from iteration_time import Outcome, Sample
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.model import CostModel, Overlap
-from megatron_balance.profile.cluster_profile import builtin, load
+from megatron_balance.cost.model import CostModel
+from megatron_balance.profile.cluster_profile import load
 
 
 def configured(line: str, ranks: int = 4) -> RunConfig:
@@ -45,12 +41,6 @@ def test_every_comparison_has_different_runs_with_valid_flags(name: str, case: s
     # `none again` shows the noise, and forced workloads may be even
     alike = {"policies-here": 1 + (case == "balanced")}.get(name, 0)
     assert len(known) == len(comparison.variants) - alike
-
-
-def test_the_ablation_adds_up() -> None:
-    flags = [variant.flags for variant in comparisons.SCHEMOE.variants.values()]
-    assert all(after.startswith(before) for before, after in itertools.pairwise(flags))
-    assert flags[3].endswith("--moe-comm-alltoall pipe --moe-comm-chunks auto")
 
 
 def asked(*words: str, **options: object) -> tuple[comparisons.Comparison, list[slow_runs.Cluster]]:
@@ -109,21 +99,6 @@ def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None
     assert profile.link("all_to_all").beta == pytest.approx(4 / 3 * 8 / 400e6)
 
 
-def test_variants_change_the_planner_or_the_schedule_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = CostModel(builtin(4, 2, 8, 8), token_bytes=1, param_bytes=1, grad_bytes=1, overlap=Overlap(1.0, 2.0))
-    states = {number: SimpleNamespace(manager=SimpleNamespace(cost=cost)) for number in (1, 2)}
-    run = SimpleNamespace(balancer=SimpleNamespace(layers=states, schedule=lambda microbatches: (microbatches,)))
-    comparisons.planned_in_full(run)
-    plain = dataclasses.replace(cost, overlap=None)
-    times = [one.time_of(1.0, 2.0, 3.0, 4.0) for one in (plain, *(state.manager.cost for state in states.values()))]
-    assert times[0] == times[1] == times[2] != cost.time_of(1.0, 2.0, 3.0, 4.0)
-    assert run.balancer.schedule(3) == (3,)
-    lower = SimpleNamespace(wait_at_once=lambda schedule: (*schedule, "at once"))
-    monkeypatch.setitem(sys.modules, "megatron_balance.timeline.lower", lower)
-    comparisons.wait_at_start(run)
-    assert run.balancer.schedule(3) == (3, "at once")
-
-
 def job(*seconds: float, loss: float = 1.0, **more: float) -> dict[str, Outcome]:
     """Return iterations of a first variant, which takes 2 seconds, and of another one."""
     first = Outcome([Sample(2.0, 1.0, 0.5)] * len(seconds), 3_000_000, "")
@@ -135,17 +110,6 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank_and_waits_are_means()
     combined = iteration_time.combined([own, job(3.0, 4.0, plan_wait_seconds=2.0)])
     assert [(one.seconds, one.plan_wait_seconds) for one in combined["other"].samples] == [(3.0, 1.5), (5.0, 1.5)]
     assert combined["none"].link_bytes == 3_000_000
-
-
-def test_an_iteration_is_summed_over_layers() -> None:
-    layer = dict(zip(Sample._fields[3:], range(1, 8), strict=True))
-    report = SimpleNamespace(
-        seconds=7.0,
-        losses={"lm loss": 3.0},
-        grad_norm=2.0,
-        balance={1: SimpleNamespace(**layer), 3: SimpleNamespace(**layer)},
-    )
-    assert Sample.of(report) == (7.0, 3.0, 2.0, 2, 4, 6, 8, 10, 12, 14)
 
 
 def test_a_row_has_the_median_of_jobs_and_what_there_is() -> None:

@@ -101,11 +101,6 @@ def test_what_was_asked_for_is_refused(computer: Machine, flags: str, said: str)
     assert line.moe_permute_fusion == ("permute" in flags)
 
 
-def test_products_of_experts_are_those_of_our_layer() -> None:
-    with pytest.raises(ValueError, match="--moe-expert-gemm te: needs --moe-layer-impl balanced"):
-        checked_on(GPU, "--num-experts 4 --moe-expert-gemm te --moe-layer-impl megatron")
-
-
 BOUND = (
     "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --moe-token-dispatcher-type flex "
     "--moe-flex-dispatcher-backend hybridep --moe-flex-rows bound"

@@ -34,13 +34,6 @@ def test_a_mistyped_flag_is_recognized(flags: str, meant: str, capsys: pytest.Ca
     assert meant in capsys.readouterr().err
 
 
-def test_refused_flags_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_args(["--fp8-format", "e4m3", "--num-layer", "2", "--use-torch-fsdp2"], CPU)
-    message = capsys.readouterr().err
-    assert "error: --fp8-format: 8- and 4-bit" in message and "; --use-torch-fsdp2: FSDP is not" in message
-
-
 @pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])
 def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:

@@ -6,8 +6,6 @@ import io
 import json
 import lzma
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +130,6 @@ def test_several_keys(tmp_path: Path, output: Path) -> None:
     assert read(output, "text") == [[1, 2], [4]]
 
 
-def test_large_vocabulary_takes_four_bytes(tmp_path: Path, output: Path) -> None:
-    source = write(tmp_path / "in.jsonl", '{"text": "1 99999"}')
-    assert run(source, output, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100000") == 0
-    assert read(output) == [[1, 99999]]
-    assert Path(f"{output}_text_document.bin").stat().st_size == 8
-
-
 def test_sentencepiece(tmp_path: Path, output: Path, model: Path) -> None:
     texts = ["def f(x):\n\treturn  x\n", "日本", "\n"]
     source = write(tmp_path / "in.jsonl", *(json.dumps({"text": text}) for text in texts))
@@ -214,7 +205,6 @@ def die(*_: object) -> None:
     [
         ("Output.add", interrupt, 130, "nothing was written"),
         ("Output.add", fill_the_disk, 1, "nothing was written"),
-        ("Output.finish", interrupt, 130, "nothing was written"),
         ("Output.finish", fill_the_disk, 1, "nothing was written"),
         ("encode_chunk", die, 1, "--workers 2"),
     ],
@@ -307,13 +297,10 @@ def test_compressed_input(numbers: Numbers, tmp_path, output: Path, kind: Any, c
         (b"PAR1rest", "is a Parquet file"),
         (gzip.compress(GOOD.encode())[:-9], "cannot be read to its end"),
         (gzip.compress(GOOD.encode()) + b"garbage", "cannot be read to its end: Not a gzipped file"),
-        (gzip.compress(GOOD.encode())[:10] + b"\xff" * 20, "cannot be read to its end"),
-        (bz2.compress(GOOD.encode())[:-9], "cannot be read to its end"),
         (b"BZh9rest of it", "cannot be read to its end"),
         (lzma.compress(GOOD.encode())[:-9], "cannot be read to its end"),
-        (lzma.compress(GOOD.encode())[:8] + b"\xff" * 20, "cannot be read to its end"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_what_cannot_be_decompressed_is_named(tmp_path, output: Path, content: bytes, message: str, capsys) -> None:
     source = tmp_path / "in.jsonl"
@@ -337,12 +324,3 @@ def test_append_eod_needs_a_token(tmp_path: Path, output: Path, capsys: pytest.C
         run(source, output, *flags, "--append-eod")
     assert "--append-eod: the tokenizer has no end-of-document token" in capsys.readouterr().err
     assert run(source, output, *flags) == 0
-
-
-def test_as_a_script(tmp_path: Path, output: Path) -> None:
-    source = write(tmp_path / "in.jsonl", GOOD)
-    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(source), "--output-prefix", output]
-    finished = subprocess.run([*command, *NULL, "--workers", "2"], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == "" and "1 documents, 3 tokens" in finished.stderr
-    assert read(output) == [[1, 2, 3]]

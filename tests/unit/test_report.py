@@ -191,11 +191,6 @@ def test_what_was_not_given_is_said(tmp_path: Path, written: dict[str, Path], fl
     assert html.count("Not recorded: train with --") == len(SECTIONS) - len(sections)
 
 
-def test_a_run_without_balancing(tmp_path: Path, written: dict[str, Path]) -> None:
-    html = make(tmp_path / "report.html", {"--tensorboard-dir": written["--before-tensorboard-dir"]})
-    assert list(pictures(html)) == ["training"]
-
-
 def test_iterations_that_happened_again_count_once(tmp_path: Path) -> None:
     write_events(tmp_path, balanced=False)
     (first,) = tmp_path.iterdir()

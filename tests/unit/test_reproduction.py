@@ -1,9 +1,6 @@
 """The papers' tables: what they name exists, each one is simulated, and its numbers are those of the simulator."""
 
 import math
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,20 +88,6 @@ def test_the_first_iteration_does_not_count() -> None:
 
     plain, changed = (simulated.simulated(small(), System(loads=loads), 3) for loads in (System().loads, EvenAtFirst))
     assert changed.iteration == plain.iteration
-
-
-def test_planners_may_be_unaware_of_what_is_hidden() -> None:
-    @dataclass(frozen=True)
-    class Cost:
-        overlap: float | None
-
-    class Seen:
-        def plan(self, counts: object, current: object, cost: Cost) -> Cost:
-            return cost
-
-    manager = SimpleNamespace(policy=Seen())
-    pro_prophet.unaware(cast(Any, SimpleNamespace(stages=[SimpleNamespace(managers={1: manager})])))
-    assert manager.policy.plan(None, None, Cost(1.0)).overlap is None
 
 
 def test_a_worker_of_demi_has_the_share_that_gives_the_papers_imbalance() -> None:

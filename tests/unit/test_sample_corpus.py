@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import make_sample_corpus as tool
-from tests.disks import small_disk
 
 NAMES = ("code.jsonl", "english.jsonl")
 
@@ -70,13 +69,6 @@ def test_wrong_cap(tmp_path: Path, value: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         tool.main(["--output-dir", str(tmp_path), f"--max-mb={value}"])
     assert f"--max-mb: {value}: give a number above 0" in capsys.readouterr().err
-
-
-def test_a_disk_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with small_disk(tmp_path / "disk", 400) as disk:
-        assert tool.main(["--output-dir", str(disk / "out")]) == 1
-        assert f"No space left on device: '{disk}/out/code.jsonl'" in capsys.readouterr().err
-        assert not list(disk.iterdir())
 
 
 def test_files_in_other_encodings_are_left_out(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_less_than_one_batch() -> None:
 def test_impossible_ramps(ramp: list[int]) -> None:
     train = TrainConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=ramp, train_iters=1)
     with pytest.raises(
-        ValueError, match=rf"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: .*multiples of 4 .*size 8"
+        ValueError, match=rf"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: .*multiples of 4, .*size 8"
     ):
         build_batch_schedule(train, data_parallel_size=2)
 

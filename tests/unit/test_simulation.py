@@ -73,13 +73,6 @@ def test_plans_on_exact_loads_are_waited_for(run) -> None:
     assert found["mean_seconds"]["Trans"] > 0 and found["mean_seconds"]["Agg"] > 0
 
 
-def test_even_loads_wait_for_nobody(run) -> None:
-    flags = FLAGS.replace("--balance-overlap blockwise", "")
-    (found,) = run("--nodes", "2", flags=flags)
-    assert found["mean_seconds"].get("others' experts", 0.0) == pytest.approx(0.0, abs=1e-9)
-    assert "Trans" not in found["mean_seconds"]
-
-
 @pytest.mark.parametrize(
     ("common", "hidden"), [("", "--overlap-grad-reduce"), ("--overlap-grad-reduce", "--overlap-param-gather")]
 )
@@ -151,22 +144,3 @@ def test_plans_of_every_policy_take_time(run) -> None:
         assert one["in_progress_seconds"]["Plan"] == pytest.approx(4 * 5e-3), one["label"]
         # Ranks plan different layers at the same time, and all wait for the plans between iterations
         assert one["mean_seconds"]["Plan"] == pytest.approx(5e-3), one["label"]
-
-
-def test_a_run_without_a_policy_keeps_its_other_flags() -> None:
-    flags = [
-        *("--bf16", "--balance-overlap", "blockwise", "@model.args"),
-        *("--balance-guest-slots", "3", "--seq-length", "8"),
-    ]
-    (_, none), (_, quota) = simulate._variants("balance-policy=none,quota", flags)
-    assert none == ["--bf16", "@model.args", "--seq-length", "8", "--balance-policy", "none"]
-    assert quota == [*flags, "--balance-policy", "quota"]
-
-
-def test_progress_is_a_line_every_some_seconds(monkeypatch, capsys) -> None:
-    now = iter([0.0, 1.0, 11.0, 11.0, 12.0, 30.0, 30.0])
-    monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now))
-    show = simulate._progress("run")
-    for text in "abcd":
-        show(text)
-    assert capsys.readouterr().err == "run: b\nrun: d\n"

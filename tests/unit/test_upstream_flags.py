@@ -189,13 +189,8 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("flag", [flag for flag, value in ACCEPTED_VALUES.items() if value and not value.isupper()])
 def test_only_what_is_done_anyway_is_accepted(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of([flag, "other"], capsys)
-    assert f"{flag}: 'other' is not supported" in message
-    assert f"{ACCEPTED_VALUES[flag].replace('|', ' or ')} " in message
-
-
-def test_shorthands() -> None:
-    values = PARSER.parse_args(["--recompute-activations", "--use-rotary-position-embeddings"])
-    assert (values.recompute_granularity, values.position_embedding_type) == ("selective", "rope")
+    assert f"argument {flag}: invalid choice: 'other'" in message
+    assert all(value in message for value in ACCEPTED_VALUES[flag].split("|"))
 
 
 def test_data_flags_reach_megatron_core() -> None:
@@ -206,11 +201,6 @@ def test_data_flags_reach_megatron_core() -> None:
     assert (config.num_dataset_builder_threads, config.mid_level_dataset_surplus) == (3, 0.5)
     assert (config.mmap_bin_files, config.fast_cache_load) == (False, True)
     assert config.defer_npy_index_mmap and config.allow_ambiguous_pad_tokens
-
-
-@pytest.mark.parametrize("flag", ["--fp8", "--fp4", "--use-mamba-mem-eff-path", "--num-layer", "--cpu"])
-def test_nothing_else_is_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"unrecognized arguments: {flag}" in error_of([flag], capsys)
 
 
 def test_conditions_name_fields() -> None:

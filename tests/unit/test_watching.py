@@ -6,22 +6,24 @@ import json
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_balance.app.watching import memory_is_due
+from megatron_balance.app.watching import memory_is_due, watching
 from megatron_balance.cli.arguments import Parsed, parse_args
 from megatron_balance.cli.checks import Machine
-from megatron_balance.config.training_config import LogConfig, ProfilingConfig, TrainConfig
+from megatron_balance.config.training_config import LogConfig, ProfilingConfig
 from megatron_balance.device import memory
+from megatron_balance.job.stall import Position
 from megatron_balance.observe.balance import spread
 from megatron_balance.observe.profiler import TorchProfiler, build_profiler, record_function
 from megatron_balance.observe.progress_log import ProgressLog, first_job
 from megatron_balance.training import loop
-from tests.unit.test_logging import FLAGS
+from megatron_balance.training.progress import Progress
+from tests.unit.test_logging import FLAGS, report
 
 CPU = Machine(world_size=2, cuda=False, transformer_engine=False, apex=False, wandb=True)
 DATA = "--data-path a"
@@ -191,21 +193,23 @@ def test_the_first_job_of_this_size() -> None:
     assert found == first_job("\n".join(lines), 2) and first_job("", 2) is None
 
 
-def test_garbage_is_collected_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_when_asked(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
-    settings = TrainConfig(manual_gc=True, manual_gc_interval=2)
-    with loop.manual_gc(settings):
-        assert not gc.isenabled() and collected == [2]
-        for iteration in (1, 2, 3):
-            loop.manual_gc_after_step(settings, iteration)
-        with loop.manual_gc_around_evaluation(settings):
-            assert collected == [2, 2, 2]
-    assert gc.isenabled() and collected == [2, 2, 2, 0]
-    with loop.manual_gc_around_evaluation(replace(settings, manual_gc_eval=False)):
-        loop.manual_gc_after_step(TrainConfig(), 2)
-    with loop.manual_gc(TrainConfig()):
-        assert gc.isenabled() and len(collected) == 4
+    monkeypatch.setattr(loop, "_forward_backward", lambda *_, **__: collected.append(-1) or [])
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    for flags, expected in (("--manual-gc --manual-gc-interval 2", [2, 2, 2, -1, 0]), ("", [-1])):
+        collected.clear()
+        config = parsed(f"--eval-interval 1 {flags}").config
+        groups = SimpleNamespace(ep=one, dp=one, pp=one)
+        run = SimpleNamespace(config=config, progress=Progress(), groups=groups, balancer=None, model=[])
+        run.position = Position()
+        with watching(run) as after_step:
+            assert gc.isenabled() == (not flags)
+            for iteration in (1, 2, 3):
+                after_step(report(iteration))
+            loop.evaluate(run, [])
+        assert gc.isenabled() and collected == expected
 
 
 def test_spread_of_experts() -> None:

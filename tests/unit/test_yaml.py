@@ -77,7 +77,6 @@ REFUSED = {
     "num-layer: 3": ("line 1: num-layer", "not a flag that a file can give (did you mean --num-layers?)"),
     "a:\n  b: 3": ("line 2: b", "not a flag"),
     "--lr: 3": ("--lr", "not a flag"),
-    "lr=3: 1": ("lr=3", "not a flag"),
     "help: true": ("help", "not a flag that a file can give"),
     "yaml-cfg: b.yaml": ("yaml-cfg", "not a flag that a file can give"),
     "use-cpu-initialization: true": ("use-cpu-initialization", "same experts"),
@@ -92,21 +91,17 @@ REFUSED = {
     "num-layers: [1]": ("num-layers", "not this list"),
     "num-layers: {a: 1}": ("num-layers", "takes a number or text"),
     "data-path: []": ("data-path", "not this list"),
-    "data-path: [null]": ("data-path", "takes a number or text"),
     "data-path: [a, --lr, 3]": ("data-path", "'--lr' in the list"),
     "- lr": ("not a mapping",),
-    "lr": ("not a mapping",),
     "? [a]\n: 1": ("a key", "not a name"),
     "lr: &x 1": ("line 1", "anchors and aliases"),
     "a: &a [x]\nb: [*a, *a]": ("line 1", "anchors and aliases"),
-    "lr: !!float 1": ("line 1", "tags", "tag:yaml.org,2002:float"),
     "lr: !!python/object/apply:os.abort []": ("tags", "python/object/apply:os.abort"),
     "lr: 1\n---\nlr: 2": ("single document",),
     "a: " * 20 + "1": ("mapping values are not allowed",),
     "a: " + "[" * 1000 + "]" * 1000: ("nest too deep",),
     "#" * 70_000: ("larger than 64 KiB",),
     'lr: "\\UFFFFFFFF"': ("",),
-    "lr: \0": ("special characters",),
     "lr: 'x": ("end of stream",),
 }
 
@@ -129,9 +124,7 @@ def test_refused(file: Path, text: str, said: tuple[str, ...]) -> None:
         ("moe-aux-loss-coeff: [1, inf]", "--moe-aux-loss-coeff"),
         ("rampup-batch-size: [1, 2]", "--rampup-batch-size"),
         ("optimizer: muon", "--optimizer"),
-        ("ckpt-format: torch", "--ckpt-format"),
         ("moe-layer-freq: print(1)", "--moe-layer-freq"),
-        ("dataloader-type: cyclic", "--dataloader-type"),
     ],
 )
 def test_bad_values_name_file_and_flag(file: Path, text: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,12 +132,6 @@ def test_bad_values_name_file_and_flag(file: Path, text: str, flag: str, capsys:
         flags_of(file, text)
     assert error.value.code == 2
     assert f"error: {file}: argument {flag}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="--yaml-cfg"):
-        yaml_flags(PARSER, ["--yaml-cfg", str(tmp_path / name)])
 
 
 numbers = st.integers(1, 10**6) | st.floats(1e-9, 1e9)

@@ -220,17 +220,8 @@ def _unless_zero(number: float, form: str) -> str:
 
 
 HEADS = (
-    "case",
-    "variant",
-    "time over the first's",
-    "ms",
-    "MB per link",
-    "same bits",
-    "waited for Plan / Trans / Agg, ms",
-    "planning, ms",
-    "Trans and Agg, MB",
-    "experts moved",
-    "chosen",
+    *("case", "variant", "time over the first's", "ms", "MB per link", "same bits"),
+    *("waited for Plan / Trans / Agg, ms", "planning, ms", "Trans and Agg, MB", "experts moved", "chosen"),
 )
 
 

@@ -177,9 +177,8 @@ def _profiles(runs: "Mapping[str, Run]", machine: "Machine", shape: Result) -> t
     lines = [line for name, one in found.items() for line in _profile_lines(name, one, machine)]
     ours, theirs = found.values()
     pairs = {"": (ours, theirs)}
-    pairs |= {
-        f"{span}: ": (ours["spans"][span], theirs["spans"][span]) for span in ours["spans"] if span in theirs["spans"]
-    }
+    shared = [span for span in ours["spans"] if span in theirs["spans"]]
+    pairs |= {f"{span}: ": (ours["spans"][span], theirs["spans"][span]) for span in shared}
     ratios = {
         f"{part}{name}": one[key] / other[key]
         for part, (one, other) in pairs.items()
@@ -336,28 +335,17 @@ def _experts(run: "Run", tokens: Sequence[int]) -> tuple[Result, list[str]]:
     shape = run.config.transformer
     experts = GroupedExperts(range(shape.num_moe_experts), shape, run.groups)
     stopwatch = Stopwatch(dist.group.WORLD, experts.linear_fc1.weight.device, REPEATS)
-    bench = GroupBench(
-        stopwatch=stopwatch,
-        groups={},
-        passes=functools.partial(expert_passes, experts),
-        dtype=shape.params_dtype,
-        node_size=1,
-    )
+    passes = functools.partial(expert_passes, experts)
+    bench = GroupBench(stopwatch=stopwatch, groups={}, passes=passes, dtype=shape.params_dtype, node_size=1)
     measured = bench.compute(tokens)
     flops = 2 * sum(weight[0].numel() for weight in (experts.linear_fc1.weight, experts.linear_fc2.weight))
-    lines = dict(
-        zip(("forward", "backward"), (throughput(tokens, seconds[:, 0].tolist()) for seconds in measured), strict=True)
-    )
     torch.cuda.empty_cache()
-    found = {
-        "tokens": list(tokens),
-        "flops_per_row": flops,
-        **{name: line._asdict() for name, line in lines.items()},
-        **{f"{name}_seconds": seconds[:, 0].tolist() for name, seconds in zip(lines, measured, strict=True)},
-    }
+    found: Result = {"tokens": list(tokens), "flops_per_row": flops}
     texts = []
     # The backward pass has two products for each of the forward pass
-    for (name, line), products in zip(lines.items(), (1, 2), strict=True):
+    for name, seconds, products in zip(("forward", "backward"), measured, (1, 2), strict=True):
+        line = throughput(tokens, seconds[:, 0].tolist())
+        found |= {name: line._asdict(), f"{name}_seconds": seconds[:, 0].tolist()}
         rate = 1e-12 * products * flops / max(line.seconds_per_token, 1e-12)
         texts.append(f"{1e6 * line.seconds_per_token:.4f} us per row {name} ({rate:.1f} TFLOP/s)")
     return found, [f"experts: {', '.join(texts)}"]

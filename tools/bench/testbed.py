@@ -86,13 +86,8 @@ class Testbed:
     __test__ = False
 
     def __init__(self, nodes: int, ranks_per_node: int, link_mbit: float | None, bus_mbit: float | None = None) -> None:
-        wanted = {
-            "--nodes": nodes,
-            "--ranks-per-node": ranks_per_node,
-            "--link-mbit": link_mbit,
-            "--bus-mbit": bus_mbit,
-        }
-        for flag, value in wanted.items():
+        names = ("--nodes", "--ranks-per-node", "--link-mbit", "--bus-mbit")
+        for flag, value in zip(names, (nodes, ranks_per_node, link_mbit, bus_mbit), strict=True):
             if value is not None and value <= 0:
                 raise ValueError(f"{flag} {value}: choose a number above 0")
         if link_mbit is None and nodes > 1:
@@ -172,12 +167,8 @@ class Testbed:
                 with open(self._log(rank), "wb") as log:
                     output = None if live and rank == self.world_size - 1 else log
                     inside = ["ip", "netns", "exec", f"{self._prefix}{self.node_of(rank)}", *command]
-                    environment = os.environ | self._environment(rank, port)
-                    processes.append(
-                        subprocess.Popen(
-                            inside, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-                        )
-                    )
+                    options = {"env": os.environ | self._environment(rank, port), "stdin": subprocess.DEVNULL}
+                    processes.append(subprocess.Popen(inside, stdout=output, stderr=output, **options))
             codes = _wait(processes, timeout)
         finally:
             self._end_processes()
@@ -329,10 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     failed = {rank: code for rank, code in enumerate(ended.codes) if code}
     for rank in list(failed)[:1]:
-        print(
-            f"testbed.py: exit codes by rank: {failed}; rank {rank} said:\n{ended.output[rank][-3000:]}",
-            file=sys.stderr,
-        )
+        said = ended.output[rank][-3000:]
+        print(f"testbed.py: exit codes by rank: {failed}; rank {rank} said:\n{said}", file=sys.stderr)
     return ended.worst_code
 
 
