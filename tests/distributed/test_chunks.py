@@ -220,10 +220,9 @@ class WeightCopies(TorchDispatchMode):
 
 
 def copies_of_gradients(chunks: int) -> int:
-    """Count gradient copies in a backward pass of home and guest experts, with one grouped GEMM each, as on CUDA."""
+    """Count gradient copies in a backward pass of home and guest experts."""
     layer = bf16_layer(torch.bfloat16, bias=False)
     experts = layer.experts
-    experts.by_slot = False
     in_chunks(chunks, 3, functools.partial(host_on, str(all_on_all(2)), "local_first", ""), layer)
     hidden = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     parameters = list(experts.parameters())
