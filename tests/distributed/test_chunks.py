@@ -277,6 +277,5 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, length, name: str)
     plain = curve_of(flags, iterations)
     curves = ranks(4).run(runs.train_curve, f"{flags} {way}", iterations)
     assert all(curve == curves[0] for curve in curves)
-    assert curves[0] != plain, "no sum was made in another order"
     # A codec turns last-bit differences into quantization steps
     assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)
