@@ -49,7 +49,7 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
         plan.counts_DE.numpy(),
         plan.rules,
         tables.physical_N,
-        tables.slots_per_rank,
+        plan.placement.slots_per_rank,
         tables.by_physical_N,
         rank,
         whole,

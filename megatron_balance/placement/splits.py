@@ -67,7 +67,7 @@ def tokens_of(counts_DE: np.ndarray, placement: Placement, rules: HostRules) -> 
     hosts, experts = placement.num_ranks, placement.num_experts
     counts_WE = counts_DE if len(counts_DE) == hosts else counts_DE.reshape(hosts, -1, experts).sum(1)
     tables = placement.tables
-    return tokens_loop(counts_DE, counts_WE, rules, tables.physical_N, tables.slots_per_rank)
+    return tokens_loop(counts_DE, counts_WE, rules, tables.physical_N, placement.slots_per_rank)
 
 
 def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:

@@ -236,10 +236,6 @@ class Manager:
             beside=None if self.cost.overlap is None else self.cost.overlap[:2],
         )
 
-    def decide(self, expected_BDE: np.ndarray, microbatches: int) -> Decision:
-        """Return the answer to `question`, computed synchronously."""
-        return self.question(expected_BDE, microbatches).answer()
-
     def adopt(self, decision: Decision) -> None:
         """Use the placement of a decision that all ranks agree on."""
         assert decision.placement is not None

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.profile.cluster_profile import builtin, load
+from megatron_balance.timeline.actions import Action, Operation, Step
 
 
 def configured(line: str, ranks: int = 4) -> RunConfig:
@@ -109,19 +109,18 @@ def test_the_profile_is_that_of_the_device_and_the_links(tmp_path: Path) -> None
     assert profile.link("all_to_all").beta == pytest.approx(4 / 3 * 8 / 400e6)
 
 
-def test_variants_change_the_planner_or_the_schedule_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_change_the_planner_or_the_schedule_alone() -> None:
     cost = CostModel(builtin(4, 2, 8, 8), token_bytes=1, param_bytes=1, grad_bytes=1, overlap=Overlap(1.0, 2.0))
     states = {number: SimpleNamespace(manager=SimpleNamespace(cost=cost)) for number in (1, 2)}
-    run = SimpleNamespace(balancer=SimpleNamespace(layers=states, schedule=lambda microbatches: (microbatches,)))
+    trans = Action(3, Operation.TRANS)
+    step = Step(Action(3, Operation.FEC), communication=(trans,))
+    run = SimpleNamespace(balancer=SimpleNamespace(layers=states, schedule=lambda microbatches: (step,) * microbatches))
     comparisons.planned_in_full(run)
     plain = dataclasses.replace(cost, overlap=None)
     times = [one.time_of(1.0, 2.0, 3.0, 4.0) for one in (plain, *(state.manager.cost for state in states.values()))]
     assert times[0] == times[1] == times[2] != cost.time_of(1.0, 2.0, 3.0, 4.0)
-    assert run.balancer.schedule(3) == (3,)
-    lower = SimpleNamespace(wait_at_once=lambda schedule: (*schedule, "at once"))
-    monkeypatch.setitem(sys.modules, "megatron_balance.timeline.lower", lower)
     comparisons.wait_at_start(run)
-    assert run.balancer.schedule(3) == (3, "at once")
+    assert run.balancer.schedule(3) == (step._replace(waits=(trans,)),) * 3
 
 
 def job(*seconds: float, loss: float = 1.0, **more: float) -> dict[str, Outcome]:

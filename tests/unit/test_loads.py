@@ -160,7 +160,7 @@ def test_experts_that_are_hot_in_turn_stay_so_in_plans(method: str) -> None:
     assert expected_BDE is not None and len(expected_BDE) == 2
     tokens_BD = cost.traffic(expected_BDE, plain).sum(1)
     assert balance_ratio(tokens_BD) == evenness(tokens_BD, tokens_BD)[0] == 1.6
-    decision = manager.decide(expected_BDE, 6)
+    decision = manager.question(expected_BDE, 6).answer()
     assert decision.placement is not None
     even = cost_model(2, 2, microbatches=6)
     assert seen[0] == pytest.approx(even.layer_time(counts_BDE, plain))

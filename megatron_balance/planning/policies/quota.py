@@ -227,12 +227,10 @@ class _Layer:
     def _token_seconds(self) -> float:
         """Seconds for which the busiest rank computes and exchanges a token."""
         network = self.cost.network
-        profile = self.cost.profile
         ranks = network.num_ranks
         size = network.node_size
         exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
-        computing = profile.forward.seconds_per_token + profile.backward.seconds_per_token
-        return computing + 4 * self.cost.token_bytes * self.cost.exchange.scale * exchanging
+        return self.cost.seconds_per_token + 4 * self.cost.token_bytes * self.cost.exchange.scale * exchanging
 
     @cached_property
     def _localized(self) -> tuple[_Guests, np.ndarray]:
