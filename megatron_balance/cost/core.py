@@ -294,12 +294,10 @@ def _guests_of(shares_D: np.ndarray, owner: int) -> np.ndarray:
 
 @compiled(None)
 def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: int, node_size: int, far: float) -> float:
-    """Add, times `sign`, the time for ranks to receive an expert, and for its owner to send it once.
-
-    Return the time of a piece on links other than the slowest one, if guests pass it on one after another. The unit is
-    the time of an expert within a node. An expert enters each node once: at the first guest after the owner in cyclic
-    order of local ranks. `guest_M` ascends.
-    """
+    """Add, times `sign`, the time for ranks to receive an expert, and for its owner to send it once. Return the time of
+    a piece on links other than the slowest one, if guests pass it on one after another. The unit is the time of an
+    expert within a node. An expert enters each node once: at the first guest after the owner in cyclic order of local
+    ranks. `guest_M` ascends."""
     total = 0.0
     most = 0.0
     sends = 0.0

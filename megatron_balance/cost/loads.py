@@ -20,11 +20,9 @@ def by_microbatch(counts: np.ndarray) -> np.ndarray:
 
 def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
     """Return at most `most` load matrices with the sum of all microbatches' matrices, given the rank that owns each
-    expert.
-
-    Microbatches with the same busiest rank are added up: the maximum of their sum equals the sum of their maxima. If
-    there are too many busiest ranks, microbatches of those with the fewest tokens above the mean are added up too.
-    """
+    expert. Microbatches with the same busiest rank are added up: the maximum of their sum equals the sum of their
+    maxima. If there are too many busiest ranks, microbatches of those with the fewest tokens above the mean are added
+    up too."""
     microbatches, ranks, _ = counts_BDE.shape
     if microbatches == 1:
         return counts_BDE

@@ -59,10 +59,8 @@ def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_siz
 
 
 def tokens_of(counts_DE: np.ndarray, placement: Placement, rules: HostRules) -> np.ndarray:
-    """Return [D, P] int64: tokens from each source to each physical expert, given the load [D, E] of sources.
-
-    Each host has the same number of consecutive sources, which count as one; their tokens are then divided in order.
-    """
+    """Return [D, P] int64: tokens from each source to each physical expert, given the load [D, E] of sources. Each host
+    has the same number of consecutive sources, which count as one; their tokens are then divided in order."""
     counts_DE = np.ascontiguousarray(counts_DE, np.int64)
     hosts, experts = placement.num_ranks, placement.num_experts
     counts_WE = counts_DE if len(counts_DE) == hosts else counts_DE.reshape(hosts, -1, experts).sum(1)

@@ -160,11 +160,8 @@ class Demi(Policy):
         yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
 
     def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
-        """Return a lower bound for all placements with guests and these numbers of parts.
-
-        It assumes even computation, unless a part is too large, and each part on one of the ranks with most of its
-        expert's tokens.
-        """
+        """Return a lower bound for all placements with guests and these numbers of parts. It assumes even computation,
+        unless a part is too large, and each part on one of the ranks with most of its expert's tokens."""
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
         num_ranks = current.num_ranks

@@ -323,10 +323,8 @@ class _Layer:
         return _Load(left_E.clip(0)[self.home_DS], loads_D, np.bincount(rank_M, minlength=ranks), mean)
 
     def _fitted(self, load: _Load, way: _Way, busiest: float) -> tuple[float, int, Fitted]:
-        """Return an average rank's capacity, a rank's slots, and a fit that leaves no rank above its capacity.
-
-        If no fit succeeds, return the one that leaves the busiest rank the fewest tokens.
-        """
+        """Return an average rank's capacity, a rank's slots, and a fit that leaves no rank above its capacity. If no
+        fit succeeds, return the one that leaves the busiest rank the fewest tokens."""
         rungs = RUNGS if way.raised else 1
         while True:
             found = self._fit(load, way, busiest, way.slots, BUSIEST)
