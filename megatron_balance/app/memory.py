@@ -13,8 +13,6 @@ from typing import NamedTuple
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.device import cpu
-from megatron_balance.flow.slot_linear import is_swiglu
 from megatron_balance.timeline.lower import Pass
 
 
@@ -185,9 +183,6 @@ def _experts(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     rows = tokens.rows * transformer.hidden_size * itemsize
     if not transformer.gated_linear_unit:
         return rows + elements, 2 * elements
-    if config.balance.moe_layer_impl == "balanced" and cpu.installed() and is_swiglu(transformer):
-        # See flow/experts.py
-        return rows + 2 * elements, 0
     unfused = 4 if transformer.glu_linear_offset else 3
     return rows + 2 * elements, elements if transformer.bias_activation_fusion else unfused * elements
 

@@ -19,10 +19,11 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split, plan_loop
+from megatron_balance.flow.plan import Split
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import tokens_loop
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
@@ -175,7 +176,7 @@ def _layer_state(
     )
     if owners.guest_slots:
         cost.prepare()
-        plan_loop.prepare()
+        tokens_loop.prepare()
     manager = Manager(
         policy=policy,
         cost=cost,

@@ -294,12 +294,10 @@ def _guests_of(shares_D: np.ndarray, owner: int) -> np.ndarray:
 
 @compiled(None)
 def send_expert(times_D: np.ndarray, sign: float, guest_M: np.ndarray, owner: int, node_size: int, far: float) -> float:
-    """Add, times `sign`, the time for ranks to receive an expert, and for its owner to send it once.
-
-    Return the time of a piece on links other than the slowest one, if guests pass it on one after another. The unit is
-    the time of an expert within a node. An expert enters each node once: at the first guest after the owner in cyclic
-    order of local ranks. `guest_M` ascends.
-    """
+    """Add, times `sign`, the time for ranks to receive an expert, and for its owner to send it once. Return the time of
+    a piece on links other than the slowest one, if guests pass it on one after another. The unit is the time of an
+    expert within a node. An expert enters each node once: at the first guest after the owner in cyclic order of local
+    ranks. `guest_M` ascends."""
     total = 0.0
     most = 0.0
     sends = 0.0
@@ -435,17 +433,15 @@ def link_times(owner_A: np.ndarray, guests_AD: np.ndarray, node_size: int, far: 
     return times_AD, extra_A
 
 
-@compiled("void(float64[:,:,:,::1], float64[:,:,::1], int64[:,::1], int64[::1], int64, boolean)")
+@compiled("void(float64[:,:,::1], float64[:,:,::1], int64[:,::1], int64[::1], int64, boolean)")
 def add_loads(
-    loads_XFBD: np.ndarray,
-    counts_ABD: np.ndarray,
-    shares_AD: np.ndarray,
-    primary_A: np.ndarray,
+    loads_FBD: np.ndarray,
+    counts_EBD: np.ndarray,
+    shares_ED: np.ndarray,
+    primary_E: np.ndarray,
     node_size: int,
     local_first: bool,
 ) -> None:
-    """Add the loads of expert a to array a of `loads_XFBD`, or of all experts to its only array."""
-    for a in range(len(primary_A)):
-        add_expert(
-            loads_XFBD[a % len(loads_XFBD)], 1.0, counts_ABD[a], shares_AD[a], primary_A[a], node_size, local_first
-        )
+    """Add the loads of all experts."""
+    for e in range(len(primary_E)):
+        add_expert(loads_FBD, 1.0, counts_EBD[e], shares_ED[e], primary_E[e], node_size, local_first)

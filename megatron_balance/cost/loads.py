@@ -1,6 +1,6 @@
 """Tokens that ranks compute, send and receive under a placement, summed over experts.
 
-See `cost/core.py` for loads [..., 5, B, D]. In shapes, A counts experts, or ways to place one expert.
+See `cost/core.py` for loads [5, B, D].
 """
 
 import numpy as np
@@ -20,11 +20,9 @@ def by_microbatch(counts: np.ndarray) -> np.ndarray:
 
 def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
     """Return at most `most` load matrices with the sum of all microbatches' matrices, given the rank that owns each
-    expert.
-
-    Microbatches with the same busiest rank are added up: the maximum of their sum equals the sum of their maxima. If
-    there are too many busiest ranks, microbatches of those with the fewest tokens above the mean are added up too.
-    """
+    expert. Microbatches with the same busiest rank are added up: the maximum of their sum equals the sum of their
+    maxima. If there are too many busiest ranks, microbatches of those with the fewest tokens above the mean are added
+    up too."""
     microbatches, ranks, _ = counts_BDE.shape
     if microbatches == 1:
         return counts_BDE
@@ -43,34 +41,23 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
     return found_BDE
 
 
-def expert_loads(
-    network: Network, split: str, counts_ABD: np.ndarray, shares_AD: np.ndarray, primary_A: np.ndarray
-) -> np.ndarray:
-    """Return [A, 5, B, D]: the loads of A experts, or of one expert placed in A ways. See `Tables.shares_ED` for
-    shares; `primary_A` are the primary hosts."""
-    loads_AFBD = np.zeros((len(counts_ABD), FEATURES, *counts_ABD.shape[1:]))
-    counts_ABD = np.ascontiguousarray(counts_ABD, np.float64)
-    shares_AD = np.ascontiguousarray(shares_AD, np.int64)
-    add_loads(loads_AFBD, counts_ABD, shares_AD, np.array(primary_A), network.node_size, split == "local_first")
-    return loads_AFBD
-
-
-def _sum_of(
-    network: Network, split: str, counts_EBD: np.ndarray, shares_ED: np.ndarray, primary_E: np.ndarray
-) -> np.ndarray:
-    counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
-    loads_1FBD = np.zeros((1, FEATURES, *counts_EBD.shape[1:]))
-    add_loads(loads_1FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
-    return loads_1FBD[0]
-
-
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if owners alone compute them."""
     alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
-    return _sum_of(network, "proportional", counts_EBD, alone_ED, owner_E)
+    return loads_of(network, "proportional", counts_EBD, alone_ED, owner_E)
 
 
 def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:
     """Return [5, B, D]: the loads of all experts of a placement."""
     tables = placement.tables
-    return _sum_of(network, split, counts_BDE.transpose(2, 0, 1), tables.shares_ED, tables.hosting.primary_E)
+    return loads_of(network, split, counts_BDE.transpose(2, 0, 1), tables.shares_ED, tables.hosting.primary_E)
+
+
+def loads_of(
+    network: Network, split: str, counts_EBD: np.ndarray, shares_ED: np.ndarray, primary_E: np.ndarray
+) -> np.ndarray:
+    """Return [5, B, D]: the loads of all experts, given `Tables.shares_ED` and primary hosts."""
+    loads_FBD = np.zeros((FEATURES, *counts_EBD.shape[1:]))
+    counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
+    add_loads(loads_FBD, counts_EBD, shares_ED, primary_E, network.node_size, split == "local_first")
+    return loads_FBD

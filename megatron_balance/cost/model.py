@@ -136,10 +136,10 @@ class CostModel:
             local_first=self.split == "local_first",
             coding=float(self.coding),
         )
-        return packed(prices), np.array(self.rate_D, dtype=np.float64), self._seconds_per_token / self.rate_D
+        return packed(prices), np.array(self.rate_D, dtype=np.float64), self.seconds_per_token / self.rate_D
 
     @property
-    def _seconds_per_token(self) -> float:
+    def seconds_per_token(self) -> float:
         """Seconds for a rank of average speed to compute a token, forward and backward."""
         return self.profile.forward.seconds_per_token + self.profile.backward.seconds_per_token
 

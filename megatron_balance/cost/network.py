@@ -46,19 +46,6 @@ class Crossing(NamedTuple):
         return Crossing(self.near_2XD * factor, self.far_2XD * factor)
 
 
-class Busy(NamedTuple):
-    """Seconds that exchanges use each resource."""
-
-    near_XD: np.ndarray
-    """Ranks' links within nodes; completion times of ranks if they share a fabric."""
-    far_XD: np.ndarray
-    """Ranks' shares of adapters."""
-    node_XN: np.ndarray
-    """All adapters of each node."""
-    longest_X: np.ndarray
-    """The busiest resource."""
-
-
 @dataclass(frozen=True)
 class Network:
     """Links and adapters of one expert-parallel group's ranks."""
@@ -116,14 +103,15 @@ class Network:
         adapters = float(self.adapters)
         return Links(self.node_size, near.beta * unit, far.beta * unit, near.one_way, far.one_way, adapters)
 
-    def busy(self, bytes_: Crossing) -> Busy:
-        """Return the seconds that links and adapters take to carry these bytes."""
+    def busy(self, bytes_: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds that these bytes take on each rank's link and share of an adapter, [..., D] and [..., D],
+        on each node's adapters, [..., N], and on the busiest resource, [...]. See `core.take_turns` for links."""
         amount_XFD = np.concatenate([bytes_.near_2XD, bytes_.far_2XD])
         shape = amount_XFD.shape[1:-1]
         amount_XFD = np.ascontiguousarray(np.moveaxis(amount_XFD, 0, -2), np.float64).reshape(-1, 4, self.num_ranks)
         near_XD, far_XD, node_XN, longest_X = carry(amount_XFD, self._links_1)
         near_XD, far_XD, node_XN = (seconds.reshape(*shape, -1) for seconds in (near_XD, far_XD, node_XN))
-        return Busy(near_XD, far_XD, node_XN, longest_X.reshape(shape))
+        return near_XD, far_XD, node_XN, longest_X.reshape(shape)
 
     @cached_property
     def _links_1(self) -> np.ndarray:
@@ -131,7 +119,7 @@ class Network:
 
     def byte_seconds(self, bytes_: Crossing) -> np.ndarray:
         """Return [...]: seconds that the busiest resource takes to carry these bytes."""
-        return self.busy(bytes_).longest_X
+        return self.busy(bytes_)[3]
 
     def latency(self, messages: Crossing) -> np.ndarray:
         """Return [...]: seconds of a batch of empty messages; 0 without messages."""

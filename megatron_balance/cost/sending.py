@@ -331,12 +331,10 @@ class SendingModel:
                 yield Sending(route, *fewest_pieces(self._batches, found, self.least_rounds)), found
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
-        """Estimate the seconds of Trans and Agg, given the busiest rank's time and the `extra` time after it.
-
-        Without extra time, owners send in one batch. Otherwise guests pass on their parts piece by piece: c pieces take
-        c + 1 batches, and the last piece is passed on alone. The unit is the time of an expert within a node. Arguments
-        are numbers, or arrays of one shape.
-        """
+        """Estimate the seconds of Trans and Agg, given the busiest rank's time and the `extra` time after it. Without
+        extra time, owners send in one batch. Otherwise guests pass on their parts piece by piece: c pieces take c + 1
+        batches, and the last piece is passed on alone. The unit is the time of an expert within a node. Arguments are
+        numbers, or arrays of one shape."""
         busy_X, extra_X = (np.asarray(times, np.float64) for times in (busy, extra))
         trans_A, agg_A = few_batches_each(busy_X.ravel(), extra_X.ravel(), self.prices_1)
         # `[()]` turns arrays without axes back into numbers

@@ -47,10 +47,9 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
     room = _NO_ROOM if tables.in_place else gather_room(len(tables.physical_N), most_rows, device)
     rows, stays, splits_DW, received_DS = cut_loop(
         plan.counts_DE.numpy(),
-        *tables.hosting,
-        *plan.rules,
+        plan.rules,
         tables.physical_N,
-        tables.slots_per_rank,
+        plan.placement.slots_per_rank,
         tables.by_physical_N,
         rank,
         whole,
@@ -60,17 +59,13 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
 
 
 @compiled(
-    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], int64[::1], int64[::1], int64[::1], "
-    "int64[::1], int64, boolean, int64[::1], int64, int64[::1], int64, boolean, int32[:, ::1])"
+    "Tuple((int64, boolean, int64[:, ::1], int64[:, ::1]))(int64[:, ::1], HostRules, int64[::1], int64, int64[::1], "
+    "int64, boolean, int32[:, ::1])",
+    HostRules,
 )
 def cut_loop(
     counts_DE: np.ndarray,
-    first_E: np.ndarray,
-    host_N: np.ndarray,
-    share_N: np.ndarray,
-    primary_E: np.ndarray,
-    node_size: int,
-    local_first: bool,
+    rules: HostRules,
     physical_N: np.ndarray,
     slots: int,
     by_physical_N: np.ndarray,
@@ -79,10 +74,11 @@ def cut_loop(
     room: np.ndarray,
 ) -> tuple[int, bool, np.ndarray, np.ndarray]:
     """Return the number of rows, whether no row moves, and the arrays of a `RankCut`; fill `room` for `gather_of`."""
-    rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
+    first_E = rules.first_E
+    host_N = rules.host_N
     ranks, experts = counts_DE.shape
     each_D = np.arange(ranks)
-    group_D = each_D if whole else _groups(ranks, own, node_size)
+    group_D = each_D if whole else _groups(ranks, own, rules.node_size)
     sums_GE = counts_DE if whole else _added_up(counts_DE, group_D)
     room_G = room_of(first_E, len(sums_GE))
     room_D = room_of(first_E, ranks)

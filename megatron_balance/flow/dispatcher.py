@@ -31,11 +31,12 @@ from megatron_balance.flow.cut import RankCut, cut, cut_loop
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, DispatchPlan, sums_by_host
+from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.flow.reroute import reroute
 from megatron_balance.flow.rows import RowOrder, gather_rows, row_order, sending
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import sums_by_host
 
 Plan = DispatchPlan | DevicePlan
 

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_balance.device.shards import mark_shards
-from megatron_balance.flow.grouped_gemm import GroupedGemm, RowSplit, Split, TorchGemm, split_of
-from megatron_balance.flow.slot_linear import SlotLinear, is_swiglu, swiglu_linear
+from megatron_balance.flow.grouped_gemm import GroupedGemm, TorchGemm, split_of
+from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients, main_grad
 
 
@@ -59,8 +59,6 @@ class GroupedExperts(MegatronModule):
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
-        # On a CPU, compute slot by slot: grouping saves nothing, and the tensors between projections stay in the caches
-        self.by_slot = self.linear_fc1.weight.is_cpu
         if config.perform_initialization:
             self._initialize()
         # In other programs, nothing else calls this before the optimizer reads the marks
@@ -136,32 +134,10 @@ class GroupedExperts(MegatronModule):
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
         guests = len(tokens_per_slot) - len(self.home_experts)
-        first = self.linear_fc1(guests)
-        second = self.linear_fc2(guests)
-        if not self.by_slot:
-            linears = SlotLinear(first, gradients.first), SlotLinear(second, gradients.second)
-            return self._compute(*linears, rows_RH, split_of(tokens_per_slot, rows_RH.device), probs_R)
-        sizes = tokens_per_slot.tolist()
-        each = ([slot for projection in linear for slot in projection.by_slot()] for linear in (first, second))
-        parts = zip(*each, rows_RH.split(sizes), sizes, probs_R.split(sizes), strict=True)
-        outputs = [
-            self._compute(
-                SlotLinear([one], gradients.first, slot, at_once=True),
-                SlotLinear([other], gradients.second, slot, at_once=True),
-                rows,
-                RowSplit([size], rows_RH.device),
-                probs,
-            )
-            for slot, (one, other, rows, size, probs) in enumerate(parts)
-        ]
-        return torch.cat(outputs)
-
-    def _compute(
-        self, first: SlotLinear, second: SlotLinear, rows_RH: torch.Tensor, split: Split, probs_R: torch.Tensor
-    ) -> torch.Tensor:
+        first = SlotLinear(self.linear_fc1(guests), gradients.first)
+        second = SlotLinear(self.linear_fc2(guests), gradients.second)
+        split = split_of(tokens_per_slot, rows_RH.device)
         inner = first(rows_RH, split)
-        if self.by_slot and is_swiglu(self.config):
-            return swiglu_linear(inner, probs_R, second, split)
         if not self.activation_recompute:
             return second(self._activate(inner, probs_R), split, probs_R)
         # megatron-core accepts the precision, although its annotation says bool

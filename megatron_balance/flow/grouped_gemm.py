@@ -155,12 +155,10 @@ def grouped_mm_is_fast(matrix_SIO: torch.Tensor) -> bool:
 
 
 class EngineGemm(GroupedGemm):
-    """Products by the function behind Transformer Engine's GroupedLinear; needs CUDA.
-
-    It takes the matrices of all slots as lists, starts one product per slot on several streams, and adds weight
-    gradients to float32 in the kernel. A layout names transposes of the first two arguments, A and B, in the
-    column-major view of row-major matrices: TN is `B A^T`, NN is `B A`, NT is `B^T A`.
-    """
+    """Products by the function behind Transformer Engine's GroupedLinear; needs CUDA. It takes the matrices of all
+    slots as lists, starts one product per slot on several streams, and adds weight gradients to float32 in the kernel.
+    A layout names transposes of the first two arguments, A and B, in the column-major view of row-major matrices: TN is
+    `B A^T`, NN is `B A`, NT is `B^T A`."""
 
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         return self._products(rows_RI, weights, split, weights[0].shape[1], layout="TN")

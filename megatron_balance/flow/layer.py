@@ -217,7 +217,7 @@ class BalancedMoELayer(MoELayer):
 
 
 def _unwanted() -> torch.Tensor:
-    raise AssertionError("owners alone compute, so no plan needs a load")
+    raise AssertionError("owners alone compute: the ranks exchanged no load, and no plan may read one")
 
 
 def remember(model: Sequence[torch.nn.Module]) -> None:

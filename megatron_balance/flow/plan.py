@@ -1,20 +1,17 @@
 """The dispatch plan of a layer: how many tokens each source sends to each physical expert.
 
 A source is a rank that has tokens to send: one per host, or one per shard of a host. In shapes, D counts sources, W
-hosts (ranks of an expert-parallel group), N pairs of an expert and one of its hosts, K hosts of one expert, and G
-groups of consecutive ranks.
+hosts (ranks of an expert-parallel group).
 """
 
 import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 
-from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, HostRules, room_of, send
+from megatron_balance.placement.splits import SPLITS, HostRules, sums_by_host, tokens_of
 
 Split = Literal["local_first", "proportional"]
 
@@ -40,19 +37,14 @@ class DispatchPlan:
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
         """[D, P] int64 in host memory: rows that source d sends to physical expert p."""
-        tables = self.placement.tables
-        if tables.in_place:
+        placement = self.placement
+        if placement.tables.in_place:
             return self.counts_DE
-        counts_DE = np.ascontiguousarray(self.counts_DE.numpy())
-        counts_WE = np.ascontiguousarray(by_host(self.counts_DE, self.placement.num_ranks).numpy())
-        return torch.from_numpy(
-            plan_loop(counts_DE, counts_WE, *tables.hosting, *self.rules, tables.physical_N, tables.slots_per_rank)
-        )
+        return torch.from_numpy(tokens_of(self.counts_DE.numpy(), placement, self.rules))
 
     @property
-    def rules(self) -> tuple[int, bool]:
-        """Arguments of compiled loops: hosts per node, and whether the split is `local_first`."""
-        return self.node_size or self.placement.num_ranks, self.split == "local_first"
+    def rules(self) -> HostRules:
+        return HostRules.of(self.placement, self.split, self.node_size or self.placement.num_ranks)
 
     @property
     def splits_DW(self) -> torch.Tensor:
@@ -86,72 +78,3 @@ def make_dispatch_plan(
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:
     """Return [W, E]: the load matrix summed over each host's sources."""
     return counts_DE if len(counts_DE) == hosts else counts_DE.view(hosts, -1, counts_DE.shape[1]).sum(1)
-
-
-def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
-    """Sum tokens over each host's physical experts: [..., P] -> [..., W]."""
-    # Several times faster than a sum over a short last dimension
-    slots = tokens.shape[-1] // hosts
-    first, *others = (tokens[..., slot::slots] for slot in range(slots))
-    return functools.reduce(np.add, others, first)
-
-
-@compiled(
-    "int64[:, ::1](int64[:, ::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, boolean, "
-    "int64[::1], int64)"
-)
-def plan_loop(
-    counts_DE: np.ndarray,
-    counts_WE: np.ndarray,
-    first_E: np.ndarray,
-    host_N: np.ndarray,
-    share_N: np.ndarray,
-    primary_E: np.ndarray,
-    node_size: int,
-    local_first: bool,
-    physical_N: np.ndarray,
-    slots: int,
-) -> np.ndarray:
-    """Return `DispatchPlan.tokens_DP`, given the loads of sources and hosts, and the fields of `HostRules`."""
-    rules = HostRules(first_E, host_N, share_N, primary_E, node_size, local_first)
-    sources, experts = counts_DE.shape
-    hosts = len(counts_WE)
-    tokens_DP = np.zeros((sources, hosts * slots), dtype=np.int64)
-    alone_E = np.full(experts, -1)
-    group_W = np.arange(hosts)
-    room = room_of(first_E, hosts)
-    for expert in range(experts):
-        begin = first_E[expert]
-        end = first_E[expert + 1]
-        if end - begin == 1:
-            alone_E[expert] = physical_N[begin]
-            continue
-        sent_KW = send(expert, counts_WE, counts_WE, group_W, rules, room)
-        _among_sources(counts_DE, expert, sent_KW, physical_N[begin:end], tokens_DP)
-    for source in range(sources):
-        for expert in range(experts):
-            if alone_E[expert] >= 0:
-                tokens_DP[source, alone_E[expert]] = counts_DE[source, expert]
-    return tokens_DP
-
-
-@compiled(None)
-def _among_sources(
-    counts_DE: np.ndarray, expert: int, sent_KW: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
-) -> None:
-    """Divide the tokens of each host for an expert's physical experts among the host's sources, in order."""
-    hosts = sent_KW.shape[1]
-    each = len(counts_DE) // hosts
-    for host in range(hosts):
-        source = host * each
-        left = counts_DE[source, expert]
-        for k in range(len(physical_K)):
-            missing = sent_KW[k, host]
-            while missing > 0:
-                while left == 0:
-                    source += 1
-                    left = counts_DE[source, expert]
-                step = min(left, missing)
-                tokens_DP[source, physical_K[k]] += step
-                left -= step
-                missing -= step

@@ -21,11 +21,6 @@ class Projection(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def by_slot(self) -> list["Projection"]:
-        weights = self.weight.split(1)
-        biases = [None] * len(weights) if self.bias is None else self.bias.split(1)
-        return [Projection(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
     def tensors(self) -> list[torch.Tensor]:
         """Return the weight and, if there is one, the bias."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -107,28 +102,23 @@ class LinearGradients:
         self._uncounted: list[tuple[torch.Tensor, torch.Tensor, DeviceSplit]] = []
         """Gradients of products, rows of all slots, and their split, if only the device knows the numbers of rows."""
 
-    def add(
-        self,
-        first: int,
-        rows_RI: torch.Tensor,
-        gradient_RO: torch.Tensor,
-        scale_R: torch.Tensor | None,
-        split: Split,
-    ) -> None:
-        """Keep rows of the slots from `first` on, and the gradients of their products, until `sum`."""
+    def add(self, rows_RI: torch.Tensor, gradient_RO: torch.Tensor, scale_R: torch.Tensor | None, split: Split) -> None:
+        """Keep rows of all slots, and the gradients of their products, until `finish`."""
         if isinstance(split, DeviceSplit):
             self._uncounted.append((gradient_RO, rows_RI, split))
             return
         rows = rows_RI.split(split.sizes)
         gradients = gradient_RO.split(split.sizes)
         scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
-        for slot, part in enumerate(map(SlotRows, rows, gradients, scales), first):
+        for parts, part in zip(self.parts, map(SlotRows, rows, gradients, scales), strict=False):
             if len(part.rows_RI):
-                self.parts[slot].append(part)
+                parts.append(part)
 
     @torch.no_grad()
-    def sum(self) -> None:
-        """Add the weight gradients of all kept rows to their sums."""
+    def finish(self) -> list[torch.Tensor | None]:
+        """Compute and return the parameters' gradients; a placeholder for parameters that DDP has marked, which only
+        makes DDP's hook run: see `_make_backward_post_hook` in
+        megatron/core/distributed/distributed_data_parallel.py."""
         weights, *biases = self._totals
         self.gemm.add_weight_gradients(self._terms(weights))
         for rows in self._uncounted:
@@ -141,13 +131,6 @@ class LinearGradients:
                     total_O.add_(scaled_RO.sum(0, dtype=total_O.dtype))
         for parts in self.parts:
             parts.clear()
-
-    @torch.no_grad()
-    def finish(self) -> list[torch.Tensor | None]:
-        """Compute and return the parameters' gradients; a placeholder for parameters that DDP has marked, which only
-        makes DDP's hook run: see `_make_backward_post_hook` in
-        megatron/core/distributed/distributed_data_parallel.py."""
-        self.sum()
         return list(map(_for_autograd, self.linear.parameters(), self._sums))
 
     def _add(self, gradient_SOI: torch.Tensor) -> None:

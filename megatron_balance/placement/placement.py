@@ -28,9 +28,8 @@ class Placement:
     + 5 | 2 3 + . | 4 5 + . | 6 7 + .`: home slots, a plus, guest slots of each rank.
 
     Raises:
-        ValueError: `home` does not divide the experts evenly; an expert has no host, or a host without a slot for it; a
-            guest slot holds an expert that its rank owns, has in another guest slot or does not host; a primary is not
-            a host; quotas do not match the hosts.
+        ValueError: `home` does not divide the experts evenly; an expert has no host; a rank's guest slots do not hold
+            the experts that it hosts and does not own, each once; a primary is not a host; quotas do not match hosts.
     """
 
     num_experts: int
@@ -62,7 +61,6 @@ class Placement:
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        self._check_guests()
         self._check_hosts()
         self._check_quotas()
 
@@ -241,21 +239,8 @@ class Placement:
             sizes = f"hosts of {len(self.hosts)} experts, primaries of {len(self.primary)}"
             raise ValueError(f"{sizes}: each of {self.num_experts} experts needs one entry")
 
-    def _check_guests(self) -> None:
-        for rank, row in enumerate(self.guests):
-            experts = [expert for expert in row if expert != EMPTY]
-            for expert in experts:
-                if not 0 <= expert < self.num_experts:
-                    raise ValueError(f"rank {rank}: its guest {expert} is not one of {self.num_experts} experts")
-                if experts.count(expert) > 1:
-                    times = experts.count(expert)
-                    raise ValueError(f"rank {rank}: expert {expert} fills {times} guest slots; vExperts share one")
-                if expert in self.home[rank]:
-                    raise ValueError(f"rank {rank}: owns expert {expert} and keeps it as a guest")
-                if rank not in self.hosts[expert]:
-                    raise ValueError(f"rank {rank}: keeps the guest {expert}, but the hosts are {self.hosts[expert]}")
-
     def _check_hosts(self) -> None:
+        hosted: list[list[int]] = [[] for _ in self.home]
         rows = zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
         for expert, (ranks, alone, primary, owner) in enumerate(rows):
             if ranks == alone and primary == owner:
@@ -264,11 +249,16 @@ class Placement:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):
                 raise ValueError(f"expert {expert}: its hosts {ranks} must ascend")
-            for rank in ranks:
-                if rank != owner and (not 0 <= rank < self.num_ranks or expert not in self.guests[rank]):
-                    raise ValueError(f"expert {expert}: its host {rank} has no slot for it")
             if primary not in ranks:
                 raise ValueError(f"expert {expert}: its primary {primary} is not one of its hosts {ranks}")
+            for rank in {*ranks} - {owner}:
+                if not 0 <= rank < self.num_ranks:
+                    raise ValueError(f"expert {expert}: its host {rank} is not one of {self.num_ranks} ranks")
+                hosted[rank].append(expert)
+        for rank, (slots, experts) in enumerate(zip(self.guests, hosted, strict=True)):
+            guests = sorted(expert for expert in slots if expert != EMPTY)
+            if guests != experts:
+                raise ValueError(f"rank {rank}: its guest slots hold experts {guests}, but it must host {experts}")
 
     def _check_quotas(self) -> None:
         if len(self.quotas) not in (0, self.num_experts):
@@ -346,10 +336,6 @@ class Tables:
         rank_M, slot_M = (guests_DG >= 0).nonzero()
         expert_M = guests_DG[rank_M, slot_M]
         return Guests(np.array(self.placement.owners, dtype=np.int64)[expert_M], expert_M, rank_M)
-
-    @property
-    def slots_per_rank(self) -> int:
-        return self.placement.slots_per_rank
 
     @cached_property
     def hosting(self) -> HostTable:

@@ -8,9 +8,11 @@ Every host has a quota: the number of an expert's tokens that it computes. A spl
 Tokens then fill the quotas by locality: a host's own tokens first, then tokens of its node, then the others. A node has
 `node_size` consecutive ranks. All numbers of tokens are whole.
 
-In shapes, D counts ranks, N physical experts in use, K the hosts of one expert, and G groups of consecutive ranks.
+In shapes, D counts sources, W hosts, N physical experts in use, K the hosts of one expert, and G groups of consecutive
+ranks. A rank is one source, or several in `tokens_of`.
 """
 
+import functools
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -34,6 +36,10 @@ class HostRules(NamedTuple):
     node_size: int
     local_first: bool
 
+    @classmethod
+    def of(cls, placement: Placement, split: str, node_size: int) -> "HostRules":
+        return cls(*placement.tables.hosting, node_size, split == "local_first")
+
 
 class SendRoom(NamedTuple):
     """Work arrays of `send`, large enough for any expert."""
@@ -48,22 +54,73 @@ class SendRoom(NamedTuple):
 
 def traffic_of(split: str, counts_DE: np.ndarray, placement: Placement, node_size: int) -> np.ndarray:
     """Return [D, D] int64: tokens from each source rank to each computing rank; local tokens are on the diagonal."""
-    rules = HostRules(*placement.tables.hosting, node_size, split == "local_first")
-    return _traffic(np.ascontiguousarray(counts_DE, np.int64), rules)
+    rules = HostRules.of(placement, split, node_size)
+    return sums_by_host(tokens_of(counts_DE, placement, rules), placement.num_ranks)
 
 
-@compiled("int64[:,::1](int64[:,::1], HostRules)", HostRules)
-def _traffic(counts_DE: np.ndarray, rules: HostRules) -> np.ndarray:
-    ranks, experts = counts_DE.shape
-    rank_D = np.arange(ranks)
-    room = room_of(rules.first_E, ranks)
-    # Indexed by target first, so that the tokens to one host are consecutive in memory
-    traffic_DD = np.zeros((ranks, ranks), np.int64)
+def tokens_of(counts_DE: np.ndarray, placement: Placement, rules: HostRules) -> np.ndarray:
+    """Return [D, P] int64: tokens from each source to each physical expert, given the load [D, E] of sources. Each host
+    has the same number of consecutive sources, which count as one; their tokens are then divided in order."""
+    counts_DE = np.ascontiguousarray(counts_DE, np.int64)
+    hosts, experts = placement.num_ranks, placement.num_experts
+    counts_WE = counts_DE if len(counts_DE) == hosts else counts_DE.reshape(hosts, -1, experts).sum(1)
+    tables = placement.tables
+    return tokens_loop(counts_DE, counts_WE, rules, tables.physical_N, placement.slots_per_rank)
+
+
+def sums_by_host(tokens: np.ndarray, hosts: int) -> np.ndarray:
+    """Sum tokens over each host's physical experts: [..., P] -> [..., W]."""
+    # Several times faster than a sum over a short last dimension
+    slots = tokens.shape[-1] // hosts
+    first, *others = (tokens[..., slot::slots] for slot in range(slots))
+    return functools.reduce(np.add, others, first)
+
+
+@compiled("int64[:, ::1](int64[:, ::1], int64[:, ::1], HostRules, int64[::1], int64)", HostRules)
+def tokens_loop(
+    counts_DE: np.ndarray, counts_WE: np.ndarray, rules: HostRules, physical_N: np.ndarray, slots: int
+) -> np.ndarray:
+    sources, experts = counts_DE.shape
+    hosts = len(counts_WE)
+    tokens_DP = np.zeros((sources, hosts * slots), dtype=np.int64)
+    alone_E = np.full(experts, -1)
+    group_W = np.arange(hosts)
+    room = room_of(rules.first_E, hosts)
     for expert in range(experts):
-        sent_KD = send(expert, counts_DE, counts_DE, rank_D, rules, room)
-        for k in range(len(sent_KD)):
-            traffic_DD[rules.host_N[rules.first_E[expert] + k]] += sent_KD[k]
-    return traffic_DD.T.copy()
+        begin = rules.first_E[expert]
+        end = rules.first_E[expert + 1]
+        if end - begin == 1:
+            alone_E[expert] = physical_N[begin]
+            continue
+        sent_KW = send(expert, counts_WE, counts_WE, group_W, rules, room)
+        _among_sources(counts_DE, expert, sent_KW, physical_N[begin:end], tokens_DP)
+    for source in range(sources):
+        for expert in range(experts):
+            if alone_E[expert] >= 0:
+                tokens_DP[source, alone_E[expert]] = counts_DE[source, expert]
+    return tokens_DP
+
+
+@compiled(None)
+def _among_sources(
+    counts_DE: np.ndarray, expert: int, sent_KW: np.ndarray, physical_K: np.ndarray, tokens_DP: np.ndarray
+) -> None:
+    """Divide the tokens of each host for an expert's physical experts among the host's sources, in order."""
+    hosts = sent_KW.shape[1]
+    each = len(counts_DE) // hosts
+    for host in range(hosts):
+        source = host * each
+        left = counts_DE[source, expert]
+        for k in range(len(physical_K)):
+            missing = sent_KW[k, host]
+            while missing > 0:
+                while left == 0:
+                    source += 1
+                    left = counts_DE[source, expert]
+                step = min(left, missing)
+                tokens_DP[source, physical_K[k]] += step
+                left -= step
+                missing -= step
 
 
 @compiled(None)

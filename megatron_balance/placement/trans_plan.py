@@ -38,12 +38,10 @@ class ExpertPiece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TransPlan:
-    """Messages that bring experts from their owners to guest slots, piece by piece, in rounds of one batch each.
-
-    A source is the expert's owner, or a guest that received the piece in an earlier round. Every piece reaches every
+    """Messages that bring experts from their owners to guest slots, piece by piece, in rounds of one batch each. A
+    source is the expert's owner, or a guest that received the piece in an earlier round. Every piece reaches every
     occupied guest slot once. Trans runs the rounds forward. Agg runs them backward: targets send gradients to sources,
-    which add them to their own, so a guest passes on the sum of its subtree.
-    """
+    which add them to their own, so a guest passes on the sum of its subtree."""
 
     expert_M: np.ndarray
     source_M: np.ndarray

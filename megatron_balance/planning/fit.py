@@ -115,12 +115,10 @@ def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size
 
 @compiled("Fitted(Overload, int64)", Fitted, Overload)
 def fit(overload: Overload, order: int) -> Fitted:
-    """Move tokens until no rank exceeds its capacity, or the ranks that do have nothing left to give.
-
-    A move takes the rank's largest expert, or the part of it by which the rank exceeds its capacity. The receiver is on
-    the owner's node, unless a receiver on another node takes over more tokens relative to its cost. Ties between ranks
-    and experts go to the last one, ties between nodes to the first one; see also `_giver` and `_tightest`.
-    """
+    """Move tokens until no rank exceeds its capacity, or the ranks that do have nothing left to give. A move takes the
+    rank's largest expert, or the part of it by which the rank exceeds its capacity. The receiver is on the owner's
+    node, unless a receiver on another node takes over more tokens relative to its cost. Ties between ranks and experts
+    go to the last one, ties between nodes to the first one; see also `_giver` and `_tightest`."""
     tokens_DS = overload.tokens_DS.copy()
     experts_DS = overload.experts_DS
     above_D = overload.above_D.copy()
@@ -199,11 +197,9 @@ def fit(overload: Overload, order: int) -> Fitted:
 def sending_times(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, node_size: int, far: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M + 1] the time that the busiest rank sends or receives, and [M + 1] that of a piece on other links.
-
-    They are the arguments of `SendingModel.seconds_of` for the first 0, 1, ... guests. An owner sends its expert once,
-    and guests pass it on. `far` is the time of an expert between nodes; within a node, it is 1.
-    """
+    """Return [M + 1] the time that the busiest rank sends or receives, and [M + 1] that of a piece on other links. They
+    are the arguments of `SendingModel.seconds_of` for the first 0, 1, ... guests. An owner sends its expert once, and
+    guests pass it on. `far` is the time of an expert between nodes; within a node, it is 1."""
     busiest = np.zeros(len(expert_M) + 1)
     extra = np.zeros(len(expert_M) + 1)
     times_D = np.zeros(ranks)
@@ -240,10 +236,8 @@ def cheapest(
     negligible: float,
 ) -> TokenMoves:
     """Return the moves whose guests are sent soonest: these moves, or those of a fit with no rank above its capacity.
-
     Fewer moves win if they take only negligibly longer. (A few guests of one rank may take longer than more guests of
-    several ranks.) The given guests are sent, too. `sending_1` is `SendingModel.prices_1`.
-    """
+    several ranks.) The given guests are sent, too. `sending_1` is `SendingModel.prices_1`."""
     best = moves
     least = np.inf
     ranks = len(overload.above_D)

@@ -142,11 +142,9 @@ class Hosting:
         primary_KA: np.ndarray,
         begins_A: np.ndarray | None = None,
     ) -> CandidateCosts:
-        """Return the costs of alternatives that each give K different experts (-1: none) other hosts.
-
-        The longest chain may be one from before the change. `begins_A`: whether an alternative starts from this hosting
-        (None: all do) or from the preceding alternative.
-        """
+        """Return the costs of alternatives that each give K different experts (-1: none) other hosts. The longest chain
+        may be one from before the change. `begins_A`: whether an alternative starts from this hosting (None: all do) or
+        from the preceding alternative."""
         begins_A = np.ones(expert_KA.shape[1], dtype=bool) if begins_A is None else begins_A
         changes = expert_KA, shares_KAD, primary_KA, begins_A
         now = self.loads_FBD, self.sent_D, float(self.extra_E.max())
@@ -159,12 +157,10 @@ class Hosting:
     def involved_seconds(
         self, alternatives: CandidateCosts, expert: int, rank: int, involved_AD: np.ndarray
     ) -> np.ndarray:
-        """Return [A] the time of the ranks involved in alternatives, including Trans and Agg.
-
-        Other ranks count with the mean: if several ranks are slow, relieving one of them would not change the maximum.
-        The slow `rank`'s work beyond the mean on other experts does not count either, because those experts are next;
-        it is subtracted from `alternatives.work_ABD`.
-        """
+        """Return [A] the time of the ranks involved in alternatives, including Trans and Agg. Other ranks count with
+        the mean: if several ranks are slow, relieving one of them would not change the maximum. The slow `rank`'s work
+        beyond the mean on other experts does not count either, because those experts are next; it is subtracted from
+        `alternatives.work_ABD`."""
         cost = self.layer.cost
         found_A = np.zeros(len(involved_AD))
         found = self.work_BD, alternatives.work_ABD, found_A

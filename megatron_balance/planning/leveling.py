@@ -92,9 +92,7 @@ def _able(room_D: np.ndarray, free_D: np.ndarray, owner: int, node_size: int, re
 @compiled(None)
 def _even(able_R: np.ndarray, least: int, room_D: np.ndarray, size: float, kept: float, given_R: np.ndarray) -> int:
     """Choose the fewest guests with room for equal shares, or else those with the smallest excess; return their number.
-
-    The owner may keep `kept` tokens. Set `given_R` to the tokens that each guest computes.
-    """
+    The owner may keep `kept` tokens. Set `given_R` to the tokens that each guest computes."""
     most = kept - size
     number = 0
     smallest = kept
@@ -124,11 +122,9 @@ def _local(
     tokens_D: np.ndarray,
     given_R: np.ndarray,
 ) -> int:
-    """Choose the fewest guests that compute their own tokens, or one guest that computes all but the owner's tokens.
-
-    In the first case, the guests are the ranks with most of the expert's tokens; put them first in `able_R` and return
-    their number. In the second case, put the guest first in `able_R` and return -1.
-    """
+    """Choose the fewest guests that compute their own tokens, or one guest that computes all but the owner's tokens. In
+    the first case, the guests are the ranks with most of the expert's tokens; put them first in `able_R` and return
+    their number. In the second case, put the guest first in `able_R` and return -1."""
     left = size
     number = 0
     lightest = -1
@@ -158,10 +154,8 @@ def _local(
 
 @compiled("Copies(UnevenLoad, float64, int64)", Copies, UnevenLoad)
 def level(load: UnevenLoad, busiest: float, reach: int) -> Copies:
-    """Return copies in order, until no rank is above its limit, or the ranks above it have no other experts.
-
-    `busiest` is the number of tokens that a rank of rate 1 may compute.
-    """
+    """Return copies in order, until no rank is above its limit, or the ranks above it have no other experts. `busiest`
+    is the number of tokens that a rank of rate 1 may compute."""
     rate_D = load.rate_D
     ranks = len(rate_D)
     experts = len(load.tokens_E)
@@ -255,10 +249,8 @@ def _totals(alone: Hosting) -> Iterator[np.ndarray]:
 
 
 def fastest(alone: Hosting, searches: Iterable[Copies], min_gain: float, number: int) -> list[Hosting]:
-    """Return at most `number` hostings that different searches pass through, the fastest first.
-
-    Further copies must save the share `min_gain` of the seconds.
-    """
+    """Return at most `number` hostings that different searches pass through, the fastest first. Further copies must
+    save the share `min_gain` of the seconds."""
     searches = [search for search in searches if len(search.expert_M)]
     if not searches:
         return []

@@ -49,10 +49,8 @@ class LastPlan(NamedTuple):
     """Shares of the layer's seconds that earlier plans saved; negative if they cost more."""
 
     def gains_with(self, counts: np.ndarray, cost: CostModel) -> tuple[float, ...]:
-        """Return the gains of the last REMEMBERED plans, including this plan's gain under the actual loads.
-
-        `counts` are the loads of the iteration that the plan was made for, as in `Policy.plan`.
-        """
+        """Return the gains of the last REMEMBERED plans, including this plan's gain under the actual loads. `counts`
+        are the loads of the iteration that the plan was made for, as in `Policy.plan`."""
         if self.placement is None:
             return self.gains
         gain = 0.0
@@ -236,10 +234,6 @@ class Manager:
             beside=None if self.cost.overlap is None else self.cost.overlap[:2],
         )
 
-    def decide(self, expected_BDE: np.ndarray, microbatches: int) -> Decision:
-        """Return the answer to `question`, computed synchronously."""
-        return self.question(expected_BDE, microbatches).answer()
-
     def adopt(self, decision: Decision) -> None:
         """Use the placement of a decision that all ranks agree on."""
         assert decision.placement is not None
@@ -250,10 +244,8 @@ class Manager:
             self.placement = decision.placement
 
     def state(self) -> dict[str, Any]:
-        """Return lists, numbers and strings for a checkpoint between iterations; `restore` is exact.
-
-        The history determines the latest and the expected load.
-        """
+        """Return lists, numbers and strings for a checkpoint between iterations; `restore` is exact. The history
+        determines the latest and the expected load."""
         return {
             "placement": str(self.placement),
             "history": self.history.to_plain(),

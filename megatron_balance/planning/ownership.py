@@ -198,11 +198,9 @@ def home_of(placement: Placement, exchanges: Iterable[Swap]) -> Home:
 
 
 def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit: float) -> Iterator[tuple[Swap, float]]:
-    """Yield exchanges between owners in sequence, each with the seconds of the layer after it.
-
-    Each exchange makes the slowest rank of a microbatch faster, and leaves its partner faster than that rank was.
-    Summed over microbatches, the slower of the two ranks also takes fewer seconds.
-    """
+    """Yield exchanges between owners in sequence, each with the seconds of the layer after it. Each exchange makes the
+    slowest rank of a microbatch faster, and leaves its partner faster than that rank was. Summed over microbatches, the
+    slower of the two ranks also takes fewer seconds."""
     sending = cost.sending(placement)
     floor = cost.time_of(0.0, float(counts_BDE.sum() / cost.rate_D.sum()), sending.trans, sending.agg).total
     if floor >= limit * (1 - LEAST_GAIN):
@@ -300,10 +298,8 @@ def _own_guests(
 def _candidates(
     placement: Placement, counts_BDE: np.ndarray, held: Mapping[Guest, int], cost: CostModel
 ) -> Iterator[tuple[Swap, Placement]]:
-    """Yield exchanges that leave fewer guests.
-
-    Order: least time of the busiest rank in Trans, guests that stayed longest, home experts with the fewest tokens.
-    """
+    """Yield exchanges that leave fewer guests. Order: least time of the busiest rank in Trans, guests that stayed
+    longest, home experts with the fewest tokens."""
     guests = sorted(guest for guest in held if guest[0] in placement.guests[guest[1]])
     if not guests:
         return
@@ -325,9 +321,7 @@ def _candidates(
 
 def _exchanged(placement: Placement, exchange: Swap) -> Placement | None:
     """Return the placement with two experts' owners exchanged; None unless it has fewer guests and they fit the slots.
-
-    The expert that gives up its home slot is computed by its new owner instead of its old one.
-    """
+    The expert that gives up its home slot is computed by its new owner instead of its old one."""
     (expert, other) = exchange.experts
     (source, target) = exchange.ranks
     before = placement.hosts[other]

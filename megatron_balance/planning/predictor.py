@@ -27,11 +27,8 @@ class Predictor:
             raise ValueError(f"--balance-predictor {self.method}: choose from {', '.join(METHODS)}")
 
     def observe(self, state: "History", counts_BDE: np.ndarray) -> "History":
-        """Return the history after one more iteration.
-
-        `counts_BDE` are the tokens of its microbatches, or of groups of them. A new number of ranks or experts starts a
-        new history.
-        """
+        """Return the history after one more iteration. `counts_BDE` are the tokens of its microbatches, or of groups of
+        them. A new number of ranks or experts starts a new history."""
         parts = np.array(counts_BDE, dtype=np.int64)
         latest = parts.sum(0)
         if state.latest is None or state.latest.shape != latest.shape:
@@ -45,11 +42,8 @@ class Predictor:
         return History((*state.recent, latest)[-keep:], parts=parts)
 
     def predict(self, state: "History") -> np.ndarray | None:
-        """Return [B, D, E] int64 expected tokens, or None before the first observation.
-
-        Every source rank is expected to route as many tokens as in the latest iteration, with the same proportions
-        between microbatches.
-        """
+        """Return [B, D, E] int64 expected tokens, or None before the first observation. Every source rank is expected
+        to route as many tokens as in the latest iteration, with the same proportions between microbatches."""
         if state.latest is None:
             return None
         total_DE = state.latest.copy()
@@ -95,10 +89,8 @@ class History:
 
 
 def prediction_error(predicted_BDE: np.ndarray, actual_BDE: np.ndarray) -> float:
-    """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong.
-
-    It is half the sum of absolute differences, over the number of actual tokens (0 without tokens).
-    """
+    """Return the share of tokens predicted for the wrong expert or source: 0 is perfect, 1 is all wrong. It is half the
+    sum of absolute differences, over the number of actual tokens (0 without tokens)."""
     tokens = int(np.sum(actual_BDE))
     wrong_DE = np.abs(np.sum(predicted_BDE, axis=0) - np.sum(actual_BDE, axis=0))
     return float(wrong_DE.sum()) / (2 * tokens) if tokens else 0.0

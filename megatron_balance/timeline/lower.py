@@ -166,11 +166,6 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduc
         yield from _parts(number, Operation.AGG, starts, wait)
 
 
-def wait_at_once(schedule: Schedule) -> Schedule:
-    """Wait for every action where it starts, so nothing overlaps; the baseline of tests and benchmarks."""
-    return tuple(step._replace(waits=(*step.planning, *step.communication)) for step in schedule)
-
-
 def _parts(block: int, operation: Operation, starts: Sequence[int], wait: int) -> Iterator[Placed]:
     for part, start in enumerate(starts, 1):
         yield Placed(Action(block, operation, part, len(starts)), start, wait)

@@ -66,12 +66,10 @@ class Asked(NamedTuple):
 
 
 class Planner:
-    """A thread that makes plans, and prepares other ranks' plans.
-
-    Questions are kept until `begin`, because planning takes Python's lock. In a forward pass, this would delay the
-    device: the host waits for each layer's load and cannot run ahead. In a backward pass, the host runs ahead. After
-    `give_up`, ranks neither ask the policy nor wait for it.
-    """
+    """A thread that makes plans, and prepares other ranks' plans. Questions are kept until `begin`, because planning
+    takes Python's lock. In a forward pass, this would delay the device: the host waits for each layer's load and cannot
+    run ahead. In a backward pass, the host runs ahead. After `give_up`, ranks neither ask the policy nor wait for
+    it."""
 
     def __init__(
         self, patience: float = math.inf, stop: Callable[[], object] = lambda: None, name: str = "own"

@@ -220,10 +220,9 @@ class WeightCopies(TorchDispatchMode):
 
 
 def copies_of_gradients(chunks: int) -> int:
-    """Count gradient copies in a backward pass of home and guest experts, with one grouped GEMM each, as on CUDA."""
+    """Count gradient copies in a backward pass of home and guest experts."""
     layer = bf16_layer(torch.bfloat16, bias=False)
     experts = layer.experts
-    experts.by_slot = False
     in_chunks(chunks, 3, functools.partial(host_on, str(all_on_all(2)), "local_first", ""), layer)
     hidden = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     parameters = list(experts.parameters())
@@ -278,6 +277,5 @@ def test_runs_in_chunks_follow_those_without(ranks, curve_of, length, name: str)
     plain = curve_of(flags, iterations)
     curves = ranks(4).run(runs.train_curve, f"{flags} {way}", iterations)
     assert all(curve == curves[0] for curve in curves)
-    assert curves[0] != plain, "no sum was made in another order"
     # A codec turns last-bit differences into quantization steps
     assert deviation(curves[0], plain) <= (1e-3 if name == "codec" else 1e-6)

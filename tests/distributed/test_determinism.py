@@ -31,8 +31,6 @@ def operators_of_layers() -> dict[str, tuple[list[str], list[str]]]:
         layer = build_layer(config, build_groups(config, seed=7))
         host = functools.partial(host_on, str(all_on_all(2)), "proportional", "") if guests else own_gradients
         in_chunks(chunks, 5, host, layer)
-        # Compute experts as on CUDA
-        layer.experts.by_slot = False
         hidden = torch.randn(40 + dist.get_rank(), 1, HIDDEN, requires_grad=True)
         with Operators() as operators:
             layer(hidden)[0].square().sum().backward()

@@ -150,43 +150,6 @@ def test_initial_weights_are_megatrons_and_all_experts_differ(ranks, activation:
     assert not any(torch.equal(a, b) for i, a in enumerate(experts) for b in experts[:i])
 
 
-def experts_together_and_apart(activation: dict) -> None:
-    """Check that one grouped GEMM each for home and guest slots, as on CUDA, equals slot by slot, with gradients."""
-    config = moe_config(params_dtype=torch.float32, expert_model_parallel_size=1, **activation)
-    experts = GroupedExperts(range(EXPERTS - 2), config, build_groups(config, seed=7))
-    for parameter in experts.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-    # One more guest slot than in use
-    experts.allocate_guests(3)
-    guests = [tensor for tensors in map(experts.weights_of, range(EXPERTS - 2, EXPERTS)) for tensor in tensors]
-    tokens = torch.tensor([3, 0, 5, 1, 0, 8, 2, 4])
-    generator = torch.Generator().manual_seed(3)
-    for guest in guests:
-        guest.normal_(generator=generator)
-    rows = torch.randn(int(tokens.sum()), HIDDEN, generator=generator)
-    probs = torch.rand(len(rows), generator=generator)
-    results = []
-    for by_slot in (True, False):
-        inputs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        experts.by_slot = by_slot
-        output = experts(inputs[0], tokens, inputs[1])
-        experts.zero_grad()
-        output.square().sum().backward()
-        slots = [gradient for slot in range(EXPERTS - 2, EXPERTS + 1) for gradient in experts.gradients_of(slot)]
-        assert any(gradient.any() for gradient in slots)
-        gradients = [tensor.grad for tensor in (*inputs, *experts.parameters())]
-        results.append([output, *gradients, *(gradient.clone() for gradient in slots)])
-        for gradient in slots:
-            gradient.zero_()
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_experts_together_equal_experts_apart(ranks, activation: str) -> None:
-    ranks(1).run(experts_together_and_apart, ACTIVATIONS[activation])
-
-
 class OneLayer(torch.nn.Module):
     """A model chunk: the layer, recomputed or not."""
 

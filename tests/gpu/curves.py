@@ -49,14 +49,13 @@ def trained(case: Case, profile: str, disturbances: Sequence[str]) -> list[Outco
     from tests.distributed import runs
     from tests.gpu.disturbed import DISTURBANCES
     from tests.harness import forget_auxiliary_losses
-    from tests.hostcuda.runs import as_on_cuda
 
     outcomes = []
     flags = f"{case.flags} --balance-profile {profile}" if case.balanced else case.flags
     for disturbance in disturbances:
         start = time.perf_counter()
         with DISTURBANCES[disturbance]():
-            reports = runs.train(flags, case.iterations, as_on_cuda if case.slots_together else None)
+            reports = runs.train(flags, case.iterations)
         acted = sum(layer.hosts_added + layer.experts_moved for report in reports for layer in report.balance.values())
         outcomes.append(Outcome(runs.curve_of(reports), acted, time.perf_counter() - start))
         # The next run has groups of its own

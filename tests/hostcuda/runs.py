@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from megatron.core.transformer.moe import fused_a2a
 
-from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.training.loop import queue_step
 from megatron_balance.training.progress import Reports
 from megatron_balance.training.run import Run
@@ -74,11 +73,3 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
 """Flags that switch off fusions, which a CPU lacks and which change megatron-core's results."""
-
-
-def as_on_cuda(run: Run) -> None:
-    """Compute all slots together: half-precision products round differently slot by slot."""
-    for chunk in run.model:
-        for module in chunk.modules():
-            if isinstance(module, GroupedExperts):
-                module.by_slot = False

@@ -4,7 +4,6 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.device.side_stream import SideStream
-from megatron_balance.training.run import Run
 from tests import layouts
 from tests.distributed.checkpoints import straight_against_resumed
 from tests.distributed.guarded import LIMIT, Guarded, Impatient
 from tests.distributed.jobs import Job
 from tests.distributed.runs import BASE, deviation, plan_apart
 from tests.hostcuda import ranks as devices
-from tests.hostcuda.runs import SAME_KERNELS, Watched, as_on_cuda, watched, watching
+from tests.hostcuda.runs import SAME_KERNELS, Watched, watched, watching
 from tests.variants import variants
 
 PLAIN = "--disable-bias-linear --swiglu --moe-router-force-workload hot_experts"
@@ -44,7 +42,7 @@ def test_exchanges_and_codecs(device_ranks, curve_of, name: str) -> None:
     flags = f"{EP4} {EXCHANGES[name]} {SAME_KERNELS}"
     outcomes = device_ranks(4).run(watched, flags, 2)
     assert not complaints(outcomes)
-    assert outcomes[0].curve == curve_of(flags, 2, 4, as_on_cuda)
+    assert outcomes[0].curve == curve_of(flags, 2, 4)
 
 
 GATHERED = layouts.layout_of(*layouts.REPLICAS, *layouts.GATHER, "top2", "blockwise")
@@ -56,12 +54,7 @@ def test_layers_compute_with_weights_that_are_there(device_ranks, curve_of, prof
     outcomes = device_ranks(4).run(watched, flags, 3, plan_apart)
     assert not complaints(outcomes)
     assert all(outcome.acted for outcome in outcomes)
-    assert outcomes[0].curve == curve_of(flags, 3, 4, functools.partial(_both, plan_apart, as_on_cuda))
-
-
-def _both(first: Callable[[Run], None], second: Callable[[Run], None], run: Run) -> None:
-    first(run)
-    second(run)
+    assert outcomes[0].curve == curve_of(flags, 3, 4, plan_apart)
 
 
 def wait_for_nothing(flags: str) -> Watched:

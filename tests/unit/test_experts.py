@@ -70,11 +70,11 @@ def assert_same_function(found: torch.Tensor, expected: torch.Tensor, inputs: li
 class Computed:
     """The function of a linear layer, with gradients for its weights."""
 
-    def __init__(self, linear: GroupedWeights, sizes: list[int], at_once: bool = False) -> None:
+    def __init__(self, linear: GroupedWeights, sizes: list[int]) -> None:
         self.linear = linear
         self.sizes = sizes
         self.gradients = LinearGradients(linear, len(sizes), TorchGemm())
-        self.layer = SlotLinear(linear(), self.gradients, at_once=at_once)
+        self.layer = SlotLinear(linear(), self.gradients)
 
     def __call__(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return self.layer(rows, RowSplit(self.sizes, rows.device), scale)
@@ -112,14 +112,14 @@ def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], sca
 @sizes_cases
 @width_cases
 @dtype_cases
-@pytest.mark.parametrize("kind", ["no bias", "no bias, at once", "bias", "scaled bias", "bias scaled in float32"])
+@pytest.mark.parametrize("kind", ["no bias", "bias", "scaled bias", "bias scaled in float32"])
 def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], kind: str) -> None:
     """Combine weights, which scale the bias, are float32 while the experts compute in bfloat16."""
     torch.manual_seed(0)
     linear = new_linear(len(sizes), *widths, dtype, bias=not kind.startswith("no"))
     rows = random(sum(sizes), widths[0], dtype=dtype)
     scale = random(sum(sizes), dtype=torch.float32 if "float32" in kind else dtype) if "scaled" in kind else None
-    computed = Computed(linear, sizes, at_once="at once" in kind)
+    computed = Computed(linear, sizes)
     found = computed(rows, scale)
     assert found.dtype == dtype
     computed.check(found, lambda: loop_layer(linear, rows, sizes, scale), [rows] if scale is None else [rows, scale])
@@ -346,13 +346,12 @@ def gate(inner: torch.Tensor, activation, clamp: float | None, offset: float) ->
     return activation(gated) * (linear + offset)
 
 
-@pytest.mark.parametrize("by_slot", [True, False], ids=["by slot", "grouped"])
 @pytest.mark.parametrize(
     ("activation", "clamp", "offset"),
     [(F.silu, None, 0.0), (F.silu, 0.7, 0.0), (quick_gelu, None, 1.0), (quick_gelu, 0.5, 1.0)],
     ids=["plain", "clamped", "offset", "both"],
 )
-def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bool) -> None:
+def test_gated_units(activation, clamp: float | None, offset: float) -> None:
     torch.manual_seed(0)
     sizes = [5, 0, 9]
     hidden = 6
@@ -378,7 +377,6 @@ def test_gated_units(activation, clamp: float | None, offset: float, by_slot: bo
         torch.nn.init.normal_(parameter)
     rows = random(sum(sizes), hidden, dtype=torch.float64)
     probs = random(sum(sizes), dtype=torch.float64)
-    experts.by_slot = by_slot
     found = experts(rows, torch.tensor(sizes), probs)
     first = loop_layer(experts.linear_fc1, rows, sizes)
     weighted = gate(first, activation, clamp, offset) * probs.unsqueeze(1)

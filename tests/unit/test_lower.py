@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megatron_balance.timeline import lower
 from megatron_balance.timeline.actions import Operation, Schedule, grid
-from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward, wait_at_once
+from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward
 from tests.unit.schedule_rules import validate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -143,12 +143,6 @@ def test_what_is_wrong_is_found(stage: Stage, data: st.DataObject) -> None:
     doubled = step._replace(**{column: getattr(step, column) * 2})
     with pytest.raises(AssertionError, match=r"again"):
         validate((*schedule[:number], doubled, *schedule[number + 1 :]))
-
-
-def test_waits_at_once_hide_nothing() -> None:
-    schedule = wait_at_once(EXPECTED["4_blocks"])
-    assert all(set(step.waits) == set(step.planning + step.communication) for step in schedule)
-    validate(schedule)
 
 
 def test_one_forward_one_backward() -> None:

@@ -142,7 +142,7 @@ def test_a_policy_that_fails_changes_nothing(failure: str) -> None:
     one.observe(load(1))
     before = json.dumps(one.state())
     assert one.expected_BDE is not None
-    decision = one.decide(one.expected_BDE, 1)
+    decision = one.question(one.expected_BDE, 1).answer()
     assert decision.placement is None
     assert decision.digest == INVALID
     assert decision.problem is not None and decision.problem.startswith(problem)
@@ -151,7 +151,7 @@ def test_a_policy_that_fails_changes_nothing(failure: str) -> None:
 
 def test_a_decision_is_in_force_once_adopted() -> None:
     one = manager()
-    decision = one.decide(load(3), 1)
+    decision = one.question(load(3), 1).answer()
     assert decision.problem is None and decision.placement is not None and decision.placement.added_hosts
     assert decision.digest == bytes.fromhex(decision.placement.digest()) != INVALID
     assert len(decision.digest) == len(INVALID)
@@ -169,7 +169,7 @@ def test_plans_that_cost_more_than_they_saved_are_left_out() -> None:
         counts_BDE[..., hot] = 20000
         one.observe(counts_BDE)
         assert one.expected_BDE is not None
-        one.adopt(one.decide(one.expected_BDE, 1))
+        one.adopt(one.question(one.expected_BDE, 1).answer())
 
     used = []
     for iteration in range(12):
@@ -199,8 +199,8 @@ def test_policies_see_load_placement_and_microbatches() -> None:
         return current.with_hosts([(7, 0)]) if current.is_identity else current
 
     one = manager(Own(plan))
-    one.adopt(one.decide(load(1), 3))
-    one.decide(load(2), 8)
+    one.adopt(one.question(load(1), 3).answer())
+    one.question(load(2), 8).answer()
     placement = OWNERS.with_hosts([(7, 0)])
     assert seen == [
         (load(1).tolist(), OWNERS, dataclasses.replace(COST, microbatches=3)),
@@ -211,7 +211,7 @@ def test_policies_see_load_placement_and_microbatches() -> None:
 def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     """The manager and the load's array may change while another thread plans."""
     one = Manager(mover, COST, Predictor("last"), OWNERS, transfers=True)
-    one.adopt(one.decide(load(1), 1))
+    one.adopt(one.question(load(1), 1).answer())
     one.observe(load(1))
     expected_BDE = load(2)
     question = one.question(expected_BDE, 3)
@@ -219,7 +219,7 @@ def test_a_plan_is_made_from_what_was_known_when_it_was_asked_for() -> None:
     expected = question.answer()
     assert held == dict.fromkeys(held, 1) and held
     one.held.clear()
-    one.adopt(one.decide(load(3), 1))
+    one.adopt(one.question(load(3), 1).answer())
     one.observe(load(3))
     one.cost, one.policy, one.transfers = dataclasses.replace(COST, microbatches=7), Own(fail), False
     expected_BDE[:] = 0
@@ -261,7 +261,7 @@ def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
         error = one.observe(load(seed))
         if one.is_due(ahead=1):
             assert one.expected_BDE is not None
-            decision = one.decide(one.expected_BDE, 1)
+            decision = one.question(one.expected_BDE, 1).answer()
             if decision.placement is not None:
                 one.adopt(decision)
         taken.append((error, str(one.placement)))

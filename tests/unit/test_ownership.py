@@ -232,7 +232,7 @@ def train(manager: Manager, loads: Sequence[np.ndarray]) -> list[Step]:
         steps.append(Step(manager.cost.layer_seconds(counts_BDE, manager.placement), transfer, exchanges))
         manager.observe(counts_BDE)
         assert manager.expected_BDE is not None
-        decision = manager.decide(manager.expected_BDE, 1)
+        decision = manager.question(manager.expected_BDE, 1).answer()
         before = manager.placement
         assert decision.placement is not None and decision.settlement is not None
         manager.adopt(decision)

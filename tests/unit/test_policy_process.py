@@ -36,7 +36,7 @@ def policy(name: str) -> PolicyProcess:
 
 
 def decide(one: PolicyProcess) -> Decision:
-    return Manager(one, COST, Predictor("last"), OWNERS).decide(LOAD, 1)
+    return Manager(one, COST, Predictor("last"), OWNERS).question(LOAD, 1).answer()
 
 
 @pytest.fixture(autouse=True)

@@ -49,11 +49,11 @@ def planned_in_full(run: "Run") -> None:
 
 def wait_at_start(run: "Run") -> None:
     """Move every wait to where its action starts, so that nothing is overlapped."""
-    from megatron_balance.timeline.lower import wait_at_once
-
     balancer = _balancer(run)
     original = balancer.schedule
-    balancer.schedule = lambda microbatches: wait_at_once(original(microbatches))
+    balancer.schedule = lambda microbatches: tuple(
+        step._replace(waits=(*step.planning, *step.communication)) for step in original(microbatches)
+    )
 
 
 def _balancer(run: "Run") -> Any:

@@ -3,7 +3,6 @@
 Bytes are the fewest that must be read and written: each input once, each result once.
 """
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ import device_timer
 from gpu_products import random
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.flow import rows
-from megatron_balance.flow.grouped_gemm import RowSplit
-from megatron_balance.flow.slot_linear import swiglu_linear
 
 WIDE = torch.float32
 NARROW = torch.bfloat16
@@ -78,40 +75,24 @@ def _rates(results: device_timer.Results, calls: dict[str, tuple[int, Any]], siz
 
 
 def swiglu(results: device_timer.Results, tokens: int, ffn: int) -> None:
-    """Measure SwiGLU with combine weights, [R, 2F] -> [R, F]: operation by operation, and as flow/swiglu.py has it.
-
-    The projection after it is left out: what stands for it returns its input.
-    """
+    """Measure SwiGLU with combine weights, [R, 2F] -> [R, F]."""
     device = results.timer.device
     inner = random(tokens, 2 * ffn, device=device).requires_grad_()
     probs_R = torch.rand(tokens, device=device)
     probs_R.requires_grad_()
     gradient_RF = random(tokens, ffn, device=device)
-    split = RowSplit([tokens], device)
-    linear: Any = SimpleNamespace(
-        weights=[],
-        biases=[],
-        outputs=lambda rows_RF, *_: rows_RF,
-        to_rows=lambda gradient_RF, _: gradient_RF,
-        to_weights=lambda *_: None,
-    )
 
-    def plain() -> torch.Tensor:
+    def forward() -> torch.Tensor:
         gate_RF, linear_RF = inner.chunk(2, dim=-1)
         return (F.silu(gate_RF) * linear_RF * probs_R.unsqueeze(-1)).to(inner.dtype)
 
-    passes = {"plain": plain, "recomputing": lambda: swiglu_linear(inner, probs_R, linear, split)}
-    for name, forward in passes.items():
-        output = forward()
+    output = forward()
 
-        def backward(_: int, output: torch.Tensor = output) -> None:
-            torch.autograd.grad(output, [inner, probs_R], gradient_RF, retain_graph=True)
+    def backward(_: int) -> None:
+        torch.autograd.grad(output, [inner, probs_R], gradient_RF, retain_graph=True)
 
-        calls = {
-            f"SwiGLU forward, {name}": (6, lambda _, forward=forward: forward()),
-            f"SwiGLU backward, {name}": (10, backward),
-        }
-        _rates(results, calls, gradient_RF.numel(), {"rows": tokens, "width": ffn})
+    calls = {"SwiGLU forward": (6, lambda _: forward()), "SwiGLU backward": (10, backward)}
+    _rates(results, calls, gradient_RF.numel(), {"rows": tokens, "width": ffn})
 
 
 def adam(results: device_timer.Results, size: int) -> None:

@@ -30,8 +30,9 @@ import torch
 from megatron_balance.cost.model import Overlap
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.flow.cut import cut, cut_loop
-from megatron_balance.flow.plan import make_dispatch_plan, plan_loop
+from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import tokens_loop
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import load_policy, split_of
 from megatron_balance.planning.predictor import Predictor
@@ -168,7 +169,7 @@ def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
 
 
 def split(sizes: list[int], repeats: int) -> Iterator[str]:
-    plan_loop.prepare()
+    tokens_loop.prepare()
     cut_loop.prepare()
     yield f"{'ranks':>6s} {'experts':>8s} {'cut':>8s} {'whole':>8s} {'shards':>8s}, ms"
     for ranks in sizes:

@@ -23,10 +23,8 @@ CRUMB = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """Mean omega_t at which a linear program does a unit of each task, xi(k, a, i, j) / r in line 4.
-
-    For tokens, the axes are expert, source and worker. Axes of size 1 are broadcast.
-    """
+    """Mean omega_t at which a linear program does a unit of each task, xi(k, a, i, j) / r in line 4. For tokens, the
+    axes are expert, source and worker. Axes of size 1 are broadcast."""
 
     dispatch_EDD: np.ndarray
     trans_ED: np.ndarray
@@ -91,10 +89,8 @@ class _Tasks:
         self.left_BQ = self.size_BQ.copy()
 
     def available(self) -> np.ndarray:
-        """Return [B, Q]: each mini-task's work that the next slot may do (lines 16 to 33, ignoring capacities).
-
-        It depends only on earlier slots, so the order within a slot matters only for capacities.
-        """
+        """Return [B, Q]: each mini-task's work that the next slot may do (lines 16 to 33, ignoring capacities). It
+        depends only on earlier slots, so the order within a slot matters only for capacities."""
         first, second, third, fourth = self.parts
         done_BQ = self.size_BQ - self.left_BQ
         available_BQ = self.left_BQ.copy()
@@ -145,10 +141,8 @@ class _Tasks:
 
 
 def finishes(problem: Problem, hosts_BE: np.ndarray, pace: Pace, longest: float = math.inf) -> np.ndarray:
-    """Return [B]: the end of each placement's schedule, in slots; infinity beyond `longest` slots.
-
-    The last slot counts by the share that its busiest link or worker needs, so the makespan is the end rounded up.
-    """
+    """Return [B]: the end of each placement's schedule, in slots; infinity beyond `longest` slots. The last slot counts
+    by the share that its busiest link or worker needs, so the makespan is the end rounded up."""
     tasks = _Tasks(problem, hosts_BE, pace)
     finish_B = np.zeros(len(hosts_BE))
     slot = 0

@@ -25,10 +25,8 @@ SIGNS = np.array([-1, 1])
 
 
 class BusyTimes(NamedTuple):
-    """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule.
-
-    An expert is busy during its migration and then during its computation.
-    """
+    """Busy time of links, workers and migrated experts, in slots: lower bounds on the end of a schedule. An expert is
+    busy during its migration and then during its computation."""
 
     link_DD: np.ndarray
     compute_D: np.ndarray

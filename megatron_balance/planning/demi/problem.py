@@ -76,11 +76,8 @@ class Problem:
         return np.where(np.eye(self.num_workers, dtype=bool), np.inf, self.link_DD)
 
     def divided(self, parts_E: np.ndarray) -> "Problem":
-        """Return the problem with each expert split into `parts_E` equal parts.
-
-        Two parts of an expert on one worker count as two experts, although the worker receives the expert only once. So
-        solutions spread the parts.
-        """
+        """Return the problem with each expert split into `parts_E` equal parts. Two parts of an expert on one worker
+        count as two experts, although the worker receives the expert only once. So solutions spread the parts."""
         whole_E = np.repeat(np.arange(self.num_experts), parts_E)
         return self.of_parts(self.tokens_DE[:, whole_E] / parts_E[whole_E], whole_E)
 

@@ -112,10 +112,8 @@ def draw(share_ED: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def repair(problem: Problem, hosts_E: np.ndarray) -> np.ndarray | None:
-    """Move experts, lightest first, from overfull workers to the least loaded worker with room (line 2).
-
-    Return [E] hosts within all bounds; None if a worker stays overfull.
-    """
+    """Move experts, lightest first, from overfull workers to the least loaded worker with room (line 2). Return [E]
+    hosts within all bounds; None if a worker stays overfull."""
     hosts_E = hosts_E.copy()
     workers = np.arange(problem.num_workers)
     sizes = np.stack([problem.load_E, problem.size_E, np.ones(problem.num_experts)])
@@ -159,9 +157,7 @@ def improve(
     problem: Problem, hosts_E: np.ndarray, finish: float, *, pace: Pace, tried: int, longest: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Step to the neighbor with the shortest schedule, among the most promising ones, while the schedule gets shorter.
-
-    Return the placements timed in each step, and the ends of their schedules.
-    """
+    Return the placements timed in each step, and the ends of their schedules."""
     seen = []
     while len((steps := neighbors(problem, hosts_E)).expert_A):
         order_A = np.argsort(soft_maxima(problem, hosts_E, steps), kind="stable")

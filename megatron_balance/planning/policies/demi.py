@@ -120,13 +120,12 @@ class Demi(Policy):
         num_ranks = current.num_ranks
         tokens_DE = counts_DE * float(cost.token_bytes)
         owner_E = owners(current)
-        profile = cost.profile
         network = cost.network
         share_D = cost.rate_D / cost.rate_D.mean()
         mean = float(counts_DE.sum() / cost.rate_D.sum())
         betas = np.where(network.is_near_DD, network.near.beta, network.far.beta * network.node_size / network.adapters)
         per_byte_DD = (betas * cost.exchange.scale).clip(LEAST_SECONDS) * max(1, num_ranks - 1)
-        per_token = (profile.forward.seconds_per_token + profile.backward.seconds_per_token) / 2
+        per_token = cost.seconds_per_token / 2
         compute_D = cost.rate_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
         one = cost.transport.expert_seconds(far=True)
         size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.max())
@@ -161,11 +160,8 @@ class Demi(Policy):
         yield from np.unique([np.ones_like(load_E), *ways], axis=0)[::-1]
 
     def _least_seconds(self, counts_DE: np.ndarray, current: Placement, cost: CostModel, parts_E: np.ndarray) -> float:
-        """Return a lower bound for all placements with guests and these numbers of parts.
-
-        It assumes even computation, unless a part is too large, and each part on one of the ranks with most of its
-        expert's tokens.
-        """
+        """Return a lower bound for all placements with guests and these numbers of parts. It assumes even computation,
+        unless a part is too large, and each part on one of the ranks with most of its expert's tokens."""
         if current.num_ranks == 1 or not current.guest_slots:
             return math.inf
         num_ranks = current.num_ranks

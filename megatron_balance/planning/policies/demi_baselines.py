@@ -69,9 +69,7 @@ class DemiS3(Policy):
 
 def assign(saved_ED: np.ndarray, owner_E: np.ndarray, guest_slots: int) -> np.ndarray:
     """Return [E]: the hosts with the largest total saving, by solving the assignment of experts to guest slots.
-
-    `saved_ED` is each expert's saving on each rank relative to its owner.
-    """
+    `saved_ED` is each expert's saving on each rank relative to its owner."""
     num_experts, num_ranks = saved_ED.shape
     rank_G = np.repeat(np.arange(num_ranks), guest_slots)
     gain_EG = np.where(rank_G == owner_E[:, None], 0.0, saved_ED[:, rank_G]).clip(0.0)

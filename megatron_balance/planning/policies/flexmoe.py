@@ -240,9 +240,7 @@ def gaining(rank_A: np.ndarray, more: int | np.ndarray, num_ranks: int) -> np.nd
 
 def _relieve(state: Hosting, limit: int) -> Sequence[Change]:
     """Run Algorithm 2: Expand an expert of the slowest rank, with a Shrink if the target lacks a vExpert or a slot.
-
-    Alternatively, Shrink the expert on the slowest rank if it has other vExperts.
-    """
+    Alternatively, Shrink the expert on the slowest rank if it has other vExperts."""
     place = state.slowest()
     ranks = len(state.sent_D)
     slowest = place[1]
@@ -287,10 +285,8 @@ def _expansions(state: Hosting, expert: int, slowest: int, rank_R: np.ndarray) -
 def _smallest(
     state: Hosting, capacity_E: np.ndarray, expert: int, no_slot_D: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [D] the other expert on each rank that can give up a vExpert, and [D] whether there is one.
-
-    It is the one with the fewest tokens per vExpert. On a rank without a free slot, it must free one.
-    """
+    """Return [D] the other expert on each rank that can give up a vExpert, and [D] whether there is one. It is the one
+    with the fewest tokens per vExpert. On a rank without a free slot, it must free one."""
     present_ED = (state.shares_ED > 0) & (state.shares_ED.sum(1) > 1)[:, None]
     present_ED[expert] = False
     present_ED &= ~no_slot_D | (state.guests_ED & (state.shares_ED == 1))
@@ -301,9 +297,7 @@ def _fastest(
     state: Hosting, expert: int, slowest: tuple[int, int], alternatives: CandidateCosts, involved_AD: np.ndarray
 ) -> int | None:
     """Return the alternative with the least `involved_seconds`, if all ranks involved are faster than the slowest was.
-
-    Ties go to the most even ranks. `slowest` is `Hosting.slowest()`.
-    """
+    Ties go to the most even ranks. `slowest` is `Hosting.slowest()`."""
     microbatch, rank = slowest
     involved_AD = involved_AD.copy()
     involved_AD[:, rank] = True

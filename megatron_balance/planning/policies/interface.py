@@ -13,11 +13,9 @@ from megatron_balance.planning.demi.schedule import MiniTaskSchedule
 
 
 class Policy(ABC):
-    """Decides which ranks host which experts of one MoE layer.
-
-    Ranks plan for each other, so a plan depends only on the arguments. A policy outside of this package may keep state:
-    it is asked on every rank, and all ranks must get the same result.
-    """
+    """Decides which ranks host which experts of one MoE layer. Ranks plan for each other, so a plan depends only on the
+    arguments. A policy outside of this package may keep state: it is asked on every rank, and all ranks must get the
+    same result."""
 
     name: str
     """Value of `--balance-policy`, for a class in a module of `planning/policies`."""
@@ -46,10 +44,8 @@ class Policy(ABC):
         """
 
     def check(self, owners: Placement) -> None:  # noqa: B027, most policies can plan for any layout
-        """Raise a ValueError before the run starts if the policy cannot plan for this layout.
-
-        `owners` is the placement without guests, which gives the guest slots to fill.
-        """
+        """Raise a ValueError before the run starts if the policy cannot plan for this layout. `owners` is the placement
+        without guests, which gives the guest slots to fill."""
 
     def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """Return the order of a layer's mini-tasks under `placement`.
@@ -64,10 +60,8 @@ class Policy(ABC):
 
 
 def owners_host(current: Placement, additions: Iterable[tuple[int, int]] = ()) -> Placement:
-    """Return the placement in which owners, as primary hosts, and the added (expert, rank) pairs host the experts.
-
-    An expert that stays a guest keeps its slot.
-    """
+    """Return the placement in which owners, as primary hosts, and the added (expert, rank) pairs host the experts. An
+    expert that stays a guest keeps its slot."""
     hosts = [[current.owner(expert)] for expert in range(current.num_experts)]
     primary = [ranks[0] for ranks in hosts]
     for expert, rank in additions:

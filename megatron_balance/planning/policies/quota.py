@@ -227,12 +227,10 @@ class _Layer:
     def _token_seconds(self) -> float:
         """Seconds for which the busiest rank computes and exchanges a token."""
         network = self.cost.network
-        profile = self.cost.profile
         ranks = network.num_ranks
         size = network.node_size
         exchanging = max(network.near.beta * (size - 1), network.far.beta * (ranks - size)) / ranks
-        computing = profile.forward.seconds_per_token + profile.backward.seconds_per_token
-        return computing + 4 * self.cost.token_bytes * self.cost.exchange.scale * exchanging
+        return self.cost.seconds_per_token + 4 * self.cost.token_bytes * self.cost.exchange.scale * exchanging
 
     @cached_property
     def _localized(self) -> tuple[_Guests, np.ndarray]:
@@ -325,10 +323,8 @@ class _Layer:
         return _Load(left_E.clip(0)[self.home_DS], loads_D, np.bincount(rank_M, minlength=ranks), mean)
 
     def _fitted(self, load: _Load, way: _Way, busiest: float) -> tuple[float, int, Fitted]:
-        """Return an average rank's capacity, a rank's slots, and a fit that leaves no rank above its capacity.
-
-        If no fit succeeds, return the one that leaves the busiest rank the fewest tokens.
-        """
+        """Return an average rank's capacity, a rank's slots, and a fit that leaves no rank above its capacity. If no
+        fit succeeds, return the one that leaves the busiest rank the fewest tokens."""
         rungs = RUNGS if way.raised else 1
         while True:
             found = self._fit(load, way, busiest, way.slots, BUSIEST)
