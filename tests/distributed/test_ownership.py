@@ -160,6 +160,7 @@ def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     assert largest_difference(moving, fixed) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_main_parameters_move_with_half_precision(ranks, profiles) -> None:
     moving, fixed = both(ranks, HALF, profiles)
     assert [loss for loss, _ in moving[0].curve] == [loss for loss, _ in fixed[0].curve]
@@ -184,6 +185,7 @@ def test_state_is_really_elsewhere_and_moved_in_memory(ranks, profiles) -> None:
     assert not any(outcome.written for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_a_lost_moment_is_noticed(ranks, curve_of, profiles) -> None:
     moving = ranks(4).run(train, wandering(4, profiles), ITERATIONS, forget_moments)[0]
     fixed = curve_of(wandering(4, profiles, "fixed"), ITERATIONS)
