@@ -107,7 +107,7 @@ def exchange_everything(names: list[str], node_size: int) -> None:
                 assert torch.equal(gradients, expected[1]), (name, kind, dtype)
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), variants(LAYOUTS, quick=("2x2", "2x4")))
+@pytest.mark.parametrize(("world_size", "node_size"), variants(LAYOUTS, quick=("2x4",)))
 def test_all_move_the_same_rows(ranks, world_size: int, node_size: int) -> None:
     ranks(world_size).run(exchange_everything, NAMES, node_size)
 
@@ -320,6 +320,7 @@ def test_groups_at_the_same_time(ranks) -> None:
 RUN = "--expert-model-parallel-size 4 --moe-comm-node-size 2 --moe-token-dispatcher-type alltoall"
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_the_all_to_all(ranks) -> None:
     curves = {
         name: ranks(4).run(runs.train_curve, f"{RUN} --moe-comm-alltoall {name}", 2)

@@ -27,7 +27,6 @@ CASES = [
     (f"{EP4} {HOT}", "exact", "pro_prophet"),
     # A first, a middle and a last microbatch
     (f"{EP4} --moe-router-force-workload rotating_hotspot --global-batch-size 24", "blockwise", "demi"),
-    (f"{EP2} {HOT} --overlap-grad-reduce --global-batch-size 16", "blockwise", "top2"),
     (f"{EP2} {HOT} --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]", "blockwise", "quota"),
     (f"{EP2} {HOT} --moe-expert-capacity-factor 1.0", "predicted", "top2"),
 ]
@@ -35,6 +34,7 @@ CASES = [
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SLOW = [
+    (f"{EP2} {HOT} --overlap-grad-reduce --global-batch-size 16", "blockwise", "top2"),
     *((f"{EP4} --moe-router-force-workload rotating_hotspot", "exact", policy) for policy in POLICIES),
     *((f"{EP2} {HOT} --use-distributed-optimizer {RECOMPUTED}", "exact", policy) for policy in POLICIES),
     (f"{EP4} {HOT} --optimizer sgd --lr 1e-1", "blockwise", "quota"),

@@ -78,6 +78,7 @@ def test_what_travels_compressed(ranks, directions: Directions) -> None:
 RUN = "--expert-model-parallel-size 4"
 
 
+@pytest.mark.slow
 def test_training_feels_the_codec_a_little(ranks) -> None:
     flags = [
         "",

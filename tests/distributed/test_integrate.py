@@ -179,7 +179,10 @@ def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
     check(plain, balanced)
 
 
-@pytest.mark.parametrize("flags", ["", f"{POLICY} --balance-overlap blockwise --moe-comm-chunks 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param("", marks=pytest.mark.slow), f"{POLICY} --balance-overlap blockwise --moe-comm-chunks 2"],
+)
 def test_passes_without_a_backward_pass_change_nothing(ranks, flags: str) -> None:
     expected, found = (ranks(2).run(own_loop, flags, False, 1, 1, recomputes)[0] for recomputes in (False, True))
     assert found == expected

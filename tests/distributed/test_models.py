@@ -51,7 +51,7 @@ MODELS = {
     "CP2xPP2": (4, f"{EP2} {CP2} {PP2}"),
     "CP4xEP4": (4, f"{EP2} --expert-model-parallel-size 4 --context-parallel-size 4"),
 }
-QUICK = ("prediction, PP2", "DeepSeek-V3", "CP2xDP2, a2a")
+QUICK = ("prediction, PP2", "CP2xDP2, a2a")
 every_model = pytest.mark.parametrize(("world_size", "flags"), variants(MODELS, QUICK))
 
 
@@ -109,6 +109,7 @@ def test_parts_of_sequences_follow_whole_ones(curve_of, name: str, per_token: st
 
 
 @pytest.mark.parametrize("flags", [LATENT, pytest.param(f"{LATENT} --q-lora-rank 32", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_heads_on_two_ranks_learn_what_they_learn_on_one(ranks, tmp_path, flags: str) -> None:
     """Layouts draw different initial weights, so both runs start from one checkpoint, whose vocabulary suits both."""
     start, *ends = (str(tmp_path / name) for name in ("start", "whole", "split"))

@@ -146,6 +146,7 @@ def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     assert largest_difference(moving, fixed) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_main_parameters_move_with_half_precision(ranks, profiles) -> None:
     moving, fixed = both(ranks, HALF, profiles)
     assert [loss for loss, _ in moving[0].curve] == [loss for loss, _ in fixed[0].curve]

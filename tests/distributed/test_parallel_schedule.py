@@ -311,7 +311,7 @@ FEATURES = {
 FEATURES_OF_SCHEDULES = [
     case for case in itertools.product(FEATURES, SCHEDULES) if case[0] != "without SAA" or case[1] == "s2"
 ]
-QUICK_FEATURES = {("placement-blockwise", "s2"), ("global-aux-loss", "s1")}
+QUICK_FEATURES = {("placement-blockwise", "s2")}
 
 
 @pytest.mark.parametrize(("feature", "schedule"), variants(FEATURES_OF_SCHEDULES, QUICK_FEATURES))
@@ -326,6 +326,7 @@ def test_schedules_with_every_feature(ranks, curve_of, profiles, feature: str, s
     assert (sum(hosts) > 0) == feature.startswith("placement")
 
 
+@pytest.mark.slow
 def test_megatrons_schedule_follows_megatron(curve_of) -> None:
     # megatron-core's own layer uses gloo's all-gather, which needs equal sizes
     flags = (

@@ -102,10 +102,11 @@ def test_a_failing_policy_leaves_the_last_valid_placement(ranks, baseline, polic
 @pytest.mark.parametrize(
     ("policy", "limit", "said"),
     [
-        (
+        pytest.param(
             LoopsOnRank1,
             "--distributed-timeout-minutes 0.5",
             "made no plan within 15 s, half of --distributed-timeout-minutes 0.5",
+            marks=pytest.mark.slow,
         ),
         (ExitsOnRank1, "", "ended its process: exit status 0"),
     ],

@@ -39,9 +39,7 @@ SAME = {
 """Ranks, common flags, and those of either run."""
 
 
-@pytest.mark.parametrize(
-    ("world_size", "flags", "one", "other"), variants(SAME, quick=("chunks", "order of ranks", "chunk without layers"))
-)
+@pytest.mark.parametrize(("world_size", "flags", "one", "other"), variants(SAME, quick=("chunk without layers",)))
 def test_stages_learn_the_same(ranks, world_size: int, flags: str, one: str, other: str) -> None:
     curve, wanted = (ranks(world_size).run(train, f"{flags} {more}")[0] for more in (one, other))
     assert len(set(curve)) == 3

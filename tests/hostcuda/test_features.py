@@ -48,16 +48,22 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., No
 
 TOGETHER_AT_ONCE = (
     ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap"),
+    ("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation", "chunks"),
+)
+MORE_AT_ONCE = (
     ("s1", "ownership", "distributed optimizer"),
     ("s2", "exact plans", "full recomputation"),
-    ("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation", "chunks"),
     ("allgather", "policy"),
     ("megatron's layer",),
 )
-"""Every feature with code that no other feature executes, in few runs."""
+"""With `TOGETHER_AT_ONCE`, every feature with code that no other feature executes, in few runs."""
 
 
-@pytest.mark.parametrize("names", TOGETHER_AT_ONCE, ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [*TOGETHER_AT_ONCE, *(pytest.param(names, marks=pytest.mark.slow) for names in MORE_AT_ONCE)],
+    ids="-".join,
+)
 def test_features_at_once(check, names: tuple[str, ...]) -> None:
     """Two layers, or one for each virtual stage, are enough for one to overlap with its neighbor."""
     few = "" if "interleaved pipeline" in names else "--num-layers 2"

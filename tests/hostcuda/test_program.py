@@ -106,7 +106,7 @@ MACHINES = {
 """Machine -> extra flags; all fusions that are on by default stay on."""
 
 
-@pytest.mark.parametrize("machine", variants([*MACHINES], quick=("bare", "te and apex")))
+@pytest.mark.parametrize("machine", variants([*MACHINES], quick=("te and apex",)))
 def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> None:
     """A run with all fusions follows the run on a CPU, which has none."""
     flags = f"{PLAIN} --expert-model-parallel-size 2 --bf16 {MACHINES[machine]}"

@@ -10,19 +10,19 @@ shapes = st.tuples(st.sampled_from([0, 1, 31, 32, 33, 70]), st.sampled_from([1, 
 densities = st.sampled_from([0.0, 0.05, 0.5, 1.0])
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(shapes, densities, st.integers(0, 10**6))
 def test_order(shape: tuple[int, int], density: float, seed: int) -> None:
     order_equal(random_routing(*shape, density, seed), "cpu")
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(st.lists(st.sampled_from([1, 1, 2, 700, 1024]), max_size=9), st.integers(0, 10**6))
 def test_block_index(sizes: list[int], seed: int) -> None:
     blocks_equal(sizes, seed, "cpu")
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(shapes, densities, st.sampled_from([1, 5, 64, 1030]), st.integers(0, 10**6))
 def test_copies_and_sums(shape: tuple[int, int], density: float, hidden: int, seed: int) -> None:
     tokens = min(shape[0], 33)

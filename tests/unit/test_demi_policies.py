@@ -68,7 +68,7 @@ def test_every_expert_has_one_host(name: str, workload: str, size: tuple[int, in
     assert planned.primary == tuple(rank for (rank,) in planned.hosts)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from([(2, 4, 1), (4, 4, 2), (4, 8, 1), (8, 16, 2)]),
     st.integers(0, 2**32 - 1),
@@ -151,7 +151,7 @@ def test_nothing_is_solved_where_nothing_can_be_gained(monkeypatch: pytest.Monke
         Demi().plan(HOT, OWNED, cost_model(4))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from([(2, 4), (4, 8), (6, 12)]),
     st.integers(0, 2**32 - 1),

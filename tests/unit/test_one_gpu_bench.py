@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 import device_trace
 import one_gpu
 from megatron_balance.cli.checks import Machine
@@ -20,6 +22,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_the_whole_script_runs_without_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     command = [sys.executable, str(ROOT / "tools/bench/one_gpu.py"), "--mixtral", "--output", str(file)]
