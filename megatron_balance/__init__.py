@@ -27,7 +27,7 @@ Rooms
     flow         how tokens pass through one MoE layer
     timeline     when experts' weights and gradients move during an iteration
     planning     how the next Placement is chosen: predictions, policies, Transfers
-    kernels      GPU kernels that order, copy and sum the rows of a layer
+    kernels      GPU kernels that decide from loads on the device, where the host would have to wait for them
     cost         how long a layer, an exchange or a Trans takes, from a cluster's profile
     placement    owners and hosts of experts, and the messages that they imply
     comm         how rows and experts travel: all-to-alls, codecs, transfers
