@@ -44,7 +44,8 @@ def check_moe(line: CommandLine) -> None:
     if line.moe_token_dispatcher_type == "flex" and not line.machine.cuda:
         raise ValueError("--moe-token-dispatcher-type flex: needs CUDA; use alltoall")
     if line.moe_shared_expert_intermediate_size is not None and line.add_bias_linear:
-        raise ValueError(f"{line['moe_shared_expert_intermediate_size']}: also give --disable-bias-linear")
+        remedy = "megatron-core's shared experts have no biases; also give --disable-bias-linear"
+        raise ValueError(f"{line['moe_shared_expert_intermediate_size']}: {remedy}")
     if line.moe_layer_impl == "balanced":
         for name in NOT_BALANCED:
             if line.get(name):
@@ -121,7 +122,8 @@ def _check_schedule(line: CommandLine) -> None:
         if inner % expert_tp:
             raise ValueError(f"{sharded}: must divide the experts' inner width, --moe-ffn-hidden-size {inner}")
     if schedule == "s2" and line.sequence_parallel:
-        raise ValueError("--sequence-parallel: not with --moe-parallel-schedule s2; use s1, or leave it out")
+        reason = "not with --moe-parallel-schedule s2, which routes all tokens on every tensor-parallel rank"
+        raise ValueError(f"--sequence-parallel: {reason}; use s1, or leave it out")
     if schedule == "s2" and line.expert_model_parallel_size * expert_tp % tensor:
         ranks = f"{line['expert_model_parallel_size']} x --expert-tensor-parallel-size {expert_tp}"
         must = f"{line['tensor_model_parallel_size']} must divide {ranks}"
@@ -144,9 +146,9 @@ def _check_megatrons_layer(line: CommandLine, same_tokens: bool) -> None:
     if same_tokens:
         raise ValueError(f"{line['tensor_model_parallel_size']}: --moe-layer-impl megatron needs --sequence-parallel")
     if line.expert_model_parallel_size == 1 and line.expert_tp != tensor:
-        # Each tensor-parallel rank would train its experts on its own tokens alone
-        needs = f"--moe-layer-impl megatron without expert parallelism needs {tensor}"
-        raise ValueError(f"--expert-tensor-parallel-size {line.expert_tp}: {needs}; or use balanced")
+        size = f"--expert-tensor-parallel-size {line.expert_tp}"
+        reason = "without expert parallelism, megatron-core's layer trains each rank's experts on its own tokens alone"
+        raise ValueError(f"{size}: {reason}; use {tensor}, or --moe-layer-impl balanced")
 
 
 def _check_policy(line: CommandLine) -> None:
@@ -161,9 +163,9 @@ def _check_policy(line: CommandLine) -> None:
     if parallel == 1:
         raise ValueError(f"{flag}: needs --expert-model-parallel-size above 1; use --balance-policy none")
     if line.moe_pad_expert_input_to_capacity:
-        # Every copy of an expert would be padded to the capacity of all copies
+        reason = f"not with {flag}, because every copy of an expert would be padded to the capacity of all copies"
         remedy = "leave it out (--moe-expert-capacity-factor drops the same tokens without it)"
-        raise ValueError(f"--moe-pad-expert-input-to-capacity: not with {flag}; {remedy}")
+        raise ValueError(f"--moe-pad-expert-input-to-capacity: {reason}; {remedy}")
     slots = line.balance_guest_slots
     others = line.num_moe_experts * (parallel - 1) // parallel
     if slots < 1 or (slots > others and "balance_guest_slots" in line.given):
@@ -187,8 +189,8 @@ def _check_policy(line: CommandLine) -> None:
             raise ValueError(f"--balance-token-split local_first: not with {flag}, which sets quotas; leave it out")
         policy.check(Placement.identity(line.num_moe_experts, parallel, slots))
     if (line.balance_overlap, line.balance_load) == ("blockwise", "exact"):
-        # Blockwise schedules send weights before tokens are routed
-        raise ValueError("--balance-load exact: not with --balance-overlap blockwise; use --balance-load predicted")
+        reason = "not with --balance-overlap blockwise, which sends weights before tokens are routed"
+        raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted")
     if line.balance_ownership == "transfer":
         _check_transfer(line)
     if line.balance_calibrate == "on" and line.balance_log_dir is None:
@@ -198,12 +200,14 @@ def _check_policy(line: CommandLine) -> None:
 def _check_transfer(line: CommandLine) -> None:
     flag = "--balance-ownership transfer"
     if line.balance_load == "exact":
-        raise ValueError(f"--balance-load exact: not with {flag}; use --balance-load predicted")
+        reason = f"not with {flag}, which moves experts before tokens are routed"
+        raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted")
     if line.expert_tp > 1:
         size = f"--expert-tensor-parallel-size {line.expert_tp} (default: the tensor-parallel size)"
         raise ValueError(f"{size}: not with {flag}, which moves whole experts; use 1, or leave out one of them")
     if line.tensor_model_parallel_size > 1 and line.add_bias_linear:
-        raise ValueError(f"{line['tensor_model_parallel_size']}: with {flag} also give --disable-bias-linear")
+        reason = "transfers of biases are not tested under tensor parallelism"
+        raise ValueError(f"{line['tensor_model_parallel_size']}: {flag} needs --disable-bias-linear, because {reason}")
     if line.use_precision_aware_optimizer:
         raise ValueError(
             f"--use-precision-aware-optimizer: not with {flag}, which moves float32 state; leave one of them out"
@@ -252,11 +256,15 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
     if name != "default":
         find_all_to_all(name)
         if gloo and cuda and name in ALL_TO_ALLS and name != "flat":
-            raise ValueError(f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use nccl")
+            raise ValueError(
+                f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
+            )
     codec = line.moe_comm_codec
     load_codec(codec)
     if codec == "zfp" and cuda:
         raise ValueError("--moe-comm-codec zfp: zfp works on the CPU only; use fp8 or int8")
     short = [flag_of(dtype) for dtype in ("bf16", "fp16") if getattr(line, dtype)]
     if short and codec in ("bf16", "fp16"):
-        raise ValueError(f"--moe-comm-codec {codec}: saves nothing with {short[0]}; use fp8, int8 or none")
+        raise ValueError(
+            f"--moe-comm-codec {codec}: saves nothing, rows have 16 bits with {short[0]}; use fp8, int8 or none"
+        )

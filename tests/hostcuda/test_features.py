@@ -49,19 +49,17 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., No
 TOGETHER_AT_ONCE = (
     ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap"),
     ("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation", "chunks"),
-)
-MORE_AT_ONCE = (
     ("s1", "ownership", "distributed optimizer"),
     ("s2", "exact plans", "full recomputation"),
     ("allgather", "policy"),
     ("megatron's layer",),
 )
-"""With `TOGETHER_AT_ONCE`, every feature with code that no other feature executes, in few runs."""
+"""Every feature with code that no other feature executes, in few runs; the first two are trained without `--slow`."""
 
 
 @pytest.mark.parametrize(
     "names",
-    [*TOGETHER_AT_ONCE, *(pytest.param(names, marks=pytest.mark.slow) for names in MORE_AT_ONCE)],
+    [*TOGETHER_AT_ONCE[:2], *(pytest.param(names, marks=pytest.mark.slow) for names in TOGETHER_AT_ONCE[2:])],
     ids="-".join,
 )
 def test_features_at_once(check, names: tuple[str, ...]) -> None:

@@ -54,7 +54,7 @@ def test_all_clusters_give_a_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "topology", "said"),
     [
-        ("h100", Topology(64, 16), "its nodes have 8 GPUs, but this job has 16 .*; set LOCAL_WORLD_SIZE=8, or"),
+        ("h100", Topology(64, 16), "its nodes have 8 GPUs, but this job has 64 .*; set LOCAL_WORLD_SIZE=8, or"),
         ("parm_a", Topology(16, 8), "has 1 nodes, but this job has 16 processes, 8 on a node; start at most 8"),
         ("absent", Topology(8, 8), "cannot be read"),
     ],
