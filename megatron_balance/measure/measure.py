@@ -272,7 +272,7 @@ def measured_once(
 ) -> ClusterProfile:
     """Return the profile at the first of `paths` that exists; otherwise measure it and keep it at the first path.
 
-    Every rank of the job calls it. Only rank 0 reads and writes, and all ranks get its profile.
+    Every rank of the job calls it, and `measure_cluster` returns the same profile to all. Only rank 0 reads and writes.
 
     Raises:
         ValueError: the file is damaged, belongs to another cluster, or cannot be written; raised on every rank.
@@ -282,15 +282,12 @@ def measured_once(
         existing = [path for path in paths if path.exists()]
         return load(existing[0], num_ranks, node_size) if existing else None
 
-    def write() -> ClusterProfile:
-        if paths:
-            measured.save(paths[0])
-        return measured
-
     if (found := on_first_rank(read)) is not None:
         return found
     measured = measure_cluster()
-    try:
-        return on_first_rank(write)
-    except OSError as error:
-        raise ValueError(f"--balance-profile auto: {paths[0]} cannot be written: {error.strerror}") from error
+    if paths:
+        try:
+            on_first_rank(lambda: measured.save(paths[0]))
+        except OSError as error:
+            raise ValueError(f"--balance-profile auto: {paths[0]} cannot be written: {error.strerror}") from error
+    return measured
