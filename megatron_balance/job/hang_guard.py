@@ -219,9 +219,8 @@ class HangGuard:
             _print(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
 
     def _own_report(self) -> Report:
-        activity, place = self._activity()
         idle = time.monotonic() - self._progress
-        return Report(dataclasses.replace(self._position), activity, place, idle, time.time())
+        return Report(dataclasses.replace(self._position), *self._activity(), idle, time.time())
 
     def _activity(self) -> tuple[Activity, str]:
         if isinstance(self._failure, KeyboardInterrupt):

@@ -33,7 +33,6 @@ class Position:
 STEPPING = ("forward-backward", "optimizer", "evaluation")
 """Phases with many steps. Other phases, such as the start or a checkpoint, may last arbitrarily long."""
 
-
 Heartbeat = tuple[Position, float]
 """Sign of life that a rank writes once a period: its position and its Unix time."""
 

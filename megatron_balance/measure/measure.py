@@ -92,8 +92,7 @@ def measure(
     num_ranks = ep_group.size()
     if num_ranks < 2:
         raise ValueError(
-            f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; "
-            "use --balance-profile builtin"
+            f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; use --balance-profile builtin"
         )
     with node_groups(ep_group, job, node_size) as nodes:
         bench = GroupBench(
@@ -152,7 +151,7 @@ def fit_profile(
     return ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
-        tensors=bench.tensors,
+        tensors=len(bench.shares),
         forward=forward,
         backward=backward,
         rates=rates,
@@ -203,7 +202,7 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
     keys += [(name, kinds["ep"]) for name in bench.all_to_alls]
     calls = [functools.partial(bench.seconds, *key, amounts.get(key[0], sizes_bytes)) for key in keys]
     seconds = {key: found.tolist() for key, found in zip(keys, _middles(calls, PASSES), strict=True)}
-    batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
+    batches = {key: fit_batches(given, found, len(bench.shares)) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: line for key, (line, _, _) in batches.items()}
     return {
