@@ -115,7 +115,7 @@ class BatchModel:
         share_XD = self._share(loads.amount_FWXD[0], amount_FXD[0])
         share_FXD = np.stack([share_XD, np.ones_like(share_XD)])
         alpha_F, beta_F = np.array([near[:2], far[:2]]).T
-        launch_F, message_F = np.array([self.profile.launch(self.kind, level)[:2] for level in LEVELS]).T
+        launch_F, message_F = np.array([self.profile.launches[self.kind][level][:2] for level in LEVELS]).T
         alone_FXD, launch_FXD = (seconds_F[:, None, None] * share_FXD for seconds_F in (alpha_F, launch_F))
         message_FXD = message_F[:, None, None] * share_FXD
         operations_FXD = loads.number_FWXD.sum(1)
@@ -272,7 +272,7 @@ class SendingModel:
     def _line(self, model: BatchModel, level: str) -> Fit:
         """Return the line of a piece; beta includes the launches of messages beyond one per piece."""
         line = self.profile.link(model.kind, level)
-        launch = self.profile.launch(model.kind, level)
+        launch = self.profile.launches[model.kind][level]
         more = 2 * (self.profile.tensors - 1) * launch.beta / model.size if model.size else 0.0
         return line._replace(alpha=max(line.alpha, launch.seconds(1)), beta=line.beta + more)
 
@@ -352,7 +352,7 @@ class SendingModel:
                 *near[:2],
                 *far[:2],
                 float(model.size),
-                2 * self.profile.launch(model.kind, LEVELS[0]).beta,
+                2 * self.profile.launches[model.kind][LEVELS[0]].beta,
                 float(model.start),
             )
             for (near, far), model in zip(self._lines, self._batches, strict=True)

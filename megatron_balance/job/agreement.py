@@ -35,15 +35,12 @@ MAX_LISTED = 8
 MAX_CHARACTERS = 60
 """Maximum number of characters of a value in a message."""
 
-MISSING_SECONDS = 30.0
-"""Time to find out which ranks are missing."""
-
 FAREWELL_SECONDS = 3.0
 """Time for other ranks to read the decision before the rank that holds the store ends."""
 
 DECLINE_SECONDS = 10.0
-"""Time for which a rank that cannot start tries to reach the store. If this rank holds the store, it also waits this
-long for the other ranks to read its decision: they may still be importing modules."""
+"""Time to reach the store for a rank that cannot start, or that finds out which ranks are missing. If a rank that
+cannot start holds the store, it also waits this long for others to read its decision: they may still import modules."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
         try:
             outcome = _compare(store, me, facts, deadline)
         except dist.DistStoreError:
-            store.set_timeout(datetime.timedelta(seconds=MISSING_SECONDS))
+            store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
             outcome = _decide(store, _missing(store, me.world_size, timeout_minutes, where))
         if outcome != AGREED:
             _wait_until_read(store, me, FAREWELL_SECONDS)

@@ -12,6 +12,7 @@ alone raises no alarm: a rank may hold the interpreter's lock for minutes, for e
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import pickle
@@ -39,7 +40,7 @@ from megatron_balance.job.stacks import (
     stack_of,
     waits_in,
 )
-from megatron_balance.job.stall import STEPPING, Activity, Heartbeat, Position, Report, verdict
+from megatron_balance.job.stall import STEPPING, Activity, Position, Report, verdict
 
 MAX_PERIOD = 0.5
 """Seconds between two heartbeats; a tenth of the limit if that is shorter."""
@@ -158,7 +159,6 @@ class HangGuard:
     # Watchdog
 
     def _watchdog(self) -> None:
-        last_steps = -1
         last = None
         since = time.monotonic()
         before = since
@@ -167,10 +167,10 @@ class HangGuard:
             steps = self._position.steps
             # The next layer's wait has the same stack, but the number of operations differs
             here = steps, self._collectives.entered, stack_of(_frame())
-            self._count_idle(steps != last_steps, now - before)
+            stepped = last is None or steps != last[0]
+            self._count_idle(stepped, now - before)
             before = now
-            if steps != last_steps:
-                last_steps = steps
+            if stepped:
                 self._progress = now
             if here != last:
                 last = here
@@ -219,9 +219,8 @@ class HangGuard:
             _print(f"{sentence}; this rank ({self._rank}) {report}; exiting\n")
 
     def _own_report(self) -> Report:
-        activity, place = self._activity()
         idle = time.monotonic() - self._progress
-        return Report(self._position.iteration, self._position.phase, activity, place, idle, time.time())
+        return Report(dataclasses.replace(self._position), *self._activity(), idle, time.time())
 
     def _activity(self) -> tuple[Activity, str]:
         if isinstance(self._failure, KeyboardInterrupt):
@@ -258,7 +257,7 @@ class HangGuard:
     def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
-                self._write("heartbeat", Heartbeat(self._position.iteration, self._position.phase, time.time()))
+                self._write("heartbeat", (self._position, time.time()))
                 alarm = self._store.check(["alarm"])
             except RuntimeError:
                 # At a normal end, the store may disappear before this rank leaves the guarded block

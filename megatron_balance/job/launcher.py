@@ -25,7 +25,7 @@ AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 
 PR_SET_PDEATHSIG = 1
 
-SIGNAL = getattr(signal, "SIGSTKFLT", None)
+SIGNAL = signal.SIGSTKFLT
 """Signal that the kernel sends when the parent ends. Nothing else uses it. `_ask_the_kernel` needs its number, 16."""
 
 
@@ -79,8 +79,6 @@ def _ask_the_kernel() -> None:
     The thread needs the interpreter's lock, which indexing a dataset may hold for minutes. So the signal's handler is a
     C library function. The kernel passes it the signal's number, which makes the call `alarm(16)`.
     """
-    if SIGNAL is None:  # another system than Linux
-        return
     with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
         library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

@@ -6,7 +6,7 @@ import linecache
 import re
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -42,20 +42,15 @@ def deciding_frame(frames: Mapping[int, FrameType], main: int) -> FrameType:
     return next((frame for frame in devices if waits_in(frame) is not None), devices[0] if devices else own)
 
 
-def stack_of(frame: FrameType | None) -> tuple:
+def stack_of(frame: FrameType) -> tuple:
     """Return the code positions of a stack, which stay equal while the thread does not move."""
     # The frames themselves would keep tensors alive
-    return tuple((one.f_code, one.f_lasti) for one in _outwards(frame))
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return tuple((one.f_code, one.f_lasti) for one, _ in traceback.walk_stack(frame))
 
 
 def _started_by_python(frame: FrameType) -> bool:
-    return [*_outwards(frame)][-1].f_code.co_filename == threading.__file__
+    outermost, _ = [*traceback.walk_stack(frame)][-1]
+    return outermost.f_code.co_filename == threading.__file__
 
 
 def waits_in(frame: FrameType, line: int | None = None) -> str | None:
@@ -92,8 +87,8 @@ def error_place(error: BaseException) -> str:
 def code_place(frame: FrameType, line: int | None = None, depth: int = 3) -> str:
     """Return the innermost functions of a stack: `read (data.py:31) < next (loader.py:7)`."""
     places = []
-    for current in itertools.islice(_outwards(frame), depth):
-        number = line if line is not None and current is frame else current.f_lineno
+    for current, running in itertools.islice(traceback.walk_stack(frame), depth):
+        number = line if line is not None and current is frame else running
         places.append(f"{current.f_code.co_name} ({Path(current.f_code.co_filename).name}:{number})")
     return " < ".join(places)
 

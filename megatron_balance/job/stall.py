@@ -22,6 +22,9 @@ class Position:
         self.iteration = self.iteration if iteration is None else iteration
         self.steps += 1
 
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}, {self.phase}"
+
     def advance(self) -> None:
         """Note that a unit of work within the phase, such as a microbatch, is done."""
         self.steps += 1
@@ -30,14 +33,8 @@ class Position:
 STEPPING = ("forward-backward", "optimizer", "evaluation")
 """Phases with many steps. Other phases, such as the start or a checkpoint, may last arbitrarily long."""
 
-
-class Heartbeat(NamedTuple):
-    """Sign of life that a rank writes once a period, with its Unix time."""
-
-    iteration: int
-    phase: str
-    time: float
-
+Heartbeat = tuple[Position, float]
+"""Sign of life that a rank writes once a period: its position and its Unix time."""
 
 Activity = Literal["waited in", "was busy in", "failed with", "was interrupted (SIGINT) in"]
 """Whether a rank waited in a collective or for the device, ran other code, failed by itself, or was ended by a user."""
@@ -52,8 +49,7 @@ class Report(NamedTuple):
         time: Unix time of the report in seconds.
     """
 
-    iteration: int
-    phase: str
+    position: Position
     activity: Activity
     place: str
     idle: float
@@ -64,12 +60,8 @@ class Report(NamedTuple):
         """Whether the rank ended by itself."""
         return self.activity in ("failed with", "was interrupted (SIGINT) in")
 
-    @property
-    def position(self) -> str:
-        return f"(iteration {self.iteration}, {self.phase})"
-
     def __str__(self) -> str:
-        return f"{self.activity} {self.place} {self.position}"
+        return f"{self.activity} {self.place} ({self.position})"
 
 
 def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | None], now: float, limit: float) -> str:
@@ -93,16 +85,16 @@ def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | N
     if not named:
         named = [
             f"rank {rank} stalled: no progress for {report.idle:.0f} s, not in a collective but in {report.place} "
-            f"{report.position}"
+            f"({report.position})"
             for rank, report in present.items()
             if report.activity == "was busy in" and report.idle > limit / 2
         ]
     if not named:
-        newest = max(report.iteration for report in present.values())
+        newest = max(report.position.iteration for report in present.values())
         named = [
             f"rank {rank} stalled: it {report} while others are in iteration {newest}"
             for rank, report in present.items()
-            if report.iteration < newest
+            if report.position.iteration < newest
         ]
     if not named:
         named = [f"rank {rank} {report}" for rank, report in present.items()]
@@ -114,5 +106,5 @@ def verdict(reports: Sequence[Report | None], heartbeats: Sequence[Heartbeat | N
 def _since(heartbeat: Heartbeat | None, now: float) -> str:
     if heartbeat is None:
         return "since the start"
-    seconds = max(0.0, now - heartbeat.time)
-    return f"for {seconds:.0f} s (last seen in iteration {heartbeat.iteration}, {heartbeat.phase})"
+    position, time = heartbeat
+    return f"for {max(0.0, now - time):.0f} s (last seen in {position})"

@@ -92,8 +92,7 @@ def measure(
     num_ranks = ep_group.size()
     if num_ranks < 2:
         raise ValueError(
-            f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; "
-            "use --balance-profile builtin"
+            f"--expert-model-parallel-size {num_ranks}: there is nobody to communicate with; use --balance-profile builtin"
         )
     with node_groups(ep_group, job, node_size) as nodes:
         bench = GroupBench(
@@ -152,7 +151,7 @@ def fit_profile(
     return ClusterProfile(
         num_ranks=num_ranks,
         node_size=node_size,
-        tensors=bench.tensors,
+        tensors=len(bench.shares),
         forward=forward,
         backward=backward,
         rates=rates,
@@ -203,7 +202,7 @@ def _communication(bench: GroupBench, kinds: Mapping[str, Members], sizes_bytes:
     keys += [(name, kinds["ep"]) for name in bench.all_to_alls]
     calls = [functools.partial(bench.seconds, *key, amounts.get(key[0], sizes_bytes)) for key in keys]
     seconds = {key: found.tolist() for key, found in zip(keys, _middles(calls, PASSES), strict=True)}
-    batches = {key: fit_batches(given, found, bench.tensors) for key, found in seconds.items() if key[0] in ROUNDS}
+    batches = {key: fit_batches(given, found, len(bench.shares)) for key, found in seconds.items() if key[0] in ROUNDS}
     lines = {key: fit(sizes_bytes, found) for key, found in seconds.items() if key[0] not in (*ROUNDS, "messages")}
     lines |= {key: line for key, (line, _, _) in batches.items()}
     return {
@@ -272,7 +271,7 @@ def measured_once(
 ) -> ClusterProfile:
     """Return the profile at the first of `paths` that exists; otherwise measure it and keep it at the first path.
 
-    Every rank of the job calls it. Only rank 0 reads and writes, and all ranks get its profile.
+    Every rank of the job calls it, and `measure_cluster` returns the same profile to all. Only rank 0 reads and writes.
 
     Raises:
         ValueError: the file is damaged, belongs to another cluster, or cannot be written; raised on every rank.
@@ -282,15 +281,12 @@ def measured_once(
         existing = [path for path in paths if path.exists()]
         return load(existing[0], num_ranks, node_size) if existing else None
 
-    def write() -> ClusterProfile:
-        if paths:
-            measured.save(paths[0])
-        return measured
-
     if (found := on_first_rank(read)) is not None:
         return found
     measured = measure_cluster()
-    try:
-        return on_first_rank(write)
-    except OSError as error:
-        raise ValueError(f"--balance-profile auto: {paths[0]} cannot be written: {error.strerror}") from error
+    if paths:
+        try:
+            on_first_rank(lambda: measured.save(paths[0]))
+        except OSError as error:
+            raise ValueError(f"--balance-profile auto: {paths[0]} cannot be written: {error.strerror}") from error
+    return measured

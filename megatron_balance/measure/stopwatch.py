@@ -135,10 +135,6 @@ class GroupBench:
     codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
     """Codec's name -> function that returns the compression and decompression of a number of rows."""
 
-    @property
-    def tensors(self) -> int:
-        return len(self.shares)
-
     def seconds(self, operation: str, members: Members, amounts: Sequence[int] | Sequence[Load]) -> list[float]:
         """Return the seconds of an operation among `members` for each amount.
 

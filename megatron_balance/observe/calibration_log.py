@@ -8,6 +8,7 @@
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +21,6 @@ NAME = "calibration.jsonl"
 
 MAX_BYTES = 256 * MIB
 """Maximum size of a replayed file: two million iterations."""
-
-HIGHEST = 2**31
-"""Maximum of the integers in a file."""
 
 
 class Job(NamedTuple):
@@ -121,6 +119,6 @@ def _numbers(line: str, number: int, whole: tuple[str, ...], factors: tuple[str,
     content = parse_json(line)
     if not isinstance(content, dict) or content.keys() != {*whole, *factors}:
         raise ValueError(f"line {number}: holds something else than {', '.join(whole + factors)}")
-    return [number_in(content[name], 1, HIGHEST, f"line {number}: {name}", whole=True) for name in whole] + [
+    return [number_in(content[name], 1, sys.maxsize, f"line {number}: {name}", whole=True) for name in whole] + [
         number_in(content[name], LEAST, MOST, f"line {number}: {name}") for name in factors
     ]

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -46,9 +45,9 @@ class LoadLog:
         """Loads and placement of each iteration, by layer."""
         with writable(flag):
             directory.mkdir(parents=True, exist_ok=True)
-            for file in _files(directory):
-                if file.rank == rank and file.first >= first_iteration:
-                    file.path.unlink()
+            for first, writer, path in _files(directory):
+                if writer == rank and first >= first_iteration:
+                    path.unlink()
 
     def add(self, iteration: int, layers: Mapping[int, tuple[ArrayLike, Placement]]) -> None:
         """Add one iteration; iterations ascend.
@@ -96,13 +95,6 @@ class LoggedLoads:
     """MoE layer -> placements in the format of `Placement.parse`, [B] str."""
 
 
-class _LogFile(NamedTuple):
-    first: int
-    """First iteration."""
-    rank: int
-    path: Path
-
-
 def read_loads(directory: Path) -> dict[int, LoggedLoads]:
     """Read all files of a directory; return rank -> loads, in ascending order of ranks.
 
@@ -114,27 +106,28 @@ def read_loads(directory: Path) -> dict[int, LoggedLoads]:
     files = sorted(_files(directory)) if directory.is_dir() else []
     if not files:
         raise ValueError(f"{directory}: has no loads_rank*_iter*.npz; train with --balance-log-dir {directory}")
-    return {
-        rank: _join([file for file in files if file.rank == rank]) for rank in sorted({file.rank for file in files})
-    }
+    ranks = sorted({rank for _, rank, _ in files})
+    return {rank: _join([(first, path) for first, writer, path in files if writer == rank]) for rank in ranks}
 
 
-def _files(directory: Path) -> Iterator[_LogFile]:
+def _files(directory: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield the first iteration, the rank and the path of each file."""
     for path in directory.iterdir():
         if match := _FILE.fullmatch(path.name):
-            yield _LogFile(int(match[2]), int(match[1]), path)
+            yield int(match[2]), int(match[1]), path
 
 
-def _join(files: list[_LogFile]) -> LoggedLoads:
+def _join(files: list[tuple[int, Path]]) -> LoggedLoads:
     """Join the files of one rank, each up to the first iteration of the next file."""
     parts: list[dict[str, np.ndarray]] = []
-    for file, end in zip(files, [*(file.first for file in files[1:]), np.inf], strict=True):
-        arrays = _read(file.path)
+    ends = [*(first for first, _ in files[1:]), np.inf]
+    for (_, path), end in zip(files, ends, strict=True):
+        arrays = _read(path)
         count = np.searchsorted(arrays["iterations"], end)
         parts.append({name: array[:count] for name, array in arrays.items()})
         shapes = [{name: array.shape[1:] for name, array in part.items()} for part in (parts[0], arrays)]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"{file.path}: has other layers, ranks or experts than {files[0].path.name}")
+            raise ValueError(f"{path}: has other layers, ranks or experts than {files[0][1].name}")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     layers = sorted(int(name.removeprefix("layer_")) for name in joined if name.startswith("layer_"))
     return LoggedLoads(

@@ -38,8 +38,7 @@ class Attempts:
             write()
         except OSError as error:
             if not self.failing:
-                message = "%s: %s; training continues, and writing will be retried"
-                logger.warning(message, self.flag, cleaned(error))
+                logger.warning("%s: %s; training continues, and writing will be retried", self.flag, cleaned(error))
             self.failing = True
             self._next = time.monotonic() + RETRY_SECONDS
             return False

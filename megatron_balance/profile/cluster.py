@@ -108,10 +108,10 @@ class Ranks(NamedTuple):
     """Number of consecutive ranks with shards of the same experts."""
 
 
-WHOLE = {"nodes": 10**6, "gpus_per_node": 10**4, "adapters": 10**4}
-"""Maximum of each count; the largest machines have tens of thousands of nodes (top500.org)."""
-
 RANGES = {
+    "nodes": (1, 10**6),  # the largest machines have tens of thousands of nodes (top500.org)
+    "gpus_per_node": (1, 10**4),
+    "adapters": (1, 10**4),
     "gb_per_second": (1e-6, 1e5),  # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
     "latency_us": (1e-3, 1e7),  # the time light takes for 30 cm, to 10 s
     "memory_gb": (1e-3, 1e6),
@@ -157,9 +157,9 @@ def _plain(node: yaml.Node | None) -> Any:
 
 
 def _number(value: Any, where: str) -> Any:
-    name = where.split(".")[-2]
-    low, high = (1, WHOLE[name]) if name in WHOLE else RANGES[name]
-    return number_in(value, low, high, where, whole=name in WHOLE)
+    low, high = RANGES[where.split(".")[-2]]
+    is_count = low == 1
+    return number_in(value, low, high, where, whole=is_count)
 
 
 def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:

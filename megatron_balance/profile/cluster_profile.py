@@ -159,9 +159,6 @@ class ClusterProfile:
     def link(self, collective: str, group: str = "ep") -> Fit:
         return self.links[collective][group]
 
-    def launch(self, kind: str, level: str) -> Fit:
-        return self.launches[kind][level]
-
     def codec(self, name: str) -> CodecTimes:
         """Return the times of `--moe-comm-codec name`; an unmeasured codec is assumed to be as fast as possible."""
         return self.codecs.get(name, UNMEASURED)

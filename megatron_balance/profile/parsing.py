@@ -8,15 +8,14 @@ from typing import Any
 from megatron_balance.files.reading import shown
 from megatron_balance.messages import cleaned
 
-Number = Callable[[Any, str], Any]
-"""Returns a number of a file if it is in its range, given its place; otherwise raises ValueError."""
 
-
-def parse(wanted: Any, content: Any, number: Number, where: str = "", *, may_omit: bool = False) -> Any:
+def parse(
+    wanted: Any, content: Any, number: Callable[[Any, str], Any], where: str = "", *, may_omit: bool = False
+) -> Any:
     """Convert `content` to the type `wanted`: a number, a string, a class with fields, a mapping, a tuple, or None.
 
     Args:
-        number: checks numbers.
+        number: returns a number, given its place in the file; raises ValueError if it is out of its range.
         where: place of `content` in the file, for messages.
         may_omit: whether fields with a default may be missing.
 

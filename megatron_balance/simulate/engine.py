@@ -18,11 +18,8 @@ import numpy as np
 
 from megatron_balance.simulate.result import Recorder
 
-DONE = 1e-12
-"""A collective counts as finished when less than this fraction remains (rounding)."""
-
-FULL = 1e-12
-"""Share of a resource that may remain unused due to rounding."""
+ROUNDING = 1e-12
+"""A collective may end, and a resource is used up, when less than this fraction of it remains."""
 
 
 class Work(NamedTuple):
@@ -268,7 +265,7 @@ class Engine:
             one.speed = speed
             one.since = now
             one.version += 1
-            remaining = one.left if one.left > DONE else 0.0
+            remaining = one.left if one.left > ROUNDING else 0.0
             self._push(now + remaining * seconds / speed, "end", one)
         return together
 
@@ -304,6 +301,6 @@ def speeds(use_CN: np.ndarray) -> np.ndarray:
         step = min(step, 1.0 - speed_C[grows_C].max())
         speed_C[grows_C] += step
         left_N = np.maximum(left_N - step * wanted_N, 0.0)
-        used_up_N = left_N <= FULL
-        grows_C &= (speed_C < 1.0 - FULL) & ~(use_CN[:, used_up_N] > 0).any(1)
+        used_up_N = left_N <= ROUNDING
+        grows_C &= (speed_C < 1.0 - ROUNDING) & ~(use_CN[:, used_up_N] > 0).any(1)
     return speed_C

@@ -149,7 +149,7 @@ class Simulation:
             ends += [one.end for one in decided]
         for key, one, model, counts_BDE in zip(keys, decided, stage.models, loads, strict=True):
             parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], one.transfers)
-            planner = index % len(model.network.ranks_D)
+            planner = index % len(model.rows.network.ranks_D)
             work = model.work(counts_BDE, one.placement, parts, one.planned, planner)
             works.append(dataclasses.replace(work, transfer=transfer))
         return works, ends
@@ -181,7 +181,7 @@ class Simulation:
         bytes_DD = np.zeros((cost.profile.num_ranks,) * 2)
         np.add.at(bytes_DD, tuple(np.transpose(pairs)), cost.state_bytes)
         seconds = cost.transfer_seconds(pairs)
-        return at_once([model.network.moving(cost.network, bytes_DD, seconds) for model in stage.models])
+        return at_once([model.rows.network.moving(cost.network, bytes_DD, seconds) for model in stage.models])
 
     def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None], Placement | None]:
         """Return the time of a plan if one is due, the function that adopts it, and its placement."""

@@ -124,16 +124,11 @@ class LayerModel:
     scheduler: Scheduler
     repeats: bool
 
-    @property
-    def network(self) -> TeamNetwork:
-        """The links of the team."""
-        return self.rows.network
-
     def work(self, counts_BHE: np.ndarray, placement: Placement, parts: Parts, plan: Work, planner: int) -> LayerWork:
         """Return the layer's work; the thread of rank `planner` spends `plan` on the next plan."""
         traffic_BHH = self.cost.traffic(counts_BHE, placement).astype(np.float64)
         transport = self.cost.transport
-        network = self.network
+        network = self.rows.network
         return LayerWork(
             forward_B=self._directions(traffic_BHH, self.cost.profile.forward),
             backward_B=self._directions(traffic_BHH, self.cost.profile.backward),

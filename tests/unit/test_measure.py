@@ -38,8 +38,8 @@ class FakeCluster:
         self.all_to_alls = all_to_alls
         self.codecs = codecs
 
-    tensors = 3
-    """Number of tensors of an expert."""
+    shares = (0.5, 0.25, 0.25)
+    """Three tensors of an expert."""
 
     def seconds(self, operation: str, members: Members, amounts: Sequence) -> list[float]:
         if operation == "messages":
@@ -53,7 +53,7 @@ class FakeCluster:
         # A message takes three launches, and a start takes two
         launch = alpha / 4
         return [
-            launch * (2 + batches + 3 * experts * (self.tensors + batches - 1)) + beta * experts * num_bytes
+            launch * (2 + batches + 3 * experts * (len(self.shares) + batches - 1)) + beta * experts * num_bytes
             for batches, experts, num_bytes in amounts
         ]
 
@@ -100,7 +100,7 @@ def test_a_known_cluster_is_recovered(layout: tuple[int, int]) -> None:
     assert profile.forward == pytest.approx((2e-6, 1e-4, 0, 0), rel=1e-6, abs=1e-9)
     assert profile.backward == pytest.approx((5e-6, 3e-4, 0, 0), rel=1e-6, abs=1e-9)
     assert profile.rates == () and profile.all_to_alls == {}
-    assert profile.tensors == cluster.tensors
+    assert profile.tensors == len(cluster.shares)
     for kind in ROUNDS:
         assert profile.starts[kind] == pytest.approx(cluster.line(kind, everyone)[0] / 2, rel=1e-6)
         for level in LEVELS:

@@ -178,7 +178,7 @@ def test_messages_of_one_batch_share_their_rank() -> None:
 def reference(model: SendingModel, plan: TransPlan, kind: str, size: float, backward: bool) -> list[Fraction]:
     """Return `SendingModel.progress` rank by rank, in exact numbers."""
     lines = [model.profile.link(kind, level) for level in LEVELS]
-    launches = [model.profile.launch(kind, level) for level in LEVELS]
+    launches = [model.profile.launches[kind][level] for level in LEVELS]
     node_size = model.profile.node_size
     first = model.profile.starts[kind]
     free: dict[int, Fraction] = {}

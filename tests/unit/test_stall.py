@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.stacks import deciding_frame, error_place, is_communication_error, stack_of, waits_in
-from megatron_balance.job.stall import MAX_NAMED, Heartbeat, Report, verdict
+from megatron_balance.job.stall import MAX_NAMED, Position, Report, verdict
 from tests.issue_order import OrderedCollectives
 
 STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
@@ -23,11 +23,11 @@ STRANGERS = sys._current_frames().keys() - {threading.get_ident()}
 
 NOW = 1000.0
 LIMIT = 600.0
-PULSES = [Heartbeat(7, "forward-backward", NOW - 12)] * 3
+PULSES = [(Position(7, "forward-backward"), NOW - 12)] * 3
 
 
 def report(activity: str = "waited in", place: str = "all_reduce", iteration: int = 7, idle: float = 601.0, time=NOW):
-    return Report(iteration=iteration, phase="forward-backward", activity=activity, place=place, idle=idle, time=time)
+    return Report(Position(iteration, "forward-backward"), activity, place, idle, time)
 
 
 @pytest.mark.parametrize(
