@@ -160,8 +160,7 @@ class HangGuard:
 
     def _watchdog(self) -> None:
         last = None
-        since = time.monotonic()
-        before = since
+        since = before = time.monotonic()
         while not self._wake.wait(self._period):
             now = time.monotonic()
             steps = self._position.steps
