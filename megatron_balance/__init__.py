@@ -15,31 +15,6 @@ Words
     Transfer          an expert changes its owner: its parameters and optimizer state move
     load matrix       tokens from each source rank to each expert; a Placement turns it into a DispatchPlan
 
-Rooms
-
-    app          the programs: a training run, a dry run, balancing inside another program
-    cli          a command line -> a checked configuration
-    config       all settings, as frozen dataclasses
-    build        a configuration -> model, optimizer, data, balancer
-    training     the loop, one iteration after another
-    checkpoint   how a run is saved and resumed
-    convert      conversion of checkpoints from and to other formats
-    flow         how tokens pass through one MoE layer
-    timeline     when experts' weights and gradients move during an iteration
-    planning     how the next Placement is chosen: predictions, policies, Transfers
-    kernels      GPU kernels that decide from loads on the device, where the host would have to wait for them
-    cost         how long a layer, an exchange or a Trans takes, from a cluster's profile
-    placement    owners and hosts of experts, and the messages that they imply
-    comm         how rows and experts travel: all-to-alls, codecs, transfers
-    measure      how fast this cluster communicates and computes
-    simulate     how long an iteration would take on another cluster
-    profile      how fast a cluster is, as data: profiles and data sheets
-    observe      loads, balance and traces, for people to look at
-    workloads    synthetic routing, so that imbalance repeats
-    job          how processes join a job, and how a job detects that one of them failed
-    device       the machine's features, and replacements for what megatron-core lacks on it
-    files        files that others wrote, and output that appears only when complete
-
 Shapes
 
 Names of tensors and arrays end in one letter per dimension. A file says where its letters differ.

@@ -1,8 +1,7 @@
 """Mistakes that people make when they start a run: the tables of docs/measurements/mistakes.md.
 
 The first table has mistakes of all kinds, made by a rank that starts: `tests/unit/test_mistakes.py` makes them in this
-process, and behind --slow as real processes; `tools/bench/mistakes.py` measures how long each message takes. The second
-table has the refusals of cli/checks.py and its neighbors.
+process, and behind --slow as real processes. The second table has the refusals of cli/checks.py and its neighbors.
 
     python -m tests.mistakes    writes what the program says now into the second table; compare it with what it said
 """
@@ -84,7 +83,7 @@ def _rows(title: str) -> Iterator[list[str]]:
         yield [cell.strip().strip("`").replace("\\|", "|").replace("&lt;", "<") for cell in cells]
 
 
-MISTAKES = [Mistake(*cells[:3]) for cells in _rows("mistake") if not cells[0].startswith("none")]
+MISTAKES = [Mistake(*cells[:3]) for cells in _rows("mistake")]
 REFUSALS = [Mistake(flags, flags, told) for flags, told, *_ in _rows("flags")]
 
 
