@@ -15,10 +15,11 @@ truth than times.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from megatron_balance.device import cpu, quiet
 
@@ -34,9 +35,6 @@ EVEN = "even"
 
 MOVES = ("Trans", "Agg", "Plan", "Transfer")
 """Parts whose time in progress is shown, too."""
-
-EVERY = 10.0
-"""Seconds between lines of progress where they are not overwritten."""
 
 
 def main(argv: list[str]) -> int:
@@ -168,9 +166,10 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
     config, target = configured(flags, args.cluster, args.nodes)
     loads = loads_of(config, load, args.seed, args.first_iteration)
     job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
-    simulation = Simulation(job, loads, _progress(label))
     spans_of = args.trace_ranks if args.trace is not None else ()
-    seconds, recorder, busy = simulation.run(args.iterations, spans_of)
+    with Console(stderr=True).status(label) as status:
+        simulation = Simulation(job, loads, lambda text: status.update(f"{label}: {text}"))
+        seconds, recorder, busy = simulation.run(args.iterations, spans_of)
     if args.trace is not None:
         save_trace(recorder, args.trace.with_stem(f"{args.trace.stem}_{label}") if args.compare else args.trace)
     ranks = target.topology.world_size
@@ -212,21 +211,6 @@ def save_trace(recorder: "Recorder", path: Path) -> None:
         for span in recorder.spans
     ]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
-def _progress(label: str) -> Any:
-    """Return a function that shows a text: in one line of a terminal, or else as a line every some seconds."""
-    last = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal last
-        if sys.stderr.isatty():
-            print(f"\r{label}: {text:60}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - last >= EVERY:
-            last = time.monotonic()
-            print(f"{label}: {text}", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:

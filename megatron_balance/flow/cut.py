@@ -24,8 +24,8 @@ class RankCut(NamedTuple):
     rows: int
     """Number of rows."""
 
-    splits_CDW: np.ndarray
-    """int64: rows of each chunk from each source to each host; see `cut`."""
+    splits: list[torch.Tensor]
+    """[C] int64 matrices [D, W] in host memory: rows of each chunk from each source to each host; see `cut`."""
     received_CDS: np.ndarray
     """int64: rows of each chunk from each source for each slot of this host."""
     move: Gather
@@ -55,7 +55,8 @@ def cut(plan: DispatchPlan, rank: int, most_rows: int, device: torch.device, who
         whole,
         room.numpy(),
     )
-    return RankCut(rows, splits_DW[None], received_DS[None], STAYS if stays else gather_of(room, rows, device))
+    move = STAYS if stays else gather_of(room, rows, device)
+    return RankCut(rows, [torch.from_numpy(splits_DW)], received_DS[None], move)
 
 
 @compiled(

@@ -164,8 +164,8 @@ class AllToAllDispatcher(Dispatcher):
             moves = gathers([sending(plan.placement, members_CDP)], device)
         received_CDS = tokens_CDP.reshape(*tokens_CDP.shape[:2], hosts, -1)[:, :, parallel.groups.ep.rank()]
         sizes_CD = torch.from_numpy(members_CDP.sum(2)) if parallel.splits_rows else None
-        splits_CDW = sums_by_host(tokens_CDP, hosts)
-        return RankCut(int(members_CDP.sum()), splits_CDW, received_CDS, *moves)._replace(sizes_CD=sizes_CD)
+        splits = [torch.from_numpy(splits_DW) for splits_DW in sums_by_host(tokens_CDP, hosts)]
+        return RankCut(int(members_CDP.sum()), splits, received_CDS, *moves)._replace(sizes_CD=sizes_CD)
 
 
 class ArrivedRows(NamedTuple):

@@ -259,13 +259,14 @@ def test_one_loop_finds_the_same(
     tokens_CDP = plan.tokens_DP.numpy()[None]
     (expected,) = gathers([sending(placement, tokens_CDP[:, [rank]])], CPU)
     rows = torch.arange(int(plan.tokens_DP[rank].sum()))
-    assert found.rows == len(rows) == int(found.splits_CDW[0, rank].sum())
-    assert np.array_equal(found.splits_CDW[0], plan.splits_DW.numpy())
+    (splits_DW,) = found.splits
+    assert found.rows == len(rows) == int(splits_DW[rank].sum())
+    assert torch.equal(splits_DW, plan.splits_DW)
     assert np.array_equal(found.received_CDS, tokens_CDP.reshape(1, ranks, ranks, -1)[:, :, rank])
-    own_CDW = np.full_like(found.splits_CDW, -1)
-    own_CDW[:, rank] = found.splits_CDW[:, rank]
-    own_CDW[:, :, rank] = found.splits_CDW[:, :, rank]
-    assert np.array_equal(part.splits_CDW, own_CDW) and np.array_equal(part.received_CDS, found.received_CDS)
+    own_DW = torch.full_like(splits_DW, -1)
+    own_DW[rank] = splits_DW[rank]
+    own_DW[:, rank] = splits_DW[:, rank]
+    assert torch.equal(part.splits[0], own_DW) and np.array_equal(part.received_CDS, found.received_CDS)
     assert (found.move.index_R is None) == (expected.index_R is None) and torch.equal(found.move(rows), expected(rows))
 
 

@@ -67,13 +67,8 @@ class ChunkedRoute:
         """Start the first exchange of rows, outside of autograd."""
         waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
         _, chunk = self.chunking.forward[0]
-        exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.splits[chunk])
+        exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.cut.splits[chunk])
         return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
-
-    @functools.cached_property
-    def splits(self) -> list[torch.Tensor]:
-        """[C] int64 matrices [D, W] in host memory: rows of each chunk from each source to each host."""
-        return [torch.from_numpy(splits_DW) for splits_DW in self.cut.splits_CDW]
 
     @functools.cached_property
     def sorting(self) -> Sorting:
@@ -95,7 +90,7 @@ class ChunkedRoute:
     @functools.cached_property
     def all_splits_DW(self) -> torch.Tensor:
         """Rows of all chunks from each source to each host."""
-        return self.splits[0] if len(self.splits) == 1 else torch.stack(self.splits).sum(0)
+        return self.cut.splits[0] if len(self.cut.splits) == 1 else torch.stack(self.cut.splits).sum(0)
 
     @functools.cached_property
     def member_sizes(self) -> list[int]:
@@ -116,9 +111,9 @@ class ChunkedRoute:
     def parts(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return this rank's part of all members' rows, by chunk."""
         rows = self.own(rows)
-        if len(self.splits) == 1:
+        if len(self.cut.splits) == 1:
             return {0: rows}
-        sizes = [int(splits_DW[self.parallel.source].sum()) for splits_DW in self.splits]
+        sizes = [int(splits_DW[self.parallel.source].sum()) for splits_DW in self.cut.splits]
         return dict(enumerate(rows.split(sizes)))
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -161,7 +156,7 @@ class ChunkTasks(ABC):
 
     def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
-        return self.route.sharding.spread(self.to_experts, rows, self.route.splits[chunk])
+        return self.route.sharding.spread(self.to_experts, rows, self.route.cut.splits[chunk])
 
     @abstractmethod
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -170,7 +165,7 @@ class ChunkTasks(ABC):
     def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
         sharding = self.route.parallel.simultaneous or self.route.sharding
-        return sharding.collect(self.back, rows, self.route.splits[chunk])
+        return sharding.collect(self.back, rows, self.route.cut.splits[chunk])
 
     def finish(self) -> None:  # noqa: B027
         """Do the work that no rank waits for; called when the results of all chunks have been sent."""
@@ -243,7 +238,7 @@ class _Forward(ChunkTasks):
             output, self.graphs[chunk] = self.experts.graph(
                 rows, route.tokens_CS[chunk], self._probs[chunk], self.gradients, self.with_graph
             )
-            if len(self.graphs) == len(route.splits):
+            if len(self.graphs) == len(route.cut.splits):
                 self.begin("combine")
         return sorting.to_sources[chunk](output)
 
@@ -273,7 +268,7 @@ class _Backward(ChunkTasks):
             rows = sorting.to_slots[chunk](rows)
             rows, self.of_probs[chunk] = self.graphs.pop(chunk).backward(rows)
         if not self.graphs:
-            probs = torch.cat([self.of_probs[one] for one in range(len(route.splits))])
+            probs = torch.cat([self.of_probs[one] for one in range(len(route.cut.splits))])
             probs = sorting.weights_to_sources(probs)
             self.begin("dispatch_backward")
             with record_function("dispatch backward"):
