@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, WeightTerm, slots_of, weight_gradients
+from megatron_balance.flow.grouped_gemm import (
+    DeviceSplit,
+    GroupedGemm,
+    Split,
+    WeightTerm,
+    in_one,
+    slots_of,
+    weight_gradients,
+)
 
 
 class Projection(NamedTuple):
@@ -168,7 +176,7 @@ class LinearGradients:
         for total_OI, parts in zip(totals, self.parts, strict=False):
             if parts:
                 rows, gradients, _ = zip(*parts, strict=True)
-                yield WeightTerm(total_OI, _joined(gradients), _joined(rows))
+                yield WeightTerm(total_OI, in_one(gradients), in_one(rows))
 
 
 def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
@@ -183,7 +191,3 @@ def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor |
 
 def _is_marked(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "grad_added_to_main_grad")
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,10 +154,6 @@ class Question:
         return answer
 
 
-def _cost_of(cost: CostModel, microbatches: int, factors: Factors) -> CostModel:
-    return replace(calibrated(cost, factors), microbatches=microbatches)
-
-
 class Manager:
     """The placement of one MoE layer over time. If the policy fails, the last valid placement stays."""
 
@@ -192,7 +188,9 @@ class Manager:
         self.history = History()
         self.factors = UNCALIBRATED
         """Calibration of the cost model for plans."""
-        self._cost_of = lru_cache(MOST_COSTS)(partial(_cost_of, cost))
+        self._cost_of = lru_cache(MOST_COSTS)(
+            lambda microbatches, factors: replace(calibrated(cost, factors), microbatches=microbatches)
+        )
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
         self.latest_BDE: np.ndarray | None = None

@@ -108,25 +108,15 @@ def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]
     return {guest: held.get(guest, 0) + 1 for guest in guests}
 
 
-class Settled(NamedTuple):
-    """The result of `settle`."""
-
-    placement: Placement
-    settlement: Settlement
-    """Exchanges that happen now."""
-
-    wanted: frozenset[int]
-    """Experts that would change their owner if the load never changed again."""
-
-
 def settle(
     placement: Placement,
     counts_BDE: np.ndarray,
     held: Mapping[Guest, int],
     cost: CostModel,
     ages: Mapping[int, int] = MappingProxyType({}),
-) -> Settled:
-    """Return the placement with owners exchanged where the cost model predicts a gain over the expected lifetime.
+) -> tuple[Placement, Settlement, frozenset[int]]:
+    """Exchange owners where the cost model predicts a gain over the expected lifetime. Return the placement afterwards,
+    the exchanges, and the experts that would change their owner if the load never changed again.
 
     A guest is expected to stay as long as it has stayed so far. Other exchanges are expected to pay for as many
     iterations as they have been proposed. Several exchanges may be needed before any seconds are saved, because the
@@ -166,7 +156,7 @@ def settle(
             if changes and proposal.gain > best.gain:
                 best = proposal
                 reached = exchanged(start, chain)
-    return Settled(reached, best, wanted)
+    return reached, best, wanted
 
 
 def _transfer_seconds(cost: CostModel, changes: Iterable[OwnerChange]) -> float:

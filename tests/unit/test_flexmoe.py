@@ -35,7 +35,8 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
 
 def searched(policy: FlexMoE, counts: np.ndarray, start: Placement, cost: CostModel) -> Placement:
     """Return the placement after all modifications."""
-    return start.rehost(policy.search(counts, start, cost).last.hosts())
+    _, _, last = policy.search(counts, start, cost)
+    return start.rehost(last.hosts())
 
 
 @settings(UNSHRUNK, max_examples=50)

@@ -24,14 +24,12 @@ def _shadows(counts: np.ndarray, current: Placement) -> Iterator[list[tuple[int,
         yield [*additions]
 
 
-@dataclass(frozen=True)
 class FasterMoE(Policy):
     """Copies the hottest experts to all ranks, one after the other, as long as the cost model predicts a gain."""
 
     name = "fastermoe"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts, best)
         for additions in _shadows(counts, current):
@@ -51,7 +49,6 @@ class TopK(Policy):
     k: int
 
     def check(self, owners: Placement) -> None:
-        """See `Policy.check`."""
         needed = min(self.k, owners.num_experts - owners.home_slots)
         if owners.guest_slots < needed:
             raise ValueError(
@@ -60,7 +57,6 @@ class TopK(Policy):
             )
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         return owners_host(current, [[], *islice(_shadows(counts, current), self.k)][-1])
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import PlannedGuests, add_guests, guest_costs
+from megatron_balance.cost.candidates import add_guests, guest_costs
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
@@ -80,7 +80,6 @@ class Quota(Policy):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
@@ -371,7 +370,7 @@ class _Layer:
         """Return the layer's seconds without guests, [A] with each plan, and [A] of hidden Trans and Agg."""
         expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*plans, strict=True))
         plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
-        planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
+        planned = plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M]
         far = self.cost.transport.far
         loads = self.counts_EBD, self.tokens_BE.T, self.owner_E
         added_AFBD, busy_A, extra_A = guest_costs(self.cost.network, far, *loads, planned, len(plans))
