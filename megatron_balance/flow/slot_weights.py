@@ -156,7 +156,7 @@ class LinearGradients:
             parameter.new_empty(0)
             if not parameter.requires_grad
             else main_grad(parameter)
-            if _is_marked(parameter)
+            if hasattr(parameter, "grad_added_to_main_grad")
             else torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in self.linear.parameters()
         ]
@@ -182,12 +182,8 @@ class LinearGradients:
 def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
     if not parameter.requires_grad:
         return None
-    if not _is_marked(parameter):
+    if not hasattr(parameter, "grad_added_to_main_grad"):
         return sums.to(parameter.dtype)
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     # A placeholder that shares the parameter's memory; nothing reads its values
     return parameter.detach()
-
-
-def _is_marked(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "grad_added_to_main_grad")

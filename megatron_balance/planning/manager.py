@@ -140,7 +140,6 @@ class Question:
         return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
 
     def _planned(self) -> Placement:
-        """Return the policy's placement, or raise a PolicyFailure."""
         try:
             answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
         except PolicyFailure:

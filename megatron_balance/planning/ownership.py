@@ -152,15 +152,12 @@ def settle(
             if seconds >= limit * (1 - LEAST_GAIN) or lifetime * saved <= best.gain:
                 continue
             changes = owner_changes(placement.home, home_of(start, chain))
-            proposal = Settlement((*guests.exchanges, *chain), saved, lifetime, _transfer_seconds(cost, changes))
+            transfer = cost.transfer_seconds((change.source, change.target) for change in changes)
+            proposal = Settlement((*guests.exchanges, *chain), saved, lifetime, transfer)
             if changes and proposal.gain > best.gain:
                 best = proposal
                 reached = exchanged(start, chain)
     return reached, best, wanted
-
-
-def _transfer_seconds(cost: CostModel, changes: Iterable[OwnerChange]) -> float:
-    return cost.transfer_seconds((change.source, change.target) for change in changes)
 
 
 def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
@@ -197,7 +194,7 @@ def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit:
         # Even perfectly even loads without exchanges of tokens would not be faster
         return
     # The hosting treats the current owners as fixed, so its seconds of Trans do not apply; use those of `sending`
-    state = Hosting.of(LayerLoad.of(counts_BDE, placement, cost))
+    state = Hosting.of(LayerLoad(counts_BDE, placement, cost))
     owner_E = owners(placement)
     hosted = zip(placement.hosts, placement.owners, strict=True)
     is_free_E = np.array([ranks == (owner,) for ranks, owner in hosted])
@@ -277,7 +274,7 @@ def _own_guests(
             (*reached.exchanges, exchange),
             time.total - seconds,
             min(held[guest], reached.lifetime or held[guest]),
-            _transfer_seconds(cost, owner_changes(start.home, placement.home)),
+            cost.transfer_seconds((move.source, move.target) for move in owner_changes(start.home, placement.home)),
         )
         if reached.gain > best.gain:
             best = reached

@@ -82,7 +82,7 @@ def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
     hosts_BE = placements_of(problem)
     schedules = [list_schedule(problem, hosts_E, Pace.eager(problem)) for hosts_E in hosts_BE]
     costs = [
-        np.sum(np.array(schedule.amounts) @ problem.weight_U[: schedule.makespan])
+        np.sum(np.array(schedule.amounts) @ [problem.weight(slot) for slot in range(schedule.makespan)])
         for schedule in schedules
         if 0 < schedule.makespan <= problem.slots
     ]

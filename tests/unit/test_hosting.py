@@ -51,7 +51,7 @@ class Case:
         self.placement = Placement.identity(ranks * home, ranks, ranks * home)
         counts_BDE = generator.integers(0, 100, (self.cost.microbatches, ranks, ranks * home))
         counts_BDE[:, :, generator.random(ranks * home) < 0.3] = 0
-        self.hosting = Hosting.of(LayerLoad.of(counts_BDE, self.placement, self.cost))
+        self.hosting = Hosting.of(LayerLoad(counts_BDE, self.placement, self.cost))
         expert_A, shares_AD, primary_A = self.hosts(ranks * home)
         self.hosting = self.hosting.changed(expert_A, shares_AD, primary_A)
 

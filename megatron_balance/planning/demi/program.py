@@ -186,7 +186,7 @@ class Program:
     def solve(self) -> Relaxed | None:
         """Minimize (7) with the dual simplex method of HiGHS; return None if the work does not fit."""
         tasks = (self.dispatch_DDU, self.trans_EDU, self.compute_DDU, self.combine_DDU)
-        weight_U = self.problem.weight_U
+        weight_U = np.array([self.problem.weight(slot) for slot in range(self.problem.slots)])
         costs = np.zeros(self.count)
         for task in tasks:
             exist = task != ABSENT

@@ -135,7 +135,7 @@ class FlexMoE(Policy):
     def search(self, counts: np.ndarray, current: Placement, cost: CostModel) -> tuple[Hosting, Hosting, Hosting]:
         """Return the hostings of `current`, which has no quotas, of owners alone, and of the end of the search."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
-        first = Hosting.of(LayerLoad.of(counts, current, cost))
+        first = Hosting.of(LayerLoad(counts, current, cost))
         if current.is_identity and self._is_balanced(first):
             return first, first, first
         alone = _reshared(first, first.layer.owned_ED.astype(np.int64))

@@ -1,7 +1,6 @@
 """The quota policy: few guests with exact numbers of tokens, chosen by the seconds that they save."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,7 +85,7 @@ class Quota(Policy):
         ways = _ways(counts, current.guest_slots, cost)
         if not any(way.localized for way in ways) and _is_even(counts, current, cost):
             return alone
-        layer = _Layer.of(counts, current, cost)
+        layer = _Layer(counts, current, cost)
         plans = [guests for way in ways if len((guests := layer.leveled(way)).expert_M)]
         if not plans:
             return alone
@@ -189,38 +188,22 @@ class _Load(NamedTuple):
     """Tokens of a rank of average speed if all ranks were even."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class _Layer:
     """A layer's loads, and the seconds that guests save and take."""
 
-    cost: CostModel
-    counts_EBD: np.ndarray
-    owner_E: np.ndarray
-    home_DS: np.ndarray
-    """Experts of each rank."""
-    owned_FBD: np.ndarray
-    """`owner_loads` of all experts."""
-    tokens_BE: np.ndarray
-    total_E: np.ndarray
-    """Tokens of each expert in all microbatches."""
-    slots: int
-
-    @classmethod
-    def of(cls, counts: np.ndarray, current: Placement, cost: CostModel) -> "_Layer":
+    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel) -> None:
         counts_BDE = by_microbatch(counts)
-        counts_EBD = counts_BDE.transpose(2, 0, 1)
-        owner_E = owners(current)
-        tokens_BE = counts_BDE.sum(1)
-        return cls(
-            cost=cost,
-            counts_EBD=counts_EBD,
-            owner_E=owner_E,
-            home_DS=np.array(current.home),
-            owned_FBD=owner_loads(cost.network, counts_EBD, owner_E),
-            tokens_BE=tokens_BE,
-            total_E=tokens_BE.sum(0),
-            slots=current.guest_slots,
-        )
+        self.cost = cost
+        self.counts_EBD = counts_BDE.transpose(2, 0, 1)
+        self.owner_E = owners(current)
+        self.home_DS = np.array(current.home)
+        """Experts of each rank."""
+        self.owned_FBD = owner_loads(cost.network, self.counts_EBD, self.owner_E)
+        """`owner_loads` of all experts."""
+        self.tokens_BE = counts_BDE.sum(1)
+        self.total_E = self.tokens_BE.sum(0)
+        """Tokens of each expert in all microbatches."""
+        self.slots = current.guest_slots
 
     @cached_property
     def _token_seconds(self) -> float:
