@@ -11,15 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import (
-    Prices,
-    add_loads,
-    carry,
-    few_batches_each,
-    layer_work,
-    link_times,
-    take_turns,
-)
+from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_each, layer_work, link_times, take_turns
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.network import Network

@@ -275,13 +275,12 @@ def test_traces_are_read_by_layout(tmp_path: Path) -> None:
 
 def test_policies_by_path() -> None:
     assert load_policy("pro_prophet", alpha=0.1).alpha == 0.1
-    path = "megatron_balance.planning.policies.fastermoe:TopK"
-    assert load_policy(path, k=4).k == 4
+    assert load_policy("megatron_balance.planning.policies.pro_prophet:ProProphet", alpha=0.2).alpha == 0.2
     for name, message in [
         ("best", "choose from demi, .*, none, pro_prophet, quota, top2"),
         ("no.module:Class", "cannot be imported"),
         ("math:Nothing", "cannot be imported"),
-        (path, "cannot be made with options"),
+        ("datetime:date", "cannot be made with options"),
         ("fractions:Fraction", "has no method plan"),
     ]:
         with pytest.raises(ValueError, match=f"--balance-policy {name}: .*{message}"):

@@ -1,7 +1,6 @@
 """Policies that copy experts to all ranks: FasterMoE, and top2 and top3, Pro-Prophet's baselines (Section VI)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -42,7 +41,6 @@ class FasterMoE(Policy):
         return best
 
 
-@dataclass(frozen=True)
 class TopK(Policy):
     """Copies the k experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
@@ -60,19 +58,15 @@ class TopK(Policy):
         return owners_host(current, [[], *islice(_shadows(counts, current), self.k)][-1])
 
 
-@dataclass(frozen=True)
 class Top2(TopK):
     """Copies the two experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top2"
+    k = 2
 
-    k: int = 2
 
-
-@dataclass(frozen=True)
 class Top3(TopK):
     """Copies the three experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top3"
-
-    k: int = 3
+    k = 3

@@ -70,9 +70,8 @@ class FlexMoE(Policy):
 
     Eq. 5 counts Trans and Agg as the rest of the cost model does, instead of Eq. 9: the part that computation hides is
     free (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost nothing else. By the
-    cost model, a plan is never slower than the placement in use or owners alone. On many ranks, messages are not timed
-    if the plan is faster even when Trans and Agg take DOUBT times as long as on the busiest rank. An expert may leave
-    its owner until a Migrate brings it back.
+    cost model, a plan is never slower than the placement in use or owners alone. An expert may leave its owner until a
+    Migrate brings it back.
     """
 
     name = "flexmoe"
