@@ -3,8 +3,6 @@
 In shapes, A counts candidates or plans, and M the experts that a candidate changes, or the guests of all plans.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from megatron_balance.cost.core import (
@@ -91,8 +89,8 @@ def try_(
     prices = prices_1[0]
     ways = len(begins_A)
     work_ABD = np.empty((ways, *loads_FBD.shape[1:]))
-    numbers = np.empty((7, ways))
-    costs = CandidateCosts(work_ABD, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6])
+    numbers = np.empty((5, ways))
+    costs = CandidateCosts(work_ABD, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
     more_FBD = np.zeros_like(loads_FBD)
     more_D = np.zeros_like(sent_D)
     extra = longest
@@ -118,8 +116,6 @@ def try_(
         for d in range(len(sent_D)):
             busy = max(busy, sent_D[d] + more_D[d])
             more += more_D[d]
-        costs.busiest_A[a] = busy
-        costs.extra_A[a] = extra
         costs.more_A[a] = more
         costs.trans_A[a], costs.agg_A[a] = few_batches(busy, extra, prices.sending)
     return costs
@@ -171,42 +167,33 @@ def involve(
             found_A[a] += most if everyone else max(most, mean)
 
 
-class PlannedGuests(NamedTuple):
-    """Guests of several plans for one layer, for the split `proportional`; sorted by plan, expert and rank."""
-
-    plan_M: np.ndarray
-    expert_M: np.ndarray
-    rank_M: np.ndarray
-    """A rank that does not own the expert; each (plan, expert, rank) is unique."""
-    share_M: np.ndarray
-    """Fraction of the expert's tokens that the guest takes over from the owner."""
-
-    @classmethod
-    def of(cls, plan_M: np.ndarray, expert_M: np.ndarray, rank_M: np.ndarray, share_M: np.ndarray) -> "PlannedGuests":
-        """Return these guests, given in any order."""
-        order_M = np.lexsort((rank_M, expert_M, plan_M))
-        return cls(*(part_M[order_M] for part_M in (plan_M, expert_M, rank_M, share_M)))
-
-
 def guest_costs(
     network: Network,
     far: float,
     counts_EBD: np.ndarray,
     tokens_EB: np.ndarray,
     owner_E: np.ndarray,
-    guests: PlannedGuests,
+    guests: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     plans: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return [A, 5, B, D]: the guests' additions to `owner_loads` in each of A plans; and [A], [A] for `seconds_of`.
     The latter are the time of the busiest rank or adapter, and the longest time of a piece on other links. See
-    `SendingModel.far` for `far`; `tokens_EB` are sums of `counts_EBD`."""
+    `SendingModel.far` for `far`; `tokens_EB` are sums of `counts_EBD`.
+
+    Args:
+        guests: [M] plans, experts, ranks that do not own them, and fractions of the experts' tokens that the guests
+            take over from the owners; each guest of a plan once, in any order, for the split `proportional`.
+    """
+    plan_M, expert_M, rank_M, _ = guests
+    order_M = np.lexsort((rank_M, expert_M, plan_M))
+    ordered = [part_M[order_M] for part_M in guests]
     counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
     added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
     times_AD = np.zeros((plans, network.num_ranks))
     entered_AN = np.zeros((plans, len(network.first_N)))
     extra_A = np.zeros(plans)
     found = added_AFBD, times_AD, entered_AN, extra_A
-    add_guests(*found, counts_EBD, tokens_EB, owner_E, *guests, network.node_size, float(far))
+    add_guests(*found, counts_EBD, tokens_EB, owner_E, *ordered, network.node_size, float(far))
     busy_A = times_AD.max(1)
     if network.adapters < network.node_size:
         busy_A = np.maximum(busy_A, far * entered_AN.max(1) / network.adapters)

@@ -90,9 +90,6 @@ class CandidateCosts(NamedTuple):
     exchanging_A: _Numbers
     computed_A: _Numbers
     """`CostModel.work_of`."""
-    busiest_A: _Numbers
-    extra_A: _Numbers
-    """The arguments of `SendingModel.seconds_of`."""
     more_A: _Numbers
     """Time in Trans that the candidate adds, summed over ranks."""
     trans_A: _Numbers

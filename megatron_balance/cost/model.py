@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, add_loads, carry, layer_work
+from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_each, layer_work, link_times, take_turns
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.network import Network
@@ -119,9 +119,8 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile the loops of predictions now, so that no plan waits for numba."""
-        for loop in (add_loads, carry, layer_work):
+        for loop in (add_loads, carry, few_batches_each, layer_work, link_times, take_turns):
             loop.prepare()
-        self.transport.prepare()
 
     @cached_property
     def transport(self) -> SendingModel:

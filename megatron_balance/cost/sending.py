@@ -246,12 +246,6 @@ class SendingModel:
     in_parts: bool
     """Whether Trans and Agg are executed in two parts."""
 
-    @staticmethod
-    def prepare() -> None:
-        """Compile the loops now, so that no prediction waits for numba."""
-        for loop in (few_batches_each, link_times, take_turns):
-            loop.prepare()
-
     @cached_property
     def network(self) -> Network:
         return Network.of(self.profile)

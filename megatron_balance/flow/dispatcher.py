@@ -2,7 +2,7 @@
 
 Each step returns the object for the next step:
 
-    Dispatcher.prepare -> PendingRows.dispatch -> SentRows.compute -> Combine
+    Dispatcher.prepare -> PendingRows.dispatch -> SentChunks.compute or ArrivedRows.compute -> Combine
 
 `PendingRows` keeps the Route that a plan determines, for the recomputation of the pass.
 """
@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, write_blocks
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.order import UNSPLIT, Chunking
-from megatron_balance.flow.chunks.pipeline import Begin, ChunkedRoute, Combine
+from megatron_balance.flow.chunks.pipeline import Begin, ChunkedRoute, Combine, SentChunks
 from megatron_balance.flow.cut import RankCut, cut, cut_loop
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.experts import GroupedExperts
@@ -41,15 +41,7 @@ from megatron_balance.placement.splits import sums_by_host
 Plan = DispatchPlan | DevicePlan
 
 
-class SentRows(Protocol):
-    """A pass whose rows have been sent to their experts."""
-
-    def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
-        """Compute the received rows with this rank's experts; return the function that brings the results back."""
-        ...
-
-
-Route = Callable[[torch.Tensor, Choices], SentRows]
+Route = Callable[[torch.Tensor, Choices], "SentChunks | ArrivedRows"]
 """(tokens [T, H], choices) -> rows in flight, one per token and chosen expert. Recomputation takes the same route."""
 
 
@@ -61,7 +53,7 @@ class PendingRows:
         self._route: Route
         self._placement: Placement
 
-    def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> SentRows:
+    def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks | ArrivedRows":
         """Send the rows by the plan of the first pass; recomputation repeats its route. Nothing here waits for the
         device. `tokens_TH` and `choices` are as in `Dispatcher.prepare`; recomputation passes equal values."""
         with record_function("dispatch"):
@@ -180,6 +172,7 @@ class ArrivedRows(NamedTuple):
     """Sends results back and sums each token's results: [R, H] -> [T, H]."""
 
     def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
+        """Compute the rows with this rank's experts; return the function that brings the results back."""
         with record_function("experts"):
             begin("experts")
             if self.rows_RH.requires_grad:

@@ -92,12 +92,12 @@ class GroupedGemm(ABC):
 class TorchGemm(GroupedGemm):
     def outputs(self, rows_RI: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         if isinstance(split, DeviceSplit):
-            return F.grouped_mm(rows_RI, _in_one(weights).mT, offs=split.ends)
+            return F.grouped_mm(rows_RI, in_one(weights).mT, offs=split.ends)
         return _products(rows_RI, [weight_SOI.mT for weight_SOI in weights], split)
 
     def input_gradients(self, gradient_RO: torch.Tensor, weights: Sequence[torch.Tensor], split: Split) -> torch.Tensor:
         if isinstance(split, DeviceSplit):
-            return F.grouped_mm(gradient_RO, _in_one(weights), offs=split.ends)
+            return F.grouped_mm(gradient_RO, in_one(weights), offs=split.ends)
         return _products(gradient_RO, weights, split)
 
     def add_weight_gradients(self, terms: Iterable[WeightTerm]) -> None:
@@ -122,8 +122,9 @@ def slots_of(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from part.unbind()
 
 
-def _in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat([*weights])
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
 def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: RowSplit) -> torch.Tensor:

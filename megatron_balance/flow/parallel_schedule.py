@@ -225,7 +225,10 @@ class ParallelDispatch:
 
 
 def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1 else _GradientTimes.apply(tensor, factor)
+    scaled = tensor if factor == 1 else tensor.view_as(tensor)
+    if scaled is not tensor and scaled.requires_grad:
+        scaled.register_hook(lambda gradient: gradient * factor)
+    return scaled
 
 
 class _FirstMembers(torch.autograd.Function):
@@ -238,14 +241,3 @@ class _FirstMembers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
-
-
-class _GradientTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_balance.flow.grouped_gemm import DeviceSplit, GroupedGemm, Split, WeightTerm, slots_of, weight_gradients
+from megatron_balance.flow.grouped_gemm import (
+    DeviceSplit,
+    GroupedGemm,
+    Split,
+    WeightTerm,
+    in_one,
+    slots_of,
+    weight_gradients,
+)
 
 
 class Projection(NamedTuple):
@@ -148,7 +156,7 @@ class LinearGradients:
             parameter.new_empty(0)
             if not parameter.requires_grad
             else main_grad(parameter)
-            if _is_marked(parameter)
+            if hasattr(parameter, "grad_added_to_main_grad")
             else torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in self.linear.parameters()
         ]
@@ -168,22 +176,14 @@ class LinearGradients:
         for total_OI, parts in zip(totals, self.parts, strict=False):
             if parts:
                 rows, gradients, _ = zip(*parts, strict=True)
-                yield WeightTerm(total_OI, _joined(gradients), _joined(rows))
+                yield WeightTerm(total_OI, in_one(gradients), in_one(rows))
 
 
 def _for_autograd(parameter: torch.Tensor, sums: torch.Tensor) -> torch.Tensor | None:
     if not parameter.requires_grad:
         return None
-    if not _is_marked(parameter):
+    if not hasattr(parameter, "grad_added_to_main_grad"):
         return sums.to(parameter.dtype)
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     # A placeholder that shares the parameter's memory; nothing reads its values
     return parameter.detach()
-
-
-def _is_marked(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "grad_added_to_main_grad")
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])

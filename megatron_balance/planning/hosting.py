@@ -26,20 +26,14 @@ def prepare() -> None:
         loop.prepare()
 
 
-@dataclass(frozen=True, eq=False)
 class LayerLoad:
     """Values that are constant during a search."""
 
-    cost: CostModel
-    counts_EBD: np.ndarray
-    placement: Placement
-    """The placement in use, which gives the owners and the guest slots."""
-
-    @classmethod
-    def of(cls, counts: np.ndarray, placement: Placement, cost: CostModel) -> "LayerLoad":
-        """Return the layer with these loads, [D, E] or [B, D, E]."""
-        counts_EBD = np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64)
-        return cls(cost, counts_EBD, placement)
+    def __init__(self, counts: np.ndarray, placement: Placement, cost: CostModel) -> None:
+        """`counts`: loads [D, E] or [B, D, E]. `placement`, which is in use, gives the owners and the guest slots."""
+        self.counts_EBD = np.ascontiguousarray(by_microbatch(counts).transpose(2, 0, 1), dtype=np.float64)
+        self.placement = placement
+        self.cost = cost
 
     @cached_property
     def owner_E(self) -> np.ndarray:

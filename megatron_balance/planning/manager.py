@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +140,6 @@ class Question:
         return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
 
     def _planned(self) -> Placement:
-        """Return the policy's placement, or raise a PolicyFailure."""
         try:
             answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
         except PolicyFailure:
@@ -152,10 +151,6 @@ class Question:
         if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
             raise PolicyFailure(f"changed owners or guest slots: {cleaned(answer)}")
         return answer
-
-
-def _cost_of(cost: CostModel, microbatches: int, factors: Factors) -> CostModel:
-    return replace(calibrated(cost, factors), microbatches=microbatches)
 
 
 class Manager:
@@ -192,7 +187,9 @@ class Manager:
         self.history = History()
         self.factors = UNCALIBRATED
         """Calibration of the cost model for plans."""
-        self._cost_of = lru_cache(MOST_COSTS)(partial(_cost_of, cost))
+        self._cost_of = lru_cache(MOST_COSTS)(
+            lambda microbatches, factors: replace(calibrated(cost, factors), microbatches=microbatches)
+        )
         self.expected_BDE: np.ndarray | None = None
         """[B, D, E] the loads expected in the next iteration."""
         self.latest_BDE: np.ndarray | None = None

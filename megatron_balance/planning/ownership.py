@@ -108,25 +108,15 @@ def lasting(held: Mapping[Guest, int], placement: Placement) -> dict[Guest, int]
     return {guest: held.get(guest, 0) + 1 for guest in guests}
 
 
-class Settled(NamedTuple):
-    """The result of `settle`."""
-
-    placement: Placement
-    settlement: Settlement
-    """Exchanges that happen now."""
-
-    wanted: frozenset[int]
-    """Experts that would change their owner if the load never changed again."""
-
-
 def settle(
     placement: Placement,
     counts_BDE: np.ndarray,
     held: Mapping[Guest, int],
     cost: CostModel,
     ages: Mapping[int, int] = MappingProxyType({}),
-) -> Settled:
-    """Return the placement with owners exchanged where the cost model predicts a gain over the expected lifetime.
+) -> tuple[Placement, Settlement, frozenset[int]]:
+    """Exchange owners where the cost model predicts a gain over the expected lifetime. Return the placement afterwards,
+    the exchanges, and the experts that would change their owner if the load never changed again.
 
     A guest is expected to stay as long as it has stayed so far. Other exchanges are expected to pay for as many
     iterations as they have been proposed. Several exchanges may be needed before any seconds are saved, because the
@@ -162,15 +152,12 @@ def settle(
             if seconds >= limit * (1 - LEAST_GAIN) or lifetime * saved <= best.gain:
                 continue
             changes = owner_changes(placement.home, home_of(start, chain))
-            proposal = Settlement((*guests.exchanges, *chain), saved, lifetime, _transfer_seconds(cost, changes))
+            transfer = cost.transfer_seconds((change.source, change.target) for change in changes)
+            proposal = Settlement((*guests.exchanges, *chain), saved, lifetime, transfer)
             if changes and proposal.gain > best.gain:
                 best = proposal
                 reached = exchanged(start, chain)
-    return Settled(reached, best, wanted)
-
-
-def _transfer_seconds(cost: CostModel, changes: Iterable[OwnerChange]) -> float:
-    return cost.transfer_seconds((change.source, change.target) for change in changes)
+    return reached, best, wanted
 
 
 def exchanged(placement: Placement, exchanges: Sequence[Swap]) -> Placement:
@@ -207,7 +194,7 @@ def _swaps(placement: Placement, counts_BDE: np.ndarray, cost: CostModel, limit:
         # Even perfectly even loads without exchanges of tokens would not be faster
         return
     # The hosting treats the current owners as fixed, so its seconds of Trans do not apply; use those of `sending`
-    state = Hosting.of(LayerLoad.of(counts_BDE, placement, cost))
+    state = Hosting.of(LayerLoad(counts_BDE, placement, cost))
     owner_E = owners(placement)
     hosted = zip(placement.hosts, placement.owners, strict=True)
     is_free_E = np.array([ranks == (owner,) for ranks, owner in hosted])
@@ -287,7 +274,7 @@ def _own_guests(
             (*reached.exchanges, exchange),
             time.total - seconds,
             min(held[guest], reached.lifetime or held[guest]),
-            _transfer_seconds(cost, owner_changes(start.home, placement.home)),
+            cost.transfer_seconds((move.source, move.target) for move in owner_changes(start.home, placement.home)),
         )
         if reached.gain > best.gain:
             best = reached

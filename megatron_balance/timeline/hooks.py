@@ -16,7 +16,7 @@ Only this file attaches balancing to megatron-core's modules, to its schedules a
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -66,8 +66,17 @@ def install(
             _follow_layer(balancer, before, number, layers[number])
     _reduce_after_agg(balancer, layers, model)
     _gather_once(model)
-    assert config.finalize_model_grads_func is not None
-    config.finalize_model_grads_func = _aggregating(balancer, config.finalize_model_grads_func)
+    finalize = config.finalize_model_grads_func
+    assert finalize is not None
+
+    @functools.wraps(finalize)
+    def aggregate_and_finalize(*args: Any, **kwargs: Any) -> Any:
+        balancer.aggregate()
+        result = finalize(*args, **kwargs)
+        balancer.finish_iteration()
+        return result
+
+    config.finalize_model_grads_func = aggregate_and_finalize
 
 
 def _follow_chunk(balancer: Balancer, start: int, last: int, chunk: torch.nn.Module) -> None:
@@ -101,17 +110,6 @@ def _on_gradient(tensor: torch.Tensor, balancer: Balancer, *computation: Any) ->
     """Begin a computation when a tensor's gradient is complete, except in passes without a backward pass."""
     if tensor.requires_grad and not balancer.aside:
         tensor.register_hook(lambda gradient: balancer.enter(*computation))
-
-
-def _aggregating(balancer: Balancer, finalize: Callable) -> Callable:
-    @functools.wraps(finalize)
-    def aggregate_and_finalize(*args: Any, **kwargs: Any) -> Any:
-        balancer.aggregate()
-        result = finalize(*args, **kwargs)
-        balancer.finish_iteration()
-        return result
-
-    return aggregate_and_finalize
 
 
 def _reduce_after_agg(balancer: Balancer, layers: Mapping[int, Any], model: list[DistributedDataParallel]) -> None:

@@ -17,7 +17,6 @@ from megatron_balance.observe.layer_report import FinishedIteration, Interval, l
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import Action, Operation
 
 
@@ -111,11 +110,6 @@ class LayerState:
     @property
     def placement(self) -> Placement:
         return self.manager.placement
-
-    @property
-    def owners_alone(self) -> Placement:
-        """Placement for passes outside the schedule: guests' weights may be in flight during an iteration."""
-        return owners_host(self.placement).trimmed
 
     @property
     def rounds(self) -> PlacementRounds:

@@ -40,6 +40,7 @@ from megatron_balance.observe.trace import Stream, Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.ownership import owner_changes
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.layer_state import LayerState, sent_bytes
@@ -144,7 +145,8 @@ class Balancer:
         weights before it computes. The load is not waited for before it is needed."""
         state = self.layers[number]
         if self.aside and self._steps:
-            return state.owners_alone
+            # Guests' weights may be in flight during an iteration
+            return owners_host(state.placement).trimmed
         computation = self._in_schedule(Action(number, Operation.A2A, 1, 4)) if training else None
         if computation is not None:
             state.coming.append(load)

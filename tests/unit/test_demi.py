@@ -17,7 +17,7 @@ from megatron_balance.planning.demi import neighborhood
 from megatron_balance.planning.demi.listing import Pace, finishes, list_schedule
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
-from megatron_balance.planning.demi.program import relax
+from megatron_balance.planning.demi.program import Program
 from megatron_balance.planning.demi.search import (
     MOST_VARIABLES,
     best_pace,
@@ -70,7 +70,7 @@ def placements_of(problem: Problem) -> np.ndarray:
     ],
 )
 def test_the_program_on_cases_solved_by_hand(problem: Problem, objective: float) -> None:
-    relaxed = relax(problem)
+    relaxed = Program(problem).solve()
     assert relaxed is not None
     assert relaxed.objective == pytest.approx(objective)
 
@@ -78,11 +78,11 @@ def test_the_program_on_cases_solved_by_hand(problem: Problem, objective: float)
 @settings(max_examples=40)
 @given(problems(most_workers=3, most_experts=4))
 def test_the_program_is_a_bound_of_every_schedule(problem: Problem) -> None:
-    relaxed = relax(problem)
+    relaxed = Program(problem).solve()
     hosts_BE = placements_of(problem)
     schedules = [list_schedule(problem, hosts_E, Pace.eager(problem)) for hosts_E in hosts_BE]
     costs = [
-        np.sum(np.array(schedule.amounts) @ problem.weight_U[: schedule.makespan])
+        np.sum(np.array(schedule.amounts) @ [problem.weight(slot) for slot in range(schedule.makespan)])
         for schedule in schedules
         if 0 < schedule.makespan <= problem.slots
     ]
@@ -113,7 +113,7 @@ def test_the_paper_setting() -> None:
     assert problem.expert_room_D == pytest.approx(problem.size_E.sum() / 2)
     seconds = problem.link_DD[0, 1] / (12.5e9 / 3)
     assert problem.compute_D == pytest.approx(seconds * 2000 * 14e12 / (1.5 * 4 * 500 * 1000))
-    assert relax(problem) is not None
+    assert Program(problem).solve() is not None
 
 
 @pytest.mark.parametrize("workers", [4, 16])

@@ -35,7 +35,8 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, Placement, CostModel, FlexMoE]:
 
 def searched(policy: FlexMoE, counts: np.ndarray, start: Placement, cost: CostModel) -> Placement:
     """Return the placement after all modifications."""
-    return start.rehost(policy.search(counts, start, cost).last.hosts())
+    _, _, last = policy.search(counts, start, cost)
+    return start.rehost(last.hosts())
 
 
 @settings(UNSHRUNK, max_examples=50)
@@ -325,7 +326,7 @@ def test_vexperts_are_to_be_more_than_a_rank_owns() -> None:
 def migrated(counts: list[list[int]], current: str, limit: int, node_size: int) -> str:
     placement = Placement.parse(current)
     cost = cost_model(placement.num_ranks, node_size)
-    state = Hosting.of(LayerLoad.of(1000 * np.array(counts), placement, cost))
+    state = Hosting.of(LayerLoad(1000 * np.array(counts), placement, cost))
     changes = flexmoe._migrate(state, limit)
     return str(placement.rehost(flexmoe._after(state, changes).hosts()) if changes else placement)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.candidates import PlannedGuests, guest_costs
+from megatron_balance.cost.candidates import guest_costs
 from megatron_balance.cost.core import FAR_OUT, NEAR_OUT
 from megatron_balance.cost.loads import MOST_GROUPS, condensed, loads_of, owner_loads
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
@@ -83,7 +83,7 @@ def test_guests_of_several_plans_add_to_the_owners_loads(
     order_M = data.draw(st.permutations(range(np.count_nonzero(plans))))
     places = tuple(place_M[order_M] for place_M in np.nonzero(plans))
     whole = 3 * home.num_ranks
-    guests = PlannedGuests.of(*places, np.array(plans)[places] / whole)
+    guests = *places, np.array(plans)[places] / whole
     loads = counts_EBD, counts_EBD.sum(-1), owner_E
     found = guest_costs(cost.network, cost.transport.far, *loads, guests, len(plans))
     for shares_ED, added_FBD, busy, extra in zip(plans, *found, strict=True):

@@ -147,10 +147,10 @@ def test_plans_are_never_slower_than_owners_alone(
     assert cost.layer_seconds(counts_BDE, planned) <= cost.layer_seconds(counts_BDE, alone) * (1 + 1e-9)
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
     # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
-    layer = _Layer.of(counts_BDE, current, cost)
+    layer = _Layer(counts_BDE, current, cost)
     guests = layer.leveled(_Way(True, current.guest_slots))
     if len(guests.expert_M):
         free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
         exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
-        _, seconds, hidden = _Layer.of(counts_BDE, current, free).timed([guests])
+        _, seconds, hidden = _Layer(counts_BDE, current, free).timed([guests])
         assert (seconds.tolist(), hidden.tolist()) == ([pytest.approx(exact, rel=1e-9)], [0.0])

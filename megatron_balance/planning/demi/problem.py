@@ -100,11 +100,6 @@ class Problem:
         """Return omega_t of a slot."""
         return 2.0 ** min(slot, MOST_DOUBLINGS) if self.weights == "pow2" else slot + 1.0
 
-    @property
-    def weight_U(self) -> np.ndarray:
-        """[U]: omega of the linear program's slots."""
-        return np.array([self.weight(slot) for slot in range(self.slots)])
-
     def use(self, hosts_BE: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return size of tokens, size of experts and number of other workers' experts on each worker, each [B, D]."""
         count = len(hosts_BE)

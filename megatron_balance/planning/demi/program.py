@@ -32,11 +32,6 @@ class Relaxed:
     pace: Pace
 
 
-def relax(problem: Problem) -> Relaxed | None:
-    """Solve the linear program with the dual simplex method of HiGHS; return None if the work does not fit."""
-    return Program(problem).solve()
-
-
 class ProgramRows:
     """Constraints of one kind, equations or upper bounds, as entries of a sparse matrix."""
 
@@ -189,9 +184,9 @@ class Program:
         self.most.put(rows[..., None], self.trans_EDU[:, None, :, None, :], factors)
 
     def solve(self) -> Relaxed | None:
-        """Minimize (7). See `relax`."""
+        """Minimize (7) with the dual simplex method of HiGHS; return None if the work does not fit."""
         tasks = (self.dispatch_DDU, self.trans_EDU, self.compute_DDU, self.combine_DDU)
-        weight_U = self.problem.weight_U
+        weight_U = np.array([self.problem.weight(slot) for slot in range(self.problem.slots)])
         costs = np.zeros(self.count)
         for task in tasks:
             exist = task != ABSENT

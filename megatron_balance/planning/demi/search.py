@@ -12,7 +12,7 @@ import numpy as np
 from megatron_balance.planning.demi.listing import Pace, finishes
 from megatron_balance.planning.demi.neighborhood import neighbors, soft_maxima, times
 from megatron_balance.planning.demi.problem import Problem
-from megatron_balance.planning.demi.program import Relaxed, relax
+from megatron_balance.planning.demi.program import Program, Relaxed
 
 DRAWS = 8
 """Number of placements drawn from the shares."""
@@ -56,7 +56,7 @@ def relax_by_size(problem: Problem) -> Relaxed | None:
     """Solve the linear program; None if it is too large or infeasible. A limit on time would not be reproducible."""
     workers = problem.num_workers
     variables = (problem.num_experts + 3 * workers) * workers * problem.slots
-    return relax(problem) if variables <= MOST_VARIABLES else None
+    return Program(problem).solve() if variables <= MOST_VARIABLES else None
 
 
 def best_pace(

@@ -78,7 +78,6 @@ class Demi(Policy):
             raise ValueError(f"--balance-demi-hosts {self.hosts}: must be at least 1")
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         best = current if current.is_identity else owners_host(current)
         limit = most = cost.layer_seconds(counts, best) * (1 - MIN_GAIN)
         counts_DE = by_microbatch(counts).sum(0)

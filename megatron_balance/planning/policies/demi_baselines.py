@@ -4,8 +4,6 @@ They migrate regardless of the migration's time. The paper's workers accept any 
 one per guest slot. G counts the guest slots of all ranks, and A the experts of one rank.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import scipy  # imports its parts at their first use, so that a process which does not use them starts sooner
 
@@ -21,32 +19,28 @@ NODES = 500
 """Maximum number of nodes of the exact search for S3; unlike a time limit, it is reproducible."""
 
 
-@dataclass(frozen=True)
 class DemiS1(Policy):
-    """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens."""
+    """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens. If guest
+    slots are scarce, as many tokens as possible stay local."""
 
     name = "demi_s1"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. If guest slots are scarce, as many tokens as possible stay local."""
         owner_E = owners(current)
         return one_host_each(current, assign(_saved_tokens(counts, owner_E), owner_E, current.guest_slots))
 
 
-@dataclass(frozen=True)
 class DemiS2(Policy):
     """Minimizes the bytes of tokens sent and of migrating experts."""
 
     name = "demi_s2"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         owner_E = owners(current)
         saved_ED = _saved_tokens(counts, owner_E) * cost.token_bytes - cost.param_bytes
         return one_host_each(current, assign(saved_ED, owner_E, current.guest_slots))
 
 
-@dataclass(frozen=True)
 class DemiS3(Policy):
     """Minimizes the bytes of tokens sent, plus those of migrating experts and of the most loaded rank's tokens.
 
@@ -57,7 +51,6 @@ class DemiS3(Policy):
     name = "demi_s3"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         owner_E = owners(current)
         load_E = by_microbatch(counts).sum((0, 1)) * float(cost.token_bytes)
         saved_ED = _saved_tokens(counts, owner_E) * cost.token_bytes - cost.param_bytes

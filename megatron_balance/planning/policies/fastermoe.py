@@ -1,7 +1,6 @@
 """Policies that copy experts to all ranks: FasterMoE, and top2 and top3, Pro-Prophet's baselines (Section VI)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -24,14 +23,12 @@ def _shadows(counts: np.ndarray, current: Placement) -> Iterator[list[tuple[int,
         yield [*additions]
 
 
-@dataclass(frozen=True)
 class FasterMoE(Policy):
     """Copies the hottest experts to all ranks, one after the other, as long as the cost model predicts a gain."""
 
     name = "fastermoe"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`. A rank without a free guest slot gets no copy."""
         best = owners_host(current)
         seconds = cost.layer_seconds(counts, best)
         for additions in _shadows(counts, current):
@@ -44,14 +41,12 @@ class FasterMoE(Policy):
         return best
 
 
-@dataclass(frozen=True)
 class TopK(Policy):
     """Copies the k experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     k: int
 
     def check(self, owners: Placement) -> None:
-        """See `Policy.check`."""
         needed = min(self.k, owners.num_experts - owners.home_slots)
         if owners.guest_slots < needed:
             raise ValueError(
@@ -60,23 +55,18 @@ class TopK(Policy):
             )
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         return owners_host(current, [[], *islice(_shadows(counts, current), self.k)][-1])
 
 
-@dataclass(frozen=True)
 class Top2(TopK):
     """Copies the two experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top2"
+    k = 2
 
-    k: int = 2
 
-
-@dataclass(frozen=True)
 class Top3(TopK):
     """Copies the three experts with the most tokens to every rank with a free guest slot, regardless of the cost."""
 
     name = "top3"
-
-    k: int = 3
+    k = 3

@@ -6,7 +6,6 @@ The shares in a Hosting are numbers of vExperts. M counts experts on the slowest
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -71,9 +70,8 @@ class FlexMoE(Policy):
 
     Eq. 5 counts Trans and Agg as the rest of the cost model does, instead of Eq. 9: the part that computation hides is
     free (Pro-Prophet Eq. 8). A new guest receives the expert with the next Trans, so changes cost nothing else. By the
-    cost model, a plan is never slower than the placement in use or owners alone. On many ranks, messages are not timed
-    if the plan is faster even when Trans and Agg take DOUBT times as long as on the busiest rank. An expert may leave
-    its owner until a Migrate brings it back.
+    cost model, a plan is never slower than the placement in use or owners alone. An expert may leave its owner until a
+    Migrate brings it back.
     """
 
     name = "flexmoe"
@@ -110,7 +108,6 @@ class FlexMoE(Policy):
         level.prepare()
 
     def check(self, owners: Placement) -> None:
-        """See `Policy.check`."""
         if self.vexperts_per_rank is not None and self.vexperts_per_rank <= owners.home_slots:
             raise ValueError(
                 f"--balance-vexperts-per-rank {self.vexperts_per_rank}: give at least {owners.home_slots + 1}, more "
@@ -118,29 +115,28 @@ class FlexMoE(Policy):
             )
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         # Each quota becomes one vExpert
         start = current.rehost(current.hosts, current.primary) if current.quotas else current
-        searched = self.search(counts, start, cost)
-        planned = start.rehost(searched.last.hosts())
+        first, alone, last = self.search(counts, start, cost)
+        planned = start.rehost(last.hosts())
         if planned == current and current.is_identity:
             return current
         # For the placement in use, only the work is timed
-        least = searched.alone.seconds
+        least = alone.seconds
         if planned != current:
-            least = min(least, searched.first.seconds_with(0.0, 0.0))
-        if current.num_ranks > FEW_RANKS and start is current and searched.last.at_most < least:
+            least = min(least, first.seconds_with(0.0, 0.0))
+        if current.num_ranks > FEW_RANKS and start is current and last.at_most < least:
             return planned
         # The search counts only the busiest rank's messages; the cost model counts whole routes
         candidates = [current] if current.is_identity else [owners_host(current), current]
         return min((*candidates, planned), key=lambda placement: cost.layer_seconds(counts, placement))
 
-    def search(self, counts: np.ndarray, current: Placement, cost: CostModel) -> "Searched":
-        """Return the states of a search from `current`, which has no quotas; arguments as in `plan`."""
+    def search(self, counts: np.ndarray, current: Placement, cost: CostModel) -> tuple[Hosting, Hosting, Hosting]:
+        """Return the hostings of `current`, which has no quotas, of owners alone, and of the end of the search."""
         limit = current.slots_per_rank if self.vexperts_per_rank is None else self.vexperts_per_rank
-        first = Hosting.of(LayerLoad.of(counts, current, cost))
+        first = Hosting.of(LayerLoad(counts, current, cost))
         if current.is_identity and self._is_balanced(first):
-            return Searched(first, first, first)
+            return first, first, first
         alone = _reshared(first, first.layer.owned_ED.astype(np.int64))
         home = alone if alone.seconds < first.seconds * (1 - TOLERANCE) else first
         starts = [(home, 1)]
@@ -151,7 +147,7 @@ class FlexMoE(Policy):
         # Several vExperts have no effect if only one rank computes an expert
         is_single_E = (last.shares_ED > 0).sum(1) == 1
         merged_ED = np.where(is_single_E[:, None], last.shares_ED.clip(0, 1), last.shares_ED)
-        return Searched(first, alone, _reshared(last, merged_ED))
+        return first, alone, _reshared(last, merged_ED)
 
     def _improved(self, state: Hosting, limit: int, part: int) -> Hosting:
         """Return the state after steps 2 to 4; `part` as in `_balanced`."""
@@ -196,16 +192,6 @@ class FlexMoE(Policy):
                 best = state
                 waiting = patience
         return best
-
-
-class Searched(NamedTuple):
-    """States of a search."""
-
-    first: Hosting
-    """The placement in use."""
-    alone: Hosting
-    """Owners alone."""
-    last: Hosting
 
 
 Change = tuple[int, np.ndarray]

@@ -1,7 +1,5 @@
 """No balancing: owners compute their experts."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_balance.cost.model import CostModel
@@ -9,12 +7,10 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 
-@dataclass(frozen=True)
 class NoPolicy(Policy):
     """Keeps every expert on its owner only, regardless of the load."""
 
     name = "none"
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         return current if current.is_identity else owners_host(current)

@@ -33,8 +33,7 @@ class ProProphet(Policy):
     searches aim at different loads, and give an expert the fewest guests that suffice. They also differ in the ranks
     allowed for guests: all, on each node, or on the owner's node. Another candidate is the hottest experts on all
     ranks. The cost model times every step of every search. The fastest plans are timed with all messages, so that no
-    plan is slower than no guests. On many ranks, this is left out if the plan is faster even when Trans and Agg take
-    DOUBT times as long as on the busiest rank.
+    plan is slower than no guests.
     """
 
     name = "pro_prophet"
@@ -53,11 +52,10 @@ class ProProphet(Policy):
         level.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
-        plain = Hosting.alone(LayerLoad.of(counts, current, cost))
+        plain = Hosting.alone(LayerLoad(counts, current, cost))
         if self._is_balanced(plain):
             return alone
         heaviest = float((plain.tokens_BD.sum(0) / cost.rate_D).max()) / plain.layer.mean

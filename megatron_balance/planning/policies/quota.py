@@ -1,13 +1,12 @@
 """The quota policy: few guests with exact numbers of tokens, chosen by the seconds that they save."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import PlannedGuests, add_guests, guest_costs
+from megatron_balance.cost.candidates import add_guests, guest_costs
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
@@ -80,14 +79,13 @@ class Quota(Policy):
             loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
-        """See `Policy.plan`."""
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
         ways = _ways(counts, current.guest_slots, cost)
         if not any(way.localized for way in ways) and _is_even(counts, current, cost):
             return alone
-        layer = _Layer.of(counts, current, cost)
+        layer = _Layer(counts, current, cost)
         plans = [guests for way in ways if len((guests := layer.leveled(way)).expert_M)]
         if not plans:
             return alone
@@ -190,38 +188,22 @@ class _Load(NamedTuple):
     """Tokens of a rank of average speed if all ranks were even."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class _Layer:
     """A layer's loads, and the seconds that guests save and take."""
 
-    cost: CostModel
-    counts_EBD: np.ndarray
-    owner_E: np.ndarray
-    home_DS: np.ndarray
-    """Experts of each rank."""
-    owned_FBD: np.ndarray
-    """`owner_loads` of all experts."""
-    tokens_BE: np.ndarray
-    total_E: np.ndarray
-    """Tokens of each expert in all microbatches."""
-    slots: int
-
-    @classmethod
-    def of(cls, counts: np.ndarray, current: Placement, cost: CostModel) -> "_Layer":
+    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel) -> None:
         counts_BDE = by_microbatch(counts)
-        counts_EBD = counts_BDE.transpose(2, 0, 1)
-        owner_E = owners(current)
-        tokens_BE = counts_BDE.sum(1)
-        return cls(
-            cost=cost,
-            counts_EBD=counts_EBD,
-            owner_E=owner_E,
-            home_DS=np.array(current.home),
-            owned_FBD=owner_loads(cost.network, counts_EBD, owner_E),
-            tokens_BE=tokens_BE,
-            total_E=tokens_BE.sum(0),
-            slots=current.guest_slots,
-        )
+        self.cost = cost
+        self.counts_EBD = counts_BDE.transpose(2, 0, 1)
+        self.owner_E = owners(current)
+        self.home_DS = np.array(current.home)
+        """Experts of each rank."""
+        self.owned_FBD = owner_loads(cost.network, self.counts_EBD, self.owner_E)
+        """`owner_loads` of all experts."""
+        self.tokens_BE = counts_BDE.sum(1)
+        self.total_E = self.tokens_BE.sum(0)
+        """Tokens of each expert in all microbatches."""
+        self.slots = current.guest_slots
 
     @cached_property
     def _token_seconds(self) -> float:
@@ -371,7 +353,7 @@ class _Layer:
         """Return the layer's seconds without guests, [A] with each plan, and [A] of hidden Trans and Agg."""
         expert_M, rank_M, tokens_M = (np.concatenate(columns) for columns in zip(*plans, strict=True))
         plan_M = np.repeat(np.arange(len(plans)), [len(guests.expert_M) for guests in plans])
-        planned = PlannedGuests.of(plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M])
+        planned = plan_M, expert_M, rank_M, tokens_M / self.total_E[expert_M]
         far = self.cost.transport.far
         loads = self.counts_EBD, self.tokens_BE.T, self.owner_E
         added_AFBD, busy_A, extra_A = guest_costs(self.cost.network, far, *loads, planned, len(plans))
