@@ -38,7 +38,7 @@ THEIR_FLAGS = {
     *("--nproc-per-node", "--max-restarts", "--rdzv-id"),  # torchrun
     *("--nodes", "--requeue", "--signal"),  # SLURM
     *("--target", "--build-arg", "--rm", "--gpus", "--ipc", "--device", "--network", "--ulimit"),  # Docker
-    "--no-build-isolation",  # pip
+    *("--no-build-isolation", "--format", "--exclude"),  # pip
     *("--capture-range", "--capture-range-end"),  # nsys
 }
 
