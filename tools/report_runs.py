@@ -21,7 +21,7 @@ from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import LoggedLoads, read_loads
 from megatron_balance.observe.trace import TraceEvent
 from megatron_balance.placement.placement import Placement
-from timelines import load_timeline
+from timeline_picture import load_timeline
 
 RANKS_SHOWN = 4
 """Ranks that a timeline shows; more would not be readable."""
@@ -189,11 +189,8 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Split) -> dict[int, LayerLoads]:
-    """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged.
-
-    Raises:
-        ValueError: groups have no iteration in common or differ in size, or a placement is invalid.
-    """
+    """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged. ValueError if
+    groups have no iteration in common or differ in size, or if a placement is invalid."""
     layers: dict[int, LayerLoads] = {}
     for layer in sorted({layer for loads in by_rank.values() for layer in loads.counts}):
         groups = {rank: loads for rank, loads in by_rank.items() if layer in loads.counts}
@@ -212,11 +209,7 @@ def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Spli
 
 
 def read_timeline(directory: Path) -> list[TraceEvent]:
-    """Return the records of the latest iteration that all of the first ranks recorded.
-
-    Raises:
-        ValueError: there are no timelines or no common iteration, or a timeline is damaged.
-    """
+    """Return the records of the latest iteration that all of the first ranks recorded; ValueError if there is none."""
     paths = sorted(directory.glob("rank*.json"))[:RANKS_SHOWN]
     if not paths:
         raise ValueError(f"{directory}: has no rank*.json; train with --balance-timeline {directory}")

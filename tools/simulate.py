@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron_balance.device import cpu, quiet
+from textfiles import positive_int
 
 if TYPE_CHECKING:
     from megatron_balance.app.simulation import Target
@@ -43,9 +44,11 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--cluster", type=Path, metavar="FILE", required=True, help="a file like those of configs/clusters")
-    add("--nodes", type=int, metavar="N", required=True, help="number of nodes")
+    add("--nodes", type=positive_int, metavar="N", required=True, help="number of nodes")
     add("--load", default="even", help="where tokens go (default: even)")
-    add("--iterations", type=int, metavar="N", default=4, help="iterations; the last one is shown (default: 4)")
+    add(
+        "--iterations", type=positive_int, metavar="N", default=4, help="iterations; the last one is shown (default: 4)"
+    )
     add("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
     add("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
     add("--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)")
@@ -61,9 +64,6 @@ def main(argv: list[str]) -> int:
     quiet.silence_expected_warnings()
     cpu.install(always=True)
     try:
-        for flag, number in (("--nodes", args.nodes), ("--iterations", args.iterations)):
-            if number < 1:
-                raise ValueError(f"{flag} {number}: give at least 1")
         variants = [(label, args.load, run_flags) for label, run_flags in _variants(args.compare, flags)]
         if args.over_even:
             variants.insert(0, (EVEN, "even", [*_without_balancing(flags)]))

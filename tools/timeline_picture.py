@@ -8,12 +8,17 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_balance.files.reading import MIB, read_object
+from megatron_balance.messages import described
 from megatron_balance.observe.trace import STREAMS, TraceEvent, lanes_of
-from timelines import load_timeline
+
+MAX_BYTES = 512 * MIB
+"""Maximum size of a file."""
 
 COLORS = {
     "FEC": "#2f6db3",
@@ -58,12 +63,33 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"timeline_picture.py: error: --output {args.output}: {error.strerror}") from error
 
 
-def picture(records: Sequence[TraceEvent], iteration: int) -> Figure:
-    """Draw one iteration of all ranks in the records.
+def load_timeline(path: Path) -> list[TraceEvent]:
+    """Read the spans of a file, or of several merged files, thread by thread; ValueError if it is not a timeline."""
+    content = read_object(path, MAX_BYTES)
+    try:
+        return [_read(event) for event in content["traceEvents"] if event["ph"] == "X"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is not a timeline of --balance-timeline ({described(error)})") from error
 
-    Raises:
-        ValueError: there is no record of this iteration.
-    """
+
+def _read(event: dict[str, Any]) -> TraceEvent:
+    args = event["args"]
+    if event["cat"] not in STREAMS:
+        raise ValueError(f"no stream is called {event['cat']}")
+    return TraceEvent(
+        rank=int(event["pid"]),
+        iteration=int(args["iteration"]),
+        stream=event["cat"],
+        name=event["name"],
+        start_us=float(event["ts"]),
+        end_us=float(event["ts"]) + float(event["dur"]),
+        issued_us=float(args["issued_us"]) if "issued_us" in args else None,
+        num_bytes=int(args.get("bytes", 0)),
+    )
+
+
+def picture(records: Sequence[TraceEvent], iteration: int) -> Figure:
+    """Draw one iteration of all ranks in the records; ValueError if none is of this iteration."""
     shown = [record for record in records if record.iteration == iteration]
     if not shown:
         there = ", ".join(str(number) for number in sorted({record.iteration for record in records})) or "none"

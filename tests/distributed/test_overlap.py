@@ -17,7 +17,7 @@ from megatron_balance.training.run import Run
 from tests.distributed import runs
 from tests.distributed.policies import TOLERANCE, with_policy
 from tests.distributed.runs import Curve, deviation
-from timelines import load_timeline
+from timeline_picture import load_timeline
 
 EP4 = "--expert-model-parallel-size 4"
 MANY = 100

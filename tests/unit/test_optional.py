@@ -19,7 +19,7 @@ from megatron_balance.observe.routing import RoutingTrace
 from megatron_balance.observe.scalars import Scalars
 from megatron_balance.observe.trace import Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
-from timelines import load_timeline
+from timeline_picture import load_timeline
 
 ROOM = 2048
 """Maximum size of a file on the full disk, in bytes."""

@@ -26,7 +26,7 @@ from megatron_balance.files.reading import (
 from megatron_balance.observe.load_log import read_loads
 from megatron_balance.profile import cluster, cluster_profile
 from megatron_balance.training.data_files import check_indices
-from timelines import load_timeline
+from timeline_picture import load_timeline
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import timeline_picture as draw
 from megatron_balance.device import clock
 from megatron_balance.observe import trace
 from megatron_balance.observe.trace import STREAMS, Timeline, TraceEvent, TraceSpan, lanes_of
-from timelines import load_timeline
+from timeline_picture import load_timeline
 
 NOW = time.perf_counter()
 times = st.floats(-5, 5) | st.integers(-20, 20).map(lambda step: step * 1.7e-5)
