@@ -12,5 +12,5 @@ source scripts/fetch.sh
 "${PYTHON}" -m pyright
 wait $!
 # Every rank of a test is a separate process, so more threads would only compete for the cores. Ranks wait for each other:
-# one test more than there are cores keeps these busy
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 3 --dist worksteal "$@"
+# twice as many tests as there are cores keep these busy
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 4 --dist worksteal "$@"

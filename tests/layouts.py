@@ -217,7 +217,7 @@ QUICK = {
 }
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
-FEWEST = ("replicas-gather-transfer", "interleaved")
+FEWEST = ("replicas-gather-transfer",)
 """Layouts of `QUICK` that are trained without `--slow`."""
 
 

@@ -156,7 +156,7 @@ class Fields(dict[str, Any]):
         return self[there[0]]
 
     def check_all_read(self, model_type: str, irrelevant: Collection[str] = ()) -> None:
-        """Raise ValueError if there is an entry that was never read, is not null and not irrelevant."""
+        """Raise ValueError if an entry has a value, was never read, and is not one of the `irrelevant` ones."""
         unread = [name for name in sorted(self._unread) if name not in irrelevant and not name.startswith("_")]
         if unread:
             texts = [f"{cleaned(self.where + name, 80)} {shown(self._unread[name])}" for name in unread[:MAX_LISTED]]

@@ -36,7 +36,7 @@ def trained(flags: str, shared: bool) -> tuple[runs.Curve, list[dict[str, Any]]]
     return runs.curve_of(reports), states
 
 
-@pytest.mark.parametrize("case", variants([*CASES], quick=("blockwise", "pipeline")))
+@pytest.mark.parametrize("case", variants([*CASES], quick=("blockwise",)))
 def test_shared_plans_change_nothing(ranks, profiles, case: str) -> None:
     flags = f"{CASES[case]} --balance-profile {profiles[2 if 'size 2' in CASES[case] else 4]}"
     shared, alone = (ranks(4).run(trained, flags, shared) for shared in (True, False))

@@ -124,8 +124,6 @@ def test_experts_change_owners_once(run) -> None:
         (["--nodes", "2"], "--balance-policy mine.py:Mine", "--balance-policy mine.py:Mine: only this package's"),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
-        (["--nodes", "0"], "", "--nodes 0"),
-        (["--nodes", "2", "--iterations", "0"], "", "--iterations 0"),
     ],
 )
 def test_a_mistake_is_named(run, arguments: list[str], more: str, message: str) -> None:

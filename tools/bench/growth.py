@@ -53,7 +53,6 @@ POLICIES = ("quota", "pro_prophet")
 SCHEDULES = ((8, 64), (48, 64), (48, 256))
 """(MoE layers of a stage, microbatches)."""
 
-PARTS = ("plans", "split", "schedule")
 CPU = torch.device("cpu")
 
 
@@ -199,12 +198,12 @@ def schedule(_: list[int], repeats: int) -> Iterator[str]:
 
 
 def main() -> int:
+    tables = {"plans": plans, "split": split, "schedule": schedule}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the group")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=tables, default=list(tables))
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    tables = {"plans": plans, "split": split, "schedule": schedule}
     for part in args.part:
         for line in tables[part](args.ranks, args.repeats):
             print(line, flush=True)

@@ -20,8 +20,9 @@ NODES = 500
 
 
 class DemiS1(Policy):
-    """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens. If guest
-    slots are scarce, as many tokens as possible stay local."""
+    """Minimizes the number of tokens sent: each expert goes to the rank with most of its tokens.
+
+    If guest slots are scarce, as many tokens as possible stay local."""
 
     name = "demi_s1"
 

@@ -89,11 +89,11 @@ class FlexMoE(Policy):
     metric: str = "max"
     """A name in METRICS."""
     vexperts_per_rank: int | None = None
-    """None: one per slot. A number below the experts that a rank owns leaves none to Expand with."""
+    """None: one per slot. With fewer than the experts that a rank owns, no expert can expand."""
     budget: int = 20
     """Maximum number of steps 2, which bounds planning time at any size."""
     improvements: int = 4
-    """Maximum numbers of steps 3 and of steps 4."""
+    """Maximum number of repetitions of step 3, and of step 4."""
     patience: int = 6
     """Number of steps 2 that do not shorten the layer, before the search ends."""
 

@@ -59,9 +59,9 @@ class Quota(Policy):
     """Gives each guest the number of tokens that evens out the ranks, where that saves more than the guest costs.
 
     `fit` finds moves of tokens that level all ranks; each move relieves the busiest rank. The first moves, as many as
-    are worth their Trans and Agg, leave the busiest rank some tokens. This number is the capacity of further fits, in
-    all orders, whose guests may be fewer or take less time to send. All this is done with guests on their owner's node
-    only, and with guests anywhere.
+    are worth their Trans and Agg, leave the busiest rank some tokens. Further fits, in all orders, then use this number
+    as the capacity of every rank, because they may need fewer guests or less time to send them. All this is done with
+    guests on their owner's node only, and with guests anywhere.
 
     On few ranks, if experts are hidden or small, it is also done after localizing experts: those with most tokens from
     another node get guests there, which compute the node's tokens, so that the tokens stay on it. The cost model
