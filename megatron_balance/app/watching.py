@@ -45,7 +45,7 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
                 history()
             if run.groups.dp.rank() == 0 and memory_is_due(report.iteration, done, config.log):
                 line = memory.line(config.log.log_device_memory_used)
-                print(f"[Rank {rank}] (after {report.iteration} iterations) {line}", flush=True)
+                print(f"[Rank {rank}] (after {report.iteration} iterations) {line}\n", end="", flush=True)
             interval = config.train.manual_gc_interval
             if config.train.manual_gc and interval and report.iteration % interval == 0:
                 gc.collect()

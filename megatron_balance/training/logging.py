@@ -60,7 +60,8 @@ class RunLog:
     def message(self, text: str) -> None:
         """Print a message on the last rank."""
         if self.prints:
-            print(text, flush=True)
+            # In one write, because lines of other ranks go to the same output
+            print(f"{text}\n", end="", flush=True)
 
     def step(self, report: StepReport, progress: Progress) -> None:
         """Record an iteration, and print the log line every `--log-interval` iterations."""
