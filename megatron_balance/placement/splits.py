@@ -62,8 +62,8 @@ def tokens_of(counts_DE: np.ndarray, placement: Placement, rules: HostRules) -> 
     """Return [D, P] int64: tokens from each source to each physical expert, given the load [D, E] of sources. Each host
     has the same number of consecutive sources, which count as one; their tokens are then divided in order."""
     counts_DE = np.ascontiguousarray(counts_DE, np.int64)
-    hosts, experts = placement.num_ranks, placement.num_experts
-    counts_WE = counts_DE if len(counts_DE) == hosts else counts_DE.reshape(hosts, -1, experts).sum(1)
+    hosts = placement.num_ranks
+    counts_WE = counts_DE if len(counts_DE) == hosts else counts_DE.reshape(hosts, -1, counts_DE.shape[1]).sum(1)
     tables = placement.tables
     return tokens_loop(counts_DE, counts_WE, rules, tables.physical_N, placement.slots_per_rank)
 

@@ -177,7 +177,7 @@ def _meant(prefix: str) -> str:
     if suffix in (".idx", ".bin"):
         return f"give the prefix without {suffix}: {stem}"
     if os.path.isfile(prefix):
-        return f"{prefix} is a file itself; give the prefix of what tools/preprocess_data.py makes of it"
+        return f"{prefix} is not tokenized; run tools/preprocess_data.py on it, and give the prefix of its output"
     if os.path.isfile(f"{prefix}_text_document.idx"):
         return f"did you mean {prefix}_text_document?"
     return "give the PREFIX of files PREFIX.idx and PREFIX.bin, which tools/preprocess_data.py writes"
