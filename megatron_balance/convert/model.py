@@ -96,7 +96,7 @@ class Model:
         if self.normalized and config["num_experts_per_tok"] == 1:
             raise ValueError(
                 f"num_experts_per_tok 1: the only expert of a token would have the weight one ({self.model_type} "
-                "normalizes the weights), so that its router cannot learn; this is not supported"
+                "normalizes the weights), so its router could not learn; this is not supported"
             )
         further = range(self.layers, self.layers + config.first_of(*PREDICTED, default=0))
         self.prediction_layers = tuple(f"model.layers.{layer}." for layer in further)

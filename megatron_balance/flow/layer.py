@@ -217,7 +217,7 @@ class BalancedMoELayer(MoELayer):
 
 
 def _unwanted() -> torch.Tensor:
-    raise AssertionError("owners alone compute: the ranks exchanged no load, and no plan may read one")
+    raise AssertionError("the plan reads a load, but the ranks exchange none when only owners compute")
 
 
 def remember(model: Sequence[torch.nn.Module]) -> None:

@@ -92,7 +92,7 @@ def measure(
     num_ranks = ep_group.size()
     if num_ranks < 2:
         raise ValueError(
-            f"--expert-model-parallel-size {num_ranks}: nobody to communicate with; use --balance-profile builtin"
+            f"--expert-model-parallel-size {num_ranks}: there is no other rank; use --balance-profile builtin"
         )
     with node_groups(ep_group, job, node_size) as nodes:
         bench = GroupBench(

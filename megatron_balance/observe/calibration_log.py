@@ -118,7 +118,7 @@ def read_record(path: str, job: Job) -> CalibrationRecord:
 def _numbers(line: str, number: int, whole: tuple[str, ...], factors: tuple[str, ...] = ()) -> list:
     content = parse_json(line)
     if not isinstance(content, dict) or content.keys() != {*whole, *factors}:
-        raise ValueError(f"line {number}: holds something else than {', '.join(whole + factors)}")
+        raise ValueError(f"line {number}: holds something other than {', '.join(whole + factors)}")
     return [number_in(content[name], 1, sys.maxsize, f"line {number}: {name}", whole=True) for name in whole] + [
         number_in(content[name], LEAST, MOST, f"line {number}: {name}") for name in factors
     ]

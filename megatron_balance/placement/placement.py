@@ -222,7 +222,7 @@ class Placement:
         home, guests, hosts, primary, quotas = parsed(text)
         placement = cls(num_experts=len(hosts), home=home, guests=guests, hosts=hosts, primary=primary, quotas=quotas)
         if text.split() != str(placement).split():
-            raise ValueError(f"{text!r}: prints as {placement}")
+            raise ValueError(f"{text!r}: the same placement is written {placement}")
         return placement
 
     def digest(self) -> str:

@@ -68,7 +68,7 @@ class PlacementRounds:
         return self.transport.rank_seconds(self.plan)
 
     def of(self, action: Action) -> TransPlan:
-        """Return `rounds_of` an action."""
+        """Return the rounds of a Trans, an Agg or a part of one; see `rounds_of`."""
         return self.plan if action.parts == 1 else self._parts[action.operation, action.part]
 
 
