@@ -50,7 +50,9 @@ def transfer(source: int, target: int) -> tuple[float, float]:
     return start, time.monotonic()
 
 
-@pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(1, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 0), (3, 2)))]
+)
 def test_a_transfer_takes_the_time_of_its_link(testbed, source: int, target: int) -> None:
     times = testbed.run(transfer, source, target)
     bytes_DD = torch.zeros(4, 4).index_put((torch.tensor(source), torch.tensor(target)), torch.tensor(2.0 * MEGABYTE))

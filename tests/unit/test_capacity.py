@@ -67,7 +67,9 @@ def test_a_job_that_is_too_large(name: str, topology: Topology, said: str) -> No
 BIG = "--num-layers 3 --hidden-size 8192 --num-attention-heads 64 --moe-ffn-hidden-size 32768 --dry-run"
 
 
-@pytest.mark.parametrize("flag", ["--cluster", "--balance-policy top2 --balance-profile"])
+@pytest.mark.parametrize(
+    "flag", ["--cluster", pytest.param("--balance-policy top2 --balance-profile", marks=pytest.mark.slow)]
+)
 def test_a_dry_run_that_does_not_fit_fails(flag: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = f"{flag} {CLUSTERS / 'h100.yaml'} --expert-model-parallel-size 2"

@@ -295,7 +295,10 @@ def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None, dir
     return ""
 
 
-@pytest.mark.parametrize(("ending", "tokens"), [("bin", 8), ("bin", 10**6), ("idx", 8)])
+@pytest.mark.parametrize(
+    ("ending", "tokens"),
+    [("bin", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bin", 10**6), ("idx", 8)))],
+)
 def test_nodes_with_different_data(ranks, tmp_path: Path, ending: str, tokens: int) -> None:
     """Two nodes have consistent files with the same name but different content."""
     nodes = [tmp_path / name for name in ("one", "two")]

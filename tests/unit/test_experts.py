@@ -165,7 +165,7 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("tail", [None, 0, 200])
 @pytest.mark.parametrize("guests", [0, 2])
-@pytest.mark.parametrize("widths", [(16, 8), (256, 128), (1024, 512)], ids=str)
+@pytest.mark.parametrize("widths", [(16, 8), (256, 128), pytest.param((1024, 512), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "sizes", [[0, 300, 0, 212, 0], [0, 1, 0, 0, 0], [67, 0, 0, 0, 1000], [4, 7, 3, 2], [0, 0, 0]], ids=str
 )
