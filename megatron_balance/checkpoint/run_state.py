@@ -86,7 +86,7 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
     }
     if "optimizer" in parts:
         state["optimizer_step"] = _step(run.optimizer)
-        # A run with several optimizers has several scalers, but all of them see the same overflows
+        # All parts of the optimizer have the same loss scale
         state["grad_scaler"] = next((scaler.state_dict() for scaler in _grad_scalers(run.optimizer)), None)
     return state
 

@@ -53,11 +53,13 @@ def step(
     """
     whole: Any = optimizer
     given: dict[str, Any] = {}
-    if not scales_losses(optimizer):
+    if scales_losses(optimizer):
+        given = {"prepare_grads": lambda: _prepare_scaled_gradients(whole)}
+    else:
         norm = squares[0] ** 0.5 if len(squares) == 1 else math.sqrt(sum((square**0.5) ** 2 for square in squares))
         given = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
     # With scaled losses, megatron-core itself counts zeros, and waits for the result
-    if zeros is None or given:
+    if zeros is None or not scales_losses(optimizer):
         count = None if zeros is None else sum(zeros)
         given["count_zeros"] = lambda: count
     vars(whole).update(given)
@@ -68,6 +70,23 @@ def step(
             delattr(whole, name)
     # Some optimizers return 0 where zeros were not requested
     return stepped, norm, None if zeros is None else counted
+
+
+def _prepare_scaled_gradients(whole: Any) -> bool:
+    """Divide the gradients by the loss scale, adapt it, and return whether any gradient is infinite or NaN.
+
+    Losses are multiplied by the scale of the first part. megatron-core's prepare_grads adapts the scale of each part to
+    that part's own gradients, so that experts' gradients would be divided by another number than losses were multiplied
+    by. This sets one scale for all parts.
+    """
+    scalers = [part.grad_scaler for part in whole.chained_optimizers]
+    before = scalers[0].state_dict()
+    infinite = type(whole).prepare_grads(whole)
+    scalers[0].load_state_dict(before)
+    scalers[0].update(infinite)
+    for other in scalers[1:]:
+        other.load_state_dict(scalers[0].state_dict())
+    return infinite
 
 
 def _together(optimizer: MegatronOptimizer) -> list[tuple[list[Any], dist.ProcessGroup]]:

@@ -41,7 +41,7 @@ LAYOUTS = {
     "ep2 sgd": (2, f"--expert-model-parallel-size 2 --optimizer sgd {DROPOUT}"),
     "ep2 fp16": (
         2,
-        f"--expert-model-parallel-size 2 --fp16 --initial-loss-scale 65536 --decoupled-lr 4e-3 {DROPOUT}",
+        f"--expert-model-parallel-size 2 --fp16 --initial-loss-scale 1e6 --hysteresis 1 --decoupled-lr 4e-3 {DROPOUT}",
     ),
     "pp2 interleaved": (
         2,
