@@ -192,6 +192,15 @@ def test_two_experts_change_places() -> None:
     assert str(searched(FlexMoE(threshold=9), counts_DE, current, cost)) == "0 + . | 1 + 0 | 2 + 3 | 3 + ."
 
 
+@settings(UNSHRUNK, max_examples=50)
+@given(cases())
+def test_experts_change_places_with_others(case: tuple[np.ndarray, Placement, CostModel, FlexMoE]) -> None:
+    counts_BDE, start, cost, policy = case
+    for state in policy.search(counts_BDE, start, cost):
+        expert_A, _, _, partner_A = flexmoe._with_partners(state, start.slots_per_rank, *flexmoe._migrations(state))
+        assert not (expert_A == partner_A).any()
+
+
 @pytest.mark.parametrize("limit", [1, 2, 4])
 def test_without_a_vexpert_to_spare_nothing_is_expanded(limit: int) -> None:
     counts_DE = load_matrix("hot_experts", 4, 16, 2, 4096, 0, 9)

@@ -83,3 +83,12 @@ def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
     extents = [[Extent(1, nothing, 2), Extent(1, everything, 1)], [Extent(1, everything, 2), Extent(1, (2, 2), 1)]]
     rounds = plan_rounds(plan_messages(exchanged, [Place(0, 0), Place(0, 1)], extents), 2)
     assert [staged(part) for part in rounds] == [{1: 4}, {0: 2}]
+
+
+def test_no_field_joins_an_offset_over_the_limit() -> None:
+    """Rank 0 sends two bytes of the first field; the second field is between two other ranks."""
+    messages = [
+        FieldMessage(source, target, field, 0, 1, 0, 0, 1)
+        for source, target, field in ((0, 1, 0), (0, 2, 0), (3, 4, 1))
+    ]
+    assert [{each.field for each in part} for part in plan_rounds(messages, 1)] == [{0}, {1}]

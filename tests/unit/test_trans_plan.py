@@ -112,3 +112,8 @@ def test_parts_of_different_owners_enter_a_node_at_different_ranks() -> None:
     found = hops(on_all, 4, "by node")
     first = (found.stage_M == 0) & (found.part_M == 3)
     assert sorted(found.target_M[first].tolist()) == list(range(8))
+
+
+def test_guests_follow_their_owner_in_cyclic_order_of_nodes() -> None:
+    on_all = Placement.identity(4, 4, 3).rehost([range(4)] * 4)
+    assert hops(on_all, 1, "direct").target_M.tolist() == [1, 2, 3, 2, 3, 0, 3, 0, 1, 0, 1, 2]

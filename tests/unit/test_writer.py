@@ -1,6 +1,7 @@
 """The processes that write a checkpoint."""
 
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ def test_a_writer_collects_no_garbage_of_its_rank(monkeypatch: pytest.MonkeyPatc
     (gc.enable if collecting else gc.disable)()
     try:
         part = writer._start(("file", "key"), [])
-        assert gc.isenabled() == collecting
+        assert part.path == Path("file") and gc.isenabled() == collecting
     finally:
         gc.enable()
     assert part.pipe.poll(60) and part.pipe.recv() == (None, False)
