@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron.core.transformer.moe import fused_a2a
 
 from megatron_balance.training.loop import queue_step
+from megatron_balance.training.optimizer_state import optimizers
 from megatron_balance.training.progress import Reports
 from megatron_balance.training.run import Run
 from tests.distributed import runs
@@ -73,3 +74,10 @@ def watched(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
 
 SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
 """Flags that switch off fusions, which a CPU lacks and which change megatron-core's results."""
+
+
+def without_fused_adam(run: Run) -> None:
+    """Let a run on CPUs update weights by the same operations as on the device: fused Adam rounds differently."""
+    for part in optimizers(run.optimizer):
+        for group in part.optimizer.param_groups:
+            group["fused"] = False

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import features
-from tests.hostcuda.runs import SAME_KERNELS, watched
+from tests.hostcuda.runs import SAME_KERNELS, watched, without_fused_adam
 
 ITERATIONS = 2
 
@@ -41,7 +41,7 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., No
         for outcome in outcomes:
             assert not outcome.complaints, "\n".join(outcome.complaints[:5])
             assert (outcome.acted > 0) == balanced
-        assert outcomes[0].curve == curve_of(flags, ITERATIONS, world_size)
+        assert outcomes[0].curve == curve_of(flags, ITERATIONS, world_size, without_fused_adam)
 
     return of
 
