@@ -1,6 +1,7 @@
 """What the loop logs, although it waits for the device only once in an iteration."""
 
 from pathlib import Path
+from unittest import mock
 from typing import Any
 
 import numpy as np
@@ -76,14 +77,14 @@ def test_no_stage_evaluates_without_validation_data(ranks, tmp_path: Path) -> No
 
 def upstreams(flags: str, iterations: int) -> runs.Curve:
     """Train with megatron-core's own step, which computes the norm itself."""
-    ours = optimizer_step.scales_losses
-    optimizer_step.scales_losses = lambda optimizer: True
-    try:
+    scaled = {
+        "scales_losses": lambda optimizer: True,
+        "_prepare_scaled_gradients": lambda whole: type(whole).prepare_grads(whole),
+    }
+    with mock.patch.multiple(optimizer_step, **scaled):
         run = runs.build(flags)
         run.optimizer.get_loss_scale = lambda: 1.0
         return runs.curve_of([runs.train_step(run) for _ in range(iterations)])
-    finally:
-        optimizer_step.scales_losses = ours
 
 
 @pytest.mark.parametrize(
