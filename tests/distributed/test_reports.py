@@ -1,8 +1,8 @@
 """What the loop logs, although it waits for the device only once in an iteration."""
 
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
