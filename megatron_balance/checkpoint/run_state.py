@@ -29,7 +29,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.planning.policies import policy_options
-from megatron_balance.training.optimizer_state import allocate, optimizers
+from megatron_balance.training.optimizer_state import allocate, grad_scalers, optimizers
 from megatron_balance.training.run import Run
 
 CONTENT = {
@@ -87,7 +87,7 @@ def common_state(run: Run, parts: Parts) -> dict[str, Any]:
     if "optimizer" in parts:
         state["optimizer_step"] = _step(run.optimizer)
         # All parts of the optimizer have the same loss scale
-        state["grad_scaler"] = next((scaler.state_dict() for scaler in _grad_scalers(run.optimizer)), None)
+        state["grad_scaler"] = next((scaler.state_dict() for scaler in grad_scalers(run.optimizer)), None)
     return state
 
 
@@ -177,7 +177,7 @@ def restore(run: Run, loaded: dict[str, Any], parts: Parts, weights_only: bool) 
         for index, (holder, key, _) in enumerate([*_shards(optimizer)]):
             holder[key] = values[index]
         _load_optimizer(run.optimizer, optimizer, loaded["optimizer_step"])
-        for scaler in _grad_scalers(run.optimizer):
+        for scaler in grad_scalers(run.optimizer):
             if loaded["grad_scaler"] is not None:
                 scaler.load_state_dict(loaded["grad_scaler"])
     else:
@@ -232,11 +232,6 @@ def _shards(state: Any) -> Iterator[tuple[Any, Any, ShardedBase | ShardedTensorF
             yield state, key, value
         else:
             yield from _shards(value)
-
-
-def _grad_scalers(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    scalers = (getattr(part, "grad_scaler", None) for part in optimizers(optimizer))
-    return (scaler for scaler in scalers if scaler is not None)
 
 
 def _step(optimizer: MegatronOptimizer) -> int:

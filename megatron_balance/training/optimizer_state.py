@@ -23,6 +23,13 @@ def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
+def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return megatron-core's loss scalers of all parts, with or without parameters; none if losses are not scaled."""
+    whole: Any = optimizer
+    scalers = (getattr(part, "grad_scaler", None) for part in whole.chained_optimizers)
+    return [scaler for scaler in scalers if scaler is not None]
+
+
 def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the tensors that torch's Adam or SGD keeps for a parameter, all of its size."""
     group = inner.param_groups[0]

@@ -15,11 +15,12 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_balance.training.optimizer_state import grad_scalers
+
 
 def scales_losses(optimizer: MegatronOptimizer) -> bool:
     """Return whether losses are scaled. If so, the step itself looks for infinite gradients, before there is a norm."""
-    whole: Any = optimizer
-    return any(getattr(part, "grad_scaler", None) for part in whole.chained_optimizers)
+    return bool(grad_scalers(optimizer))
 
 
 @torch.no_grad()
@@ -52,14 +53,15 @@ def step(
     `squares` and `zeros` are the results of `statistics` in this iteration, on the host; None: zeros are not counted.
     """
     whole: Any = optimizer
-    given: dict[str, Any] = {}
-    if scales_losses(optimizer):
+    scaled = scales_losses(optimizer)
+    given: dict[str, Any]
+    if scaled:
         given = {"prepare_grads": lambda: _prepare_scaled_gradients(whole)}
     else:
         norm = squares[0] ** 0.5 if len(squares) == 1 else math.sqrt(sum((square**0.5) ** 2 for square in squares))
         given = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
     # With scaled losses, megatron-core itself counts zeros, and waits for the result
-    if zeros is None or not scales_losses(optimizer):
+    if zeros is None or not scaled:
         count = None if zeros is None else sum(zeros)
         given["count_zeros"] = lambda: count
     vars(whole).update(given)
@@ -75,11 +77,11 @@ def step(
 def _prepare_scaled_gradients(whole: Any) -> bool:
     """Divide the gradients by the loss scale, adapt it, and return whether any gradient is infinite or NaN.
 
-    Losses are multiplied by the scale of the first part. megatron-core's prepare_grads adapts the scale of each part to
-    that part's own gradients, so that experts' gradients would be divided by another number than losses were multiplied
-    by. This sets one scale for all parts.
+    Losses are multiplied by the scale of the first part. megatron-core's prepare_grads adapts each part's scale to that
+    part's own gradients. After an overflow in one part, the gradients of the others would be divided by a different
+    number than the loss was multiplied by. Therefore, all parts get the same scale here.
     """
-    scalers = [part.grad_scaler for part in whole.chained_optimizers]
+    scalers = grad_scalers(whole)
     before = scalers[0].state_dict()
     infinite = type(whole).prepare_grads(whole)
     scalers[0].load_state_dict(before)

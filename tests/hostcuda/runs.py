@@ -77,7 +77,7 @@ SAME_KERNELS = "--no-bias-swiglu-fusion --no-bias-dropout-fusion"
 
 
 def without_fused_adam(run: Run) -> None:
-    """Let a run on CPUs update weights by the same operations as on the device: fused Adam rounds differently."""
+    """Make a run on CPUs update weights by the device's operations; torch's fused Adam for CPUs rounds differently."""
     for part in optimizers(run.optimizer):
         for group in part.optimizer.param_groups:
             group["fused"] = False

@@ -86,7 +86,7 @@ def test_an_offset_over_the_limit_has_a_round_of_its_own() -> None:
 
 
 def test_no_field_joins_an_offset_over_the_limit() -> None:
-    """Rank 0 sends two bytes of the first field; the second field is between two other ranks."""
+    """Rank 0 sends two bytes of the first field; the second field moves between two other ranks."""
     messages = [
         FieldMessage(source, target, field, 0, 1, 0, 0, 1)
         for source, target, field in ((0, 1, 0), (0, 2, 0), (3, 4, 1))
