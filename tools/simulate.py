@@ -8,8 +8,9 @@ because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal
 --moe-router-force-workload, or a run's --balance-log-dir. With --compare FLAG=VALUE,VALUE the run is simulated with
 each value, and compared with the first one; with --over-even, also with even routing without balancing.
 
-Computation takes what the cluster's file says, at full rate. So times are lower limits, and ratios are closer to the
-truth than times.
+Computation takes what the cluster's file says, at full rate, and the flex dispatcher is simulated as an all-to-all.
+Published runs on H100s took .8 to 3.3 times as long as this predicts, so neither times nor comparisons of layouts are
+accurate (docs/simulator.md). A run that does not fit the GPUs' memory is reported.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
         results = [_simulate(args, *variant) for variant in variants]
     except ValueError as error:
         raise SystemExit(f"simulate.py: error: {error}") from error
-    print("\n".join(_table(results)))
+    print("\n".join([*_table(results), *(f"{one['label']}: {one['misfit']}" for one in results if one["misfit"])]))
     if args.html is not None:
         from simulation_page import page
 
@@ -160,12 +161,19 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
 
 
 def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[str]) -> dict[str, Any]:
+    from megatron_balance.app.dry_run import verdict
     from megatron_balance.app.simulation import simulated_job
+    from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
 
     config, target = configured(flags, args.cluster, args.nodes)
     loads = loads_of(config, load, args.seed, args.first_iteration)
     job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
+    misfit = None
+    try:
+        verdict([one.uses for one in memory], read(args.cluster), f"--cluster {args.cluster}")
+    except ValueError as error:
+        misfit = str(error)
     spans_of = args.trace_ranks if args.trace is not None else ()
     with Console(stderr=True).status(label) as status:
         simulation = Simulation(job, loads, lambda text: status.update(f"{label}: {text}"))
@@ -184,6 +192,7 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
         "in_progress_seconds": dict(recorder.in_progress),
         "busy": {name: [float(one.mean() / seconds), float(one.max() / seconds)] for name, one in links.items()},
         "memory_gib": [sum(one.uses.values()) / GIB for one in memory],
+        "misfit": misfit,
     }
 
 

@@ -132,3 +132,16 @@ def test_schedules_of_a_configuration_are_compared(tmp_path: Path, monkeypatch: 
     assert seconds["auto"] == pytest.approx(min(seconds["s1"], seconds["s2"], seconds["megatron"]))
     for one in found.values():
         assert all(most <= 1 for _, most in one["busy"].values())
+        assert one["misfit"] is None
+
+
+def test_a_run_that_does_not_fit_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = tmp_path / "page.html"
+    options = ["--cluster", "configs/clusters/h100.yaml", "--nodes", "2", "--iterations", "1", "--html", str(page)]
+    assert simulate.main([*options, "--compare", "moe-ffn-hidden-size=4096,4000000", *FLAGS.split()]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert [line.partition(":")[0] for line in lines] == ["4000000"]
+    assert page.read_text().count("does not fit") == 1
