@@ -9,8 +9,8 @@ because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal
 each value, and compared with the first one; with --over-even, also with even routing without balancing.
 
 Computation takes what the cluster's file says, at full rate, and the flex dispatcher is simulated as an all-to-all.
-Published runs on H100s took .8 to 3.3 times as long as this predicts, so neither times nor comparisons of layouts are
-accurate (docs/simulator.md). A run that does not fit the GPUs' memory is reported.
+Published runs on H100s took 0.8 to 3.3 times as long as predicted, so do not choose a layout by these times alone
+(docs/simulator.md). Below the table, a line names each run that needs more memory than a GPU has.
 """
 
 import argparse

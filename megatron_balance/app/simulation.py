@@ -1,8 +1,8 @@
 """Turns a configuration into a job whose iterations are simulated (simulate/), in one process without its memory.
 
 Like a dry run, this builds the first rank of each pipeline stage, so schedules, groups, cost models and sizes are those
-of the run. Times of computation come from the cluster's file, whose rates no run reaches; docs/simulator.md
-states how far predictions are off.
+of the run. Times of computation come from the cluster's file, whose rates no run reaches; docs/simulator.md states how
+far predictions are off.
 """
 
 import dataclasses
