@@ -19,6 +19,7 @@ from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspec
 from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
+from megatron_balance.cost.flex import FlexModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
 from megatron_balance.device.versions import number_of
@@ -28,7 +29,8 @@ from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.job.groups import Topology
 from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import ClusterProfile
-from megatron_balance.profile.flops import attention_flops, mlp_flops
+from megatron_balance.profile.computation import Computation, kernels_of, recomputed
+from megatron_balance.profile.kernel_times import Passes
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel, RowExchange
@@ -38,6 +40,11 @@ from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import chunk_start
 from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
+
+NO_TIME = Passes(0.0, 0.0)
+
+LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((350, 8), (450, 8))}
+"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,10 @@ class Target:
     """Links among all ranks of the job, for messages beyond an expert-parallel group."""
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
+    pairs: bool = False
+    """See `StageSchedule.pairs`."""
+    launched: float = 1.0
+    """Fraction of the kernels that the host launches one by one, because no CUDA graph has them."""
 
 
 def simulated_job(
@@ -170,6 +181,9 @@ class _StageBuilder:
             blocks=blocks,
             schedule=schedule,
             others=others,
+            launching=self._launching(),
+            pairs=self.target.pairs,
+            occupied=self._computation.kernels.occupied,
             message=self._message(),
             early=_parts(one_after_another(overlapped), others),
             reduce=one_after_another(reductions),
@@ -190,12 +204,15 @@ class _StageBuilder:
         names = (comm.moe_comm_alltoall,)
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
+        models = tuple(ExchangeModel.of(profile, one) for one in names)
+        if cost.routing is not None:
+            models = (FlexModel.of(profile, cost.routing),)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         exchange = RowExchange(
             network=TeamNetwork(self.fabric, ranks_D, Network.of(whole)),
             profile=whole,
-            models=tuple(ExchangeModel.of(profile, one) for one in names),
+            models=models,
             steps=parallel.steps,
             shards=shards,
             copies=parallel.copies,
@@ -209,53 +226,66 @@ class _StageBuilder:
             rows=exchange,
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
-            repeats=transformer.recompute_granularity == "full",
+            repeats=transformer.recompute_granularity == "full" or "moe" in recomputed(transformer),
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:
         """Return forward and backward seconds of the non-MoE part of every block and every chunk's start."""
         others: dict[int, tuple[float, float]] = {}
+        computation = self._computation
         for index, (module, numbers) in enumerate(zip(self.run.model, blocks, strict=True)):
-            parts = [0.0]
+            parts = [NO_TIME]
             chunk = model_chunk(module)
             for moe in chunk.moe:
-                parts[-1] += self._layer_seconds(moe)
+                parts[-1] = parts[-1].plus(self._layer_seconds(moe))
                 if moe:
-                    parts.append(0.0)
-            hidden = self.transformer.hidden_size
-            heads = chunk.head + chunk.predictions
+                    parts.append(NO_TIME)
             # A layer for multi-token prediction projects two states to one and has its own logits
-            parts[-1] += self._seconds(2 * hidden * (heads * self.run.vocab_size + chunk.predictions * 2 * hidden))
+            heads = computation.head(self.run.vocab_size).times(chunk.head + chunk.predictions)
+            parts[-1] = parts[-1].plus(heads, computation.joining().times(chunk.predictions))
             names = [chunk_start(index), *numbers]
-            others |= {name: self._both(seconds) for name, seconds in zip(names, parts, strict=True)}
+            others |= dict(zip(names, map(self._repeated, parts), strict=True))
         return others
 
-    def _layer_seconds(self, moe: bool) -> float:
-        """Return the forward seconds of a layer, with tensor-parallel collectives but without routed experts."""
+    @functools.cached_property
+    def _computation(self) -> Computation:
         config = self.transformer
         length = self.config.model.seq_length
-        assert length is not None and config.ffn_hidden_size is not None
-        inner = (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size
-        flops = attention_flops(config, length) + (mlp_flops(config, inner) if inner else 0.0)
-        seconds = self._seconds(flops)
+        assert length is not None
+        return Computation(kernels_of(self.profile, config), config, microbatch_tokens(self.config), length)
+
+    def _layer_seconds(self, moe: bool) -> Passes:
+        """Return the seconds of a layer, with tensor-parallel collectives but without routed experts."""
+        config = self.transformer
+        computation = self._computation
+        assert config.ffn_hidden_size is not None
+        parts = [computation.routing()] if moe else []
+        if inner := (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size:
+            parts.append(computation.mlp(inner))
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize
             line = self.profile.link("all_gather", "intra")
-            seconds += (2 if moe else 4) * (line.alpha + line.beta * whole * (tensor - 1) / tensor)
-        return seconds
+            one = line.alpha + line.beta * whole * (tensor - 1) / tensor
+            # A backward pass with sequence parallelism gathers inputs of products again, besides its own collectives
+            parts.append(Passes(one, 1.5 * one).times(2 if moe else 4))
+        return computation.attention().plus(*parts)
 
-    def _seconds(self, flops: float) -> float:
-        """Return the forward seconds of `flops` per token, at the speed of the experts."""
+    def _launching(self) -> tuple[float, float]:
+        """Return the host seconds to launch the kernels of an MoE layer's passes."""
         config = self.transformer
-        assert config.moe_ffn_hidden_size is not None
-        tokens = microbatch_tokens(self.config) / config.tensor_model_parallel_size
-        return tokens * flops / mlp_flops(config, config.moe_ffn_hidden_size) * self.profile.forward.seconds_per_token
+        assert config.num_moe_experts is not None
+        experts = config.num_moe_experts // config.expert_model_parallel_size
+        counts = LAUNCHES["flex" if config.moe_token_dispatcher_type == "flex" else "alltoall"]
+        launch = self.target.launched * self._computation.kernels.host
+        forward, backward = (launch * (kernels + products * experts) for kernels, products in counts)
+        return forward, backward + (forward if config.recompute_granularity == "full" else 0.0)
 
-    def _both(self, forward: float) -> tuple[float, float]:
-        """Return forward and backward seconds; full recomputation repeats the forward pass."""
-        backward = forward * self.profile.backward.seconds_per_token / self.profile.forward.seconds_per_token
-        return forward, backward + (forward if self.transformer.recompute_granularity == "full" else 0.0)
+    def _repeated(self, passes: Passes) -> Passes:
+        """Return the seconds of a part with recomputation: full recomputation repeats the forward pass."""
+        if self.transformer.recompute_granularity == "full":
+            return passes._replace(backward=passes.forward + passes.backward)
+        return passes
 
     def _message(self) -> float:
         """Return the seconds to send a microbatch's activations to the next stage."""

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.build.profiles import microbatch_tokens
@@ -15,6 +16,7 @@ from megatron_balance.comm.alltoall import connect
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.flex import Routing
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
@@ -30,7 +32,7 @@ from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import ClusterProfile
-from megatron_balance.profile.flops import non_expert_seconds
+from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Schedule
 from megatron_balance.timeline.layer_state import LayerState
@@ -173,6 +175,7 @@ def _layer_state(
         split=layer.split,
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
+        routing=_routing(transformer) if transformer.moe_token_dispatcher_type == "flex" else None,
     )
     if owners.guest_slots:
         cost.prepare()
@@ -186,6 +189,12 @@ def _layer_state(
         transfers=settings.balance_ownership == "transfer",
     )
     return LayerState(manager, layer.experts, overlap, fields)
+
+
+def _routing(config: TransformerConfig) -> Routing:
+    assert config.num_moe_experts is not None
+    groups = config.moe_router_num_groups or 1
+    return Routing(config.num_moe_experts, config.moe_router_topk, groups, config.moe_router_group_topk or groups)
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
@@ -202,7 +211,7 @@ def _overlaps(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.
         numbers = {number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)}
         for number in sorted(numbers | moe.keys()):
             if number in moe:
-                seconds = non_expert_seconds(profile, config.transformer, tokens, config.model.seq_length, dense)
+                seconds = non_expert_passes(profile, config.transformer, tokens, config.model.seq_length, dense)
                 overlaps[number] = Overlap(*seconds, experts=bool(overlaps))
             dense = 0 if number in moe else dense + 1
     return overlaps

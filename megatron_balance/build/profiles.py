@@ -92,17 +92,18 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
     node_size = expert_node_size(topology, num_ranks, shards)
     if is_cluster(path):
         ranks = Ranks(num_ranks, node_size, topology.node_size, shards)
-        return load_profile(path, ranks, *_expert_shape(config, shards))
+        assert transformer.num_moe_experts is not None
+        return load_profile(path, ranks, *_expert_shape(config, shards), transformer.num_moe_experts // num_ranks)
     return load(path, num_ranks, node_size)
 
 
 def _expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:
-    """Return the hidden size, half of an expert shard's weights per hidden channel, and the bytes per weight."""
+    """Return the hidden size, half of an expert shard's weights per hidden channel, and the bytes per number."""
     transformer = config.transformer
     assert transformer.moe_ffn_hidden_size is not None
     matrices = 3 if transformer.gated_linear_unit else 2
     inner = transformer.moe_ffn_hidden_size * matrices // (2 * shards)
-    return transformer.hidden_size, inner, transformer.params_dtype.itemsize
+    return transformer.hidden_size, inner, 1 if transformer.fp8 else transformer.params_dtype.itemsize
 
 
 def first_rank_log() -> Log | None:

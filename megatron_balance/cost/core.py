@@ -44,6 +44,13 @@ class Links(NamedTuple):
     """See `Level.one_way`."""
     adapters: float
     """See `Network.adapters`."""
+    near_copies: float = 1.0
+    """Copies of tokens that cross links within nodes, per row to another rank; see `Routing.copies`."""
+    far_copies: float = 1.0
+    """The same for links between nodes."""
+    relayed: float = 0.0
+    """Fraction of the rows from other nodes that are then sent on within the node. If it is not 0, ranks of a node
+    receive equal parts of these rows."""
 
 
 class SendingLine(NamedTuple):
@@ -127,19 +134,26 @@ def _carry(amount_FD: np.ndarray, links: Links, near_D: np.ndarray, far_D: np.nd
     """Set the seconds of links within nodes, shares of adapters, and nodes' adapters; return the maximum."""
     ranks = amount_FD.shape[1]
     longest = 0.0
+    near_beta = links.near * links.near_copies
+    far_beta = links.far * links.far_copies
     for node in range(len(node_N)):
         first = node * links.node_size
         last = min(first + links.node_size, ranks)
         sent = 0.0
         received = 0.0
         for d in range(first, last):
-            near_D[d] = links.near * _busiest(amount_FD[0, d], amount_FD[1, d], links.near_one_way)
-            far_D[d] = links.far * _busiest(amount_FD[2, d], amount_FD[3, d], links.far_one_way)
-            longest = max(longest, far_D[d])
             sent += amount_FD[2, d]
             received += amount_FD[3, d]
+        each = received / (last - first)
+        for d in range(first, last):
+            out = amount_FD[0, d] + links.relayed * each
+            into = amount_FD[1, d] + links.relayed * amount_FD[3, d]
+            arriving = each if links.relayed > 0 else amount_FD[3, d]
+            near_D[d] = near_beta * _busiest(out, into, links.near_one_way)
+            far_D[d] = far_beta * _busiest(amount_FD[2, d], arriving, links.far_one_way)
+            longest = max(longest, far_D[d])
         near = _take_turns(near_D[first:last], links.node_size, links.near_one_way)
-        node_N[node] = links.far / links.adapters * _busiest(sent, received, links.far_one_way)
+        node_N[node] = far_beta / links.adapters * _busiest(sent, received, links.far_one_way)
         longest = max(longest, near, node_N[node])
     return longest
 
@@ -339,8 +353,10 @@ def move_expert(
 @compiled(None)
 def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
     """Return the seconds of a rank's computation and its links in four exchanges."""
-    near = links.near * _busiest(load_F[NEAR_OUT], load_F[NEAR_IN], links.near_one_way)
-    far = links.far * _busiest(load_F[FAR_OUT], load_F[FAR_IN], links.far_one_way)
+    out = load_F[NEAR_OUT] + links.relayed * load_F[FAR_OUT]
+    into = load_F[NEAR_IN] + links.relayed * load_F[FAR_IN]
+    near = links.near * links.near_copies * _busiest(out, into, links.near_one_way)
+    far = links.far * links.far_copies * _busiest(load_F[FAR_OUT], load_F[FAR_IN], links.far_one_way)
     return 4 * max(near, far) + load_F[COMPUTED] * per_token
 
 

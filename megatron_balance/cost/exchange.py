@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.cost.core import Links
 from megatron_balance.cost.network import Crossing, Network
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit
 
@@ -55,6 +56,10 @@ class ExchangeModel:
         if self.line is None:
             return float(self.network.batch_seconds(stages_BDD).sum())
         return self.line.alpha + self.scale * float(self.network.byte_seconds(self.network.crossing(stages_BDD)).sum())
+
+    def links(self, unit: float) -> Links:
+        """Return the links for compiled loops, in seconds per unit of `unit` bytes in one exchange."""
+        return self.network.links(unit * self.scale)
 
     @functools.cached_property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_each, layer_work, link_times, take_turns
 from megatron_balance.cost.exchange import ExchangeModel
+from megatron_balance.cost.flex import FlexModel, Routing
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.network import Network
 from megatron_balance.cost.sending import Sending, SendingModel
@@ -102,6 +103,8 @@ class CostModel:
     """Candidates for the number of chunks; the fastest one is assumed."""
     overlap: Overlap | None = None
     """Selects Eq. 8; None selects Eq. 6."""
+    routing: Routing | None = None
+    """Selects the flex dispatcher's exchange; None selects an all-to-all."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -115,7 +118,7 @@ class CostModel:
 
     @cached_property
     def exchange(self) -> ExchangeModel:
-        return ExchangeModel.of(self.profile)
+        return ExchangeModel.of(self.profile) if self.routing is None else FlexModel.of(self.profile, self.routing)
 
     def prepare(self) -> None:
         """Compile the loops of predictions now, so that no plan waits for numba."""
@@ -130,7 +133,7 @@ class CostModel:
     def prices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Arguments of compiled loops: packed Prices, and each rank's speed and seconds per token, [D]."""
         prices = Prices(
-            links=self.network.links(self.token_bytes * self.exchange.scale),
+            links=self.exchange.links(self.token_bytes),
             sending=self.transport.prices,
             local_first=self.split == "local_first",
             coding=float(self.coding),

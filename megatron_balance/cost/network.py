@@ -99,9 +99,14 @@ class Network:
 
     def links(self, unit: float) -> Links:
         """Return the links for compiled loops, in seconds per unit of `unit` bytes."""
-        near, far = self.near, self.far
-        adapters = float(self.adapters)
-        return Links(self.node_size, near.beta * unit, far.beta * unit, near.one_way, far.one_way, adapters)
+        return Links(
+            node_size=self.node_size,
+            near=self.near.beta * unit,
+            far=self.far.beta * unit,
+            near_one_way=self.near.one_way,
+            far_one_way=self.far.one_way,
+            adapters=float(self.adapters),
+        )
 
     def busy(self, bytes_: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the seconds that these bytes take on each rank's link and share of an adapter, [..., D] and [..., D],

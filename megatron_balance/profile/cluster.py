@@ -13,6 +13,7 @@ import yaml
 from megatron_balance.files.reading import number_in, read_yaml
 from megatron_balance.messages import cleaned
 from megatron_balance.profile.cluster_profile import LAUNCHING, ClusterProfile, Fit, Throughput, builtin, from_links
+from megatron_balance.profile.kernel_times import Kernels, Passes, expert_passes, weights_passes
 from megatron_balance.profile.parsing import parse
 
 
@@ -22,6 +23,27 @@ class SourcedNumber:
 
     value: float
     source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What kernels of training reach on a GPU; see profile/kernel_times.py."""
+
+    half_products: SourcedNumber
+    """Fraction of `half_tflops` that large products reach."""
+    fp8_products: SourcedNumber | None = None
+    """The same of `fp8_tflops`."""
+    half_width: SourcedNumber
+    start_us: SourcedNumber
+    backward: SourcedNumber
+    attention_forward_tflops: SourcedNumber
+    attention_backward_tflops: SourcedNumber
+    memory: SourcedNumber
+    """Fraction of `memory_gb_per_second`."""
+    launch_us: SourcedNumber
+    host_us: SourcedNumber
+    exchange_share: SourcedNumber
+    """Fraction of the multiprocessors that an exchange takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +59,10 @@ class Gpu:
     fp32_tflops: SourcedNumber | None = None
     half_tflops: SourcedNumber | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
+    fp8_tflops: SourcedNumber | None = None
+    """The same of 8-bit numbers."""
+    reached: Reached | None = None
+    """What kernels of training reach; None: products run at the rates above, and other kernels take no time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,10 @@ class Link:
     latency_us: SourcedNumber | None = None
     adapters: SourcedNumber | None = None
     """Number of network adapters per node; default: 1."""
+    flex_gb_per_second: SourcedNumber | None = None
+    """What the flex dispatcher reaches; default: `gb_per_second`."""
+    flex_latency_us: SourcedNumber | None = None
+    """Its latency; default: that of a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +142,19 @@ RANGES = {
     "nodes": (1, 10**6),  # the largest machines have tens of thousands of nodes (top500.org)
     "gpus_per_node": (1, 10**4),
     "adapters": (1, 10**4),
-    "gb_per_second": (1e-6, 1e5),  # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
-    "latency_us": (1e-3, 1e7),  # the time light takes for 30 cm, to 10 s
+    # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
+    **dict.fromkeys(("gb_per_second", "flex_gb_per_second"), (1e-6, 1e5)),
+    # The time light takes for 30 cm, to 10 s
+    **dict.fromkeys(("latency_us", "flex_latency_us", "start_us", "launch_us", "host_us"), (1e-3, 1e7)),
     "memory_gb": (1e-3, 1e6),
     "memory_gb_per_second": (1e-3, 1e6),
     "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
-    "half_tflops": (1e-6, 1e6),
+    **dict.fromkeys(("half_tflops", "fp8_tflops"), (1e-6, 1e6)),
+    **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
+    **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
+    "exchange_share": (0, 0.9),
+    "half_width": (0, 1e5),
+    "backward": (0.1, 10),
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
 
@@ -162,28 +199,34 @@ def _number(value: Any, where: str) -> Any:
     return number_in(value, low, high, where, whole=is_count)
 
 
-def load_profile(path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
+def load_profile(
+    path: Path, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2, experts: int = 1
+) -> ClusterProfile:
     """Return the profile of the cluster in a file, for `--balance-profile`; see `read` and `profile_of`."""
     try:
         cluster = read(path)
     except ValueError as error:
         raise ValueError(f"--balance-profile {error}") from error
     try:
-        return profile_of(cluster, ranks, hidden, ffn, dtype_bytes)
+        return profile_of(cluster, ranks, hidden, ffn, dtype_bytes, experts)
     except ValueError as error:
         raise ValueError(f"--balance-profile {path}: {error}") from error
 
 
-def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2) -> ClusterProfile:
+def profile_of(
+    cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_bytes: int = 2, experts: int = 1
+) -> ClusterProfile:
     """Return the profile of a job on this cluster; `builtin` gives numbers missing in the file, mostly latencies.
 
-    A job takes the first nodes, in the order of the file. Without numbers of nodes, all nodes have the slowest GPU. A
-    backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). A node's adapters are shared by the messages
-    of all expert-parallel groups that leave the node; a message uses at most one adapter.
+    A job takes the first nodes, in the order of the file. Without numbers of nodes, all nodes have the slowest GPU. If
+    the file does not say what kernels reach, a backward pass takes as long as two forward passes (Pro-Prophet Eq. 3). A
+    node's adapters are shared by the messages of all expert-parallel groups that leave the node; a message uses at most
+    one adapter.
 
     Args:
-        hidden, ffn: width of the model, and inner width of a rank's part of one expert.
-        dtype_bytes: size of the numbers that experts compute with and send.
+        hidden, ffn: width of the model, and half of the weights of a rank's part of one expert, per hidden channel.
+        dtype_bytes: size of the numbers that experts compute with.
+        experts: number of a rank's experts.
 
     Raises:
         ValueError: the job is larger than the cluster, or the file lacks a required number.
@@ -210,16 +253,60 @@ def profile_of(cluster: Cluster, ranks: Ranks, hidden: int, ffn: int, dtype_byte
     tflops_D = _tflops(cluster, ranks, dtype_bytes)
     mean = sum(tflops_D) / len(tflops_D)
     per_token = 4 * hidden * ffn / (1e12 * mean)
+    passes = Passes(per_token, 2 * per_token)
+    overheads = Passes(base.forward.overhead, base.backward.overhead)
+    kernels = _kernels(cluster, mean, dtype_bytes)
+    if kernels is not None:
+        passes = expert_passes(kernels, hidden, ffn)
+        overheads = weights_passes(kernels, experts, 2 * hidden * ffn, products=2)
+    throughputs = [Throughput(*line, 0.0, 0.0) for line in zip(passes, overheads, strict=True)]
+    flex = None
+    if cluster.node.flex_gb_per_second is not None:
+        flex = {"intra": _flex_line(cluster.node, near), "inter": _flex_line(cluster.network or cluster.node, far)}
     return from_links(
         ranks.num_ranks,
         ranks.node_size,
         near,
         far,
         shared=shared,
-        forward=Throughput(per_token, base.forward.overhead, 0.0, 0.0),
-        backward=Throughput(2 * per_token, base.backward.overhead, 0.0, 0.0),
+        forward=throughputs[0],
+        backward=throughputs[1],
         host=LAUNCHING,
         rates=() if len(set(tflops_D)) == 1 else tuple(tflops / mean for tflops in tflops_D),
+        flex=flex,
+        kernels=kernels,
+    )
+
+
+def _flex_line(link: Link, line: Fit) -> Fit:
+    """Return the line of the flex dispatcher over a link with this line."""
+    alpha = line.alpha if link.flex_latency_us is None else link.flex_latency_us.value * 1e-6
+    slower = 1.0 if link.flex_gb_per_second is None else link.gb_per_second.value / link.flex_gb_per_second.value
+    return Fit(alpha, slower * line.beta, 0.0, 0.0)
+
+
+def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | None:
+    """Return the speed of the slowest GPU's kernels; None if any GPU's is not given."""
+    kinds = [gpu.reached for gpu in cluster.gpus if gpu.reached is not None]
+    bandwidth = cluster.memory_bandwidth
+    if len(kinds) < len(cluster.gpus) or bandwidth is None:
+        return None
+    found = kinds[0]
+    share = found.half_products if dtype_bytes > 1 else found.fp8_products
+    if share is None:
+        raise ValueError("gpus[].reached.fp8_products: is missing, but experts compute with 8 bits")
+    return Kernels(
+        flops=1e12 * tflops * share.value,
+        half_width=found.half_width.value,
+        start=1e-6 * found.start_us.value,
+        attention_forward=1e12 * found.attention_forward_tflops.value,
+        attention_backward=1e12 * found.attention_backward_tflops.value,
+        memory=bandwidth * found.memory.value,
+        launch=1e-6 * found.launch_us.value,
+        backward=found.backward.value,
+        host=1e-6 * found.host_us.value,
+        occupied=found.exchange_share.value / (1 - found.exchange_share.value),
+        casts=dtype_bytes == 1,
     )
 
 
@@ -231,7 +318,7 @@ def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
 
 
 def _tflops(cluster: Cluster, ranks: Ranks, dtype_bytes: int) -> list[float]:
-    name = "half_tflops" if dtype_bytes <= 2 else "fp32_tflops"
+    name = {1: "fp8_tflops", 2: "half_tflops"}.get(dtype_bytes, "fp32_tflops")
     rates = cluster.of_gpus(name)
     if not rates:
         missing = [getattr(gpu, name) for gpu in cluster.gpus].index(None)

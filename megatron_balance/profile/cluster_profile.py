@@ -14,9 +14,10 @@ import scipy  # imports its parts at their first use, so that a process which do
 
 from megatron_balance.files.reading import MIB, number_in, read_object, shown
 from megatron_balance.files.writing import whole_file
+from megatron_balance.profile.kernel_times import Kernels
 from megatron_balance.profile.parsing import parse
 
-VERSION = 5
+VERSION = 6
 ROUNDS = ("trans", "agg")
 """Operations that send experts."""
 
@@ -151,6 +152,11 @@ class ClusterProfile:
     """[D] relative speed of each rank: its computation takes `forward` / rate seconds. Empty: all 1."""
     all_to_alls: Mapping[str, Fit] = field(default_factory=dict)
     """Lines of the measured members of `--moe-comm-alltoall`, like that of `all_to_all` in the group `ep`."""
+    flex: Mapping[Annotated[str, LEVELS], Fit] | None = None
+    """flex[intra or inter]: one exchange of the flex dispatcher, by the bytes that a rank sends over links of a level.
+    None: as `link("p2p")`."""
+    kernels: Kernels | None = None
+    """Speed of other computation; None: it is as fast as the experts."""
     codecs: Mapping[str, CodecTimes] = field(default_factory=dict)
     """Times of the measured codecs of `--moe-comm-codec`."""
     parallel: ParallelLines | None = None
@@ -230,6 +236,8 @@ def from_links(
     backward: Throughput,
     host: Fit = INSTANT,
     rates: tuple[float, ...] = (),
+    flex: Mapping[str, Fit] | None = None,
+    kernels: Kernels | None = None,
 ) -> ClusterProfile:
     """Return the profile implied by a cluster's links, without measurements.
 
@@ -270,6 +278,8 @@ def from_links(
         backward=backward,
         launches=dict.fromkeys(ROUNDS, launches),
         rates=rates,
+        flex=flex,
+        kernels=kernels,
     )
 
 
@@ -286,6 +296,11 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "overhead": _SECONDS,
     "seconds_per_token": _SECONDS,
     "rates": (1e-3, 1e3, "of the mean"),
+    **dict.fromkeys(("flops", "attention_forward", "attention_backward"), (1, 1e18, "operations per second")),
+    **dict.fromkeys(("start", "launch", "host"), _SECONDS),
+    "half_width": (0, 1e6, "channels"),
+    "memory": (0, 1e15, "bytes per second"),
+    **dict.fromkeys(("backward", "occupied"), (0, 1e3, "times")),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }

@@ -71,6 +71,12 @@ class StageSchedule:
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
+    launching: tuple[float, float] = (0.0, 0.0)
+    """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
+    pairs: bool = False
+    """Whether a forward pass and the backward pass after it, of another microbatch, hide each other's exchanges."""
+    occupied: float = 0.0
+    """Seconds by which a second of an exchange lengthens the computation that hides it."""
     message: float = 0.0
     """Seconds of a message to the next stage."""
     early: Mapping[int, Work] = field(default_factory=dict)
@@ -112,16 +118,15 @@ class TeamProgram:
         stage = self.stage
         for block, work in stage.late.items():
             yield self._shared("late gather", block, work)
-        places = range(len(stage.blocks) * stage.stages)
-        for one in stage.passes:
-            place = one.chunk * stage.stages + stage.number
-            before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
-            kind = "forward" if one.forward else "backward"
-            if before in places:
-                yield Receive(("message", self.team, before, place, one.microbatch))
-            yield from self._pass(one)
-            if after in places:
-                yield Send(("message", self.team, place, after, one.microbatch), f"{kind} message", stage.message)
+        passes = deque(stage.passes)
+        while passes:
+            one = passes.popleft()
+            after = passes[0] if passes else one
+            if stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch:
+                pair = [*self._with_messages(one)], [*self._with_messages(passes.popleft())]
+                yield from _side_by_side(*pair, stage.occupied)
+            else:
+                yield from self._with_messages(one)
         yield from self._begin(self._take(Operation.REDUCE))
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
@@ -130,6 +135,19 @@ class TeamProgram:
         yield from self._collective("gather", stage.gather)
         for number, layer in self.layers.items():
             yield from self._collective(f"L{number} TRANSFER", layer.transfer)
+
+    def _with_messages(self, one: Pass) -> Iterator[Command]:
+        """Run a pass after its input arrives, and send its output."""
+        stage = self.stage
+        places = range(len(stage.blocks) * stage.stages)
+        place = one.chunk * stage.stages + stage.number
+        before, after = (place - 1, place + 1) if one.forward else (place + 1, place - 1)
+        kind = "forward" if one.forward else "backward"
+        if before in places:
+            yield Receive(("message", self.team, before, place, one.microbatch))
+        yield from self._pass(one)
+        if after in places:
+            yield Send(("message", self.team, place, after, one.microbatch), f"{kind} message", stage.message)
 
     def _collective(self, name: str, work: Work) -> Iterator[Command]:
         if work is not NOTHING:
@@ -203,6 +221,18 @@ class TeamProgram:
             yield from commands
             if index == computing[-1]:
                 yield from self._begin(second)
+        forward = operation is Operation.FEC
+        if idle := self._unlaunched(direction, experts.computation.block, forward):
+            yield self._compute("launches", idle)
+
+    def _unlaunched(self, direction: Direction, block: int, forward: bool) -> float:
+        """Return the seconds for which the device waits until the host has launched a block's kernels."""
+        stage = self.stage
+        index = 0 if forward else 1
+        busy = stage.others[block][index] + float(direction.experts_CR.mean(1).sum())
+        if not stage.pairs:
+            busy += sum(work.alone for work in (*direction.dispatch_C, *direction.combine_C))
+        return max(0.0, stage.launching[index] - busy)
 
     def _tasks(self, direction: Direction, name: str, dispatch: str, combine: str) -> Iterator[list[Command]]:
         coding = [self._compute("codec", direction.coding)] if direction.coding else []
@@ -262,3 +292,20 @@ class TeamProgram:
 
     def _compute(self, label: str, seconds: float) -> Command:
         return Compute(label, np.full(self.ranks, seconds))
+
+
+def _side_by_side(first: list[Command], second: list[Command], occupied: float) -> Iterator[Command]:
+    """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress."""
+    left = [deque(first), deque(second)]
+    turn = 0
+    while left[0] or left[1]:
+        commands = left[turn]
+        while commands:
+            command = commands.popleft()
+            yield command
+            if isinstance(command, Start) and command.lane == "exchange":
+                if occupied:
+                    ranks = next(len(one.seconds_R) for one in first if isinstance(one, Compute))
+                    yield Compute("slower layers", np.full(ranks, occupied * command.work.alone))
+                break
+        turn = 1 - turn

@@ -7,9 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
-WAITING = ("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction")
+WAITING = (
+    *("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction"),
+    "launches",
+)
 """Parts of a rank's time: computing and waiting. "others' experts": before an exchange or gather starts, a rank waits
-for the slowest one. Gathers are those of tensor-parallel ranks and of the shards of experts."""
+for the slowest one. Gathers are those of tensor-parallel ranks and of the shards of experts. In "launches", the device
+waits for the host to launch kernels."""
 
 PARTS = (*COMPUTING, *WAITING)
 
@@ -26,6 +30,7 @@ _WORDS = {
     "reduction": ("reduction", "gather"),
     "optimizer": ("optimizer",),
     "codec": ("codec",),
+    "launches": ("launches",),
 }
 """Part -> words in the labels of its activities."""
 

@@ -1,0 +1,97 @@
+"""Seconds of kernels by kind: products, attention's core, and kernels limited by memory.
+
+A product of rows with weights [inputs, outputs] of each of several experts takes
+
+    experts * start + operations / (flops * width / (width + half_width)),    width = min(inputs, outputs)
+
+Its backward pass takes `backward` times as long, and adds the weights' gradients to a buffer in 32 bits. Other kernels
+take `launch` each, and the time to read and write activations of `ACTIVATION` bytes.
+"""
+
+from typing import NamedTuple
+
+ACTIVATION = 2
+"""Bytes of an activation."""
+
+ACCUMULATED = 8
+"""Bytes to read and write for a weight's gradient in 32 bits."""
+
+
+class Kernels(NamedTuple):
+    """Speed of a device's kernels."""
+
+    flops: float
+    """Floating-point operations per second of a large product, in the precision of the run."""
+    half_width: float
+    """Width of weights at which a product has half of this speed."""
+    start: float
+    """Seconds of a product of one expert beyond those of its operations."""
+    attention_forward: float
+    """Floating-point operations per second of attention's core, a forward pass."""
+    attention_backward: float
+    """The same for a backward pass."""
+    memory: float
+    """Bytes per second of kernels that memory limits; 0: they take no time."""
+    launch: float
+    """Seconds of a kernel beyond those of its bytes."""
+    backward: float = 2.0
+    """Seconds of a product's backward pass over those of its forward pass."""
+    host: float = 0.0
+    """Host seconds to launch a kernel."""
+    occupied: float = 0.0
+    """Fraction of the multiprocessors that an exchange takes, over the others."""
+    casts: bool = False
+    """Whether the inputs of products are cast to 8 bits, in both layouts."""
+
+    def read(self, num_bytes: float, kernels: int = 0) -> float:
+        """Return the seconds of kernels that read and write these bytes."""
+        return kernels * self.launch + (num_bytes / self.memory if self.memory else 0.0)
+
+
+class Passes(NamedTuple):
+    """Seconds of a forward and a backward pass."""
+
+    forward: float
+    backward: float
+
+    def plus(self, *others: "Passes") -> "Passes":
+        forward, backward = (sum(one) for one in zip(self, *others, strict=True))
+        return Passes(forward, backward)
+
+    def times(self, count: float) -> "Passes":
+        return Passes(count * self.forward, count * self.backward)
+
+
+def product(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Passes:
+    """Return the seconds of a product of rows with weights, without its start and the sum of gradients."""
+    width = min(inputs, outputs)
+    operations = 2 * rows * inputs * outputs / kernels.flops * (1 + kernels.half_width / width)
+    cast = kernels.casts * 4
+    return Passes(
+        operations + kernels.read(cast * rows * inputs),
+        kernels.backward * operations + kernels.read(cast * rows * outputs),
+    )
+
+
+def weights_passes(kernels: Kernels, experts: int, weights: float, products: int) -> Passes:
+    """Return the seconds that do not depend on rows: the start of all products, and the sums of gradients.
+
+    Args:
+        experts: number of sets of weights.
+        weights: weights of a set.
+        products: products of a set in a forward pass.
+    """
+    starts = experts * products * kernels.start
+    return Passes(starts, 2 * starts + kernels.read(ACCUMULATED * experts * weights))
+
+
+def expert_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:
+    """Return the seconds of a row in an expert, with its activation, and of sorting rows by expert, there and back.
+
+    Args:
+        inner: half of an expert's weights per hidden channel.
+    """
+    sorting = 4 * hidden
+    activations = Passes(sorting + 2 * inner, sorting + 4 * inner)
+    moved = Passes(*(kernels.read(ACTIVATION * numbers) for numbers in activations))
+    return product(kernels, 1, hidden, inner).times(2).plus(moved)
