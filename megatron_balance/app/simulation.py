@@ -5,6 +5,7 @@ of the run. Times of computation come from the cluster's file, whose rates no ru
 far predictions are off.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
@@ -38,13 +39,17 @@ from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_ano
 from megatron_balance.simulate.programs import StageSchedule
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import chunk_start
-from megatron_balance.timeline.lower import compute_order
+from megatron_balance.timeline.lower import Pass, compute_order
 from megatron_balance.training.run import Run
 
 NO_TIME = Passes(0.0, 0.0)
 
-LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((350, 8), (450, 8))}
+LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((200, 10), (300, 11))}
 """By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert."""
+
+GRAPHS = {"none": 1.0, "router": 0.6, "attention": 0.35, "full": 0.0}
+"""Launches of a layer outside experts that are left if CUDA graphs contain nothing, the router with the preparation of
+its dispatch, attention too, or the whole iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,10 @@ class Target:
     """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
     pairs: bool = False
     """See `StageSchedule.pairs`."""
-    launched: float = 1.0
-    """Fraction of the kernels that the host launches one by one, because no CUDA graph has them."""
+    fp8: bool = False
+    """Whether products are those of 8-bit numbers, which training does not support."""
+    graphs: str = "none"
+    """What CUDA graphs contain, a name in GRAPHS: the host launches the other kernels one by one."""
 
 
 def simulated_job(
@@ -69,6 +76,10 @@ def simulated_job(
 ) -> tuple[SimulatedJob, list[StageMemory]]:
     """Return the job of a configuration, and each stage's memory; ValueError if it cannot be simulated or built."""
     _check(config)
+    if target.fp8:
+        transformer = copy.copy(config.transformer)
+        transformer.fp8 = "e4m3"
+        config = config.replace(transformer=transformer)
     topology = target.topology
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
@@ -161,6 +172,8 @@ class _StageBuilder:
     def _stage(self, teams: int) -> StageSchedule:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
+        if self.target.pairs and self.transformer.pipeline_model_parallel_size == 1:
+            passes = _forward_first(passes)
         schedule = compute_order(passes, blocks)
         balancer = self.run.balancer
         assert balancer is not None
@@ -277,8 +290,13 @@ class _StageBuilder:
         assert config.num_moe_experts is not None
         experts = config.num_moe_experts // config.expert_model_parallel_size
         counts = LAUNCHES["flex" if config.moe_token_dispatcher_type == "flex" else "alltoall"]
-        launch = self.target.launched * self._computation.kernels.host
-        forward, backward = (launch * (kernels + products * experts) for kernels, products in counts)
+        kernels = self._computation.kernels
+        if self.target.graphs == "full":
+            return 0.0, 0.0
+        forward, backward = (GRAPHS[self.target.graphs] * layer + each * experts for layer, each in counts)
+        backward += kernels.casts
+        forward *= kernels.host
+        backward *= kernels.host
         return forward, backward + (forward if config.recompute_granularity == "full" else 0.0)
 
     def _repeated(self, passes: Passes) -> Passes:
@@ -325,6 +343,14 @@ class _StageBuilder:
         uses = held(self.run)
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
         return (2 * uses["optimizer"] + (uses["gradients"] + uses["parameters"]) / shares) / bandwidth
+
+
+def _forward_first(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes of a job without pipeline stages, each forward pass one microbatch earlier."""
+    forward = [one for one in passes if one.forward]
+    backward = [one for one in passes if not one.forward]
+    pairs = zip(forward[1:], backward, strict=False)
+    return [forward[0], *(one for pair in pairs for one in pair), backward[-1]]
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

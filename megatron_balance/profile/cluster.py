@@ -33,6 +33,8 @@ class Reached:
     """Fraction of `half_tflops` that large products reach."""
     fp8_products: SourcedNumber | None = None
     """The same of `fp8_tflops`."""
+    fp8_casts: SourcedNumber | None = None
+    """See `Kernels.casts`."""
     half_width: SourcedNumber
     start_us: SourcedNumber
     backward: SourcedNumber
@@ -153,6 +155,7 @@ RANGES = {
     **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
     "exchange_share": (0, 0.9),
+    "fp8_casts": (1, 1e4),
     "half_width": (0, 1e5),
     "backward": (0.1, 10),
 }
@@ -306,7 +309,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         backward=found.backward.value,
         host=1e-6 * found.host_us.value,
         occupied=found.exchange_share.value / (1 - found.exchange_share.value),
-        casts=dtype_bytes == 1,
+        casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,
     )
 
 

@@ -40,8 +40,9 @@ class Kernels(NamedTuple):
     """Host seconds to launch a kernel."""
     occupied: float = 0.0
     """Fraction of the multiprocessors that an exchange takes, over the others."""
-    casts: bool = False
-    """Whether the inputs of products are cast to 8 bits, in both layouts."""
+    casts: float = 0.0
+    """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
+    products are those of 16-bit numbers."""
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""
@@ -66,7 +67,7 @@ def product(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Pas
     """Return the seconds of a product of rows with weights, without its start and the sum of gradients."""
     width = min(inputs, outputs)
     operations = 2 * rows * inputs * outputs / kernels.flops * (1 + kernels.half_width / width)
-    cast = kernels.casts * 4
+    cast = 4 if kernels.casts else 0
     return Passes(
         operations + kernels.read(cast * rows * inputs),
         kernels.backward * operations + kernels.read(cast * rows * outputs),
