@@ -8,9 +8,9 @@ because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal
 --moe-router-force-workload, or a run's --balance-log-dir. With --compare FLAG=VALUE,VALUE the run is simulated with
 each value, and compared with the first one; with --over-even, also with even routing without balancing.
 
-Computation takes what the cluster's file says, at full rate, and the flex dispatcher is simulated as an all-to-all.
-Published runs on H100s took 0.8 to 3.3 times as long as predicted, so do not choose a layout by these times alone
-(docs/simulator.md). Below the table, a line names each run that needs more memory than a GPU has.
+A cluster's file either says what kernels of training reach (configs/clusters/h100_measured.yaml), or has the rates of
+data sheets, which no run reaches. Below the table, a line states the error to expect, and another one names each run
+that needs more memory than a GPU has.
 """
 
 import argparse
@@ -51,6 +51,15 @@ def main(argv: list[str]) -> int:
         "--iterations", type=positive_int, metavar="N", default=4, help="iterations; the last one is shown (default: 4)"
     )
     add("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
+    spread = "how far a microbatch's loads are from --load: standard deviation of their logarithm (default: 0)"
+    add("--spread", type=float, metavar="SIGMA", default=0.0, help=spread)
+    pairs = "as if forward and backward passes of two microbatches hid each other's exchanges; training does not"
+    add("--pair-passes", action="store_true", help=pairs)
+    graphs = "what CUDA graphs contain, which training does not support (default: none)"
+    add("--cuda-graphs", choices=("none", "router", "attention", "full"), default="none", help=graphs)
+    add(
+        "--fp8", action="store_true", help="as if products were those of 8-bit numbers, which training does not support"
+    )
     add("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
     add("--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)")
     add("--trace", type=Path, metavar="FILE", help="write what ranks do in the last iteration, for Perfetto")
@@ -71,7 +80,8 @@ def main(argv: list[str]) -> int:
         results = [_simulate(args, *variant) for variant in variants]
     except ValueError as error:
         raise SystemExit(f"simulate.py: error: {error}") from error
-    print("\n".join([*_table(results), *(f"{one['label']}: {one['misfit']}" for one in results if one["misfit"])]))
+    misfits = [f"{one['label']}: {one['misfit']}" for one in results if one["misfit"]]
+    print("\n".join([*_table(results), expected_error(args.cluster), *misfits]))
     if args.html is not None:
         from simulation_page import page
 
@@ -106,11 +116,25 @@ def _without_balancing(flags: Sequence[str]) -> Iterator[str]:
             yield word
 
 
-def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunConfig, Target]":
+def expected_error(path: Path) -> str:
+    """Return a sentence about the error of predictions for the cluster in a file."""
+    from megatron_balance.profile.cluster import read
+
+    cluster = read(path)
+    if cluster.error is not None:
+        return f"error to expect: {cluster.error.value:.0%}, {cluster.error.source}"
+    if all(gpu.reached is not None for gpu in cluster.gpus):
+        return "error to expect: unknown, no published run was predicted for this cluster"
+    return f"error to expect: large, {path} has rates of data sheets, which training does not reach"
+
+
+def configured(flags: Sequence[str], cluster: Path, ranks: int, **real: Any) -> "tuple[RunConfig, Target]":
     """Return the configuration of a run, and what it runs on; `cpu.install(always=True)` must have been called.
 
     Args:
         flags: the run's; those for data, tokenizer, learning rate and length may be missing.
+        ranks: number of GPUs.
+        real: more fields of Target.
     """
     from megatron_balance.app.simulation import Target
     from megatron_balance.cli.arguments import parse_args
@@ -120,22 +144,23 @@ def configured(flags: Sequence[str], cluster: Path, nodes: int) -> "tuple[RunCon
     from profile_cluster import with_stand_ins
 
     described = read(cluster)
-    node_size = int(described.gpus_per_node.value)
-    topology = Topology(nodes * node_size, node_size)
+    node_size = min(int(described.gpus_per_node.value), ranks)
+    topology = Topology(ranks, node_size)
     own = ["--moe-comm-node-size", str(node_size), "--dry-run"]
     config = parse_args(with_stand_ins([*flags, *own]), Machine.here(topology.world_size)).config
     hidden = config.transformer.hidden_size
     # Only its links count, and they do not depend on the shape of experts
     whole = profile_of(described, Ranks(topology.world_size, node_size, node_size), hidden, hidden)
     bandwidth = described.memory_bandwidth
-    return config, Target(topology=topology, profile=cluster, whole=whole, memory_bandwidth=bandwidth)
+    return config, Target(topology=topology, profile=cluster, whole=whole, memory_bandwidth=bandwidth, **real)
 
 
-def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "LoadSource":
+def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0, spread: float = 0.0) -> "LoadSource":
     """Return the loads that `--load` names.
 
     Args:
         first: index of the recorded iteration to begin with.
+        spread: see `DrawnLoads`.
 
     Raises:
         ValueError: there are no such loads.
@@ -156,8 +181,11 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0) -> "Load
         return EvenLoads(ranks, experts, topk, tokens)
     if Path(load).is_dir():
         _, found = next(iter(read_loads(Path(load)).items()))
-        return DrawnLoads(recorded(found.counts, ranks, experts, first), topk, tokens, seed)
-    return DrawnLoads(distribution(load, ranks, experts, seed), topk, tokens, seed)
+        popularity = recorded(found.counts, ranks, experts, first)
+    else:
+        popularity = distribution(load, ranks, experts, seed)
+    sharing = transformer.tensor_model_parallel_size * transformer.context_parallel_size // shards
+    return DrawnLoads(popularity, topk, tokens, seed, spread, max(1, sharing))
 
 
 def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[str]) -> dict[str, Any]:
@@ -166,8 +194,10 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
     from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
 
-    config, target = configured(flags, args.cluster, args.nodes)
-    loads = loads_of(config, load, args.seed, args.first_iteration)
+    real = {"pairs": args.pair_passes, "graphs": args.cuda_graphs, "fp8": args.fp8}
+    ranks = args.nodes * int(read(args.cluster).gpus_per_node.value)
+    config, target = configured(flags, args.cluster, ranks, **real)
+    loads = loads_of(config, load, args.seed, args.first_iteration, args.spread)
     job, memory = simulated_job(config, target, None if args.plan_ms is None else args.plan_ms / 1000)
     misfit = None
     try:

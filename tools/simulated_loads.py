@@ -34,12 +34,21 @@ class DrawnLoads:
     tokens: int
     """Tokens of one source rank in a microbatch."""
     seed: int = 0
+    spread: float = 0.0
+    """Standard deviation of the logarithm of an expert's popularity among microbatches, because tokens of a sequence are
+    alike."""
+    sharing: int = 1
+    """Number of consecutive ranks that have parts of the same sequences."""
 
     def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
         """Return [B, D, E] int64: the load of each microbatch of a team. A token never chooses an expert twice."""
         shares_DE = self.popularity(iteration, layer)
+        ranks, experts = shares_DE.shape
         generator = np.random.default_rng((self.seed, iteration, layer, team))
-        chosen = generator.multinomial(self.tokens * self.topk, shares_DE, (microbatches, len(shares_DE)))
+        drawn_BDE = generator.standard_normal((microbatches, -(-ranks // self.sharing), experts))
+        weights_BDE = shares_DE * np.exp(self.spread * drawn_BDE.repeat(self.sharing, 1)[:, :ranks])
+        shares_BDE = weights_BDE / weights_BDE.sum(2, keepdims=True)
+        chosen = generator.multinomial(self.tokens * self.topk, shares_BDE)
         return _at_most(chosen, self.tokens)
 
 

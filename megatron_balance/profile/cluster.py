@@ -98,6 +98,8 @@ class Cluster:
     """Link between nodes."""
     measured: Any = None
     """Tables with measured rates and times of a GPU, for people."""
+    error: SourcedNumber | None = None
+    """Median error of the iteration times that were predicted for published runs on this cluster."""
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -155,6 +157,7 @@ RANGES = {
     **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
     "exchange_share": (0, 0.9),
+    "error": (0, 10),
     "fp8_casts": (1, 1e4),
     "half_width": (0, 1e5),
     "backward": (0.1, 10),

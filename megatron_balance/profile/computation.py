@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import attended_width, attention_matrices, mlp_flops
-from megatron_balance.profile.kernel_times import ACTIVATION, Kernels, Passes, product, weights_passes
+from megatron_balance.profile.kernel_times import ACTIVATION, Kernels, Passes, cast, product, weights_passes
 
 BACKWARD_ATTENTION = 2.5
 """Products of attention's backward pass over those of its forward pass: it repeats one and has four others."""
@@ -34,6 +34,7 @@ class Computation:
         for inputs, outputs in matrices:
             split = (inputs / self._ranks, outputs) if inputs > outputs else (inputs, outputs / self._ranks)
             found.append(product(self.kernels, self.tokens, *split))
+            found.append(cast(self.kernels, self.tokens, *split))
             found.append(weights_passes(self.kernels, 1, inputs * outputs / self._ranks, 1))
         return Passes(0.0, 0.0).plus(*found)
 
@@ -46,6 +47,17 @@ class Computation:
     def attention(self) -> Passes:
         """Return the seconds of a layer's self-attention, both norms and both residual sums."""
         config = self.config
+        core, moved = self.attention_parts()
+        repeated = 0.0
+        if "core_attn" in recomputed(config):
+            repeated += core.forward
+        if "mla_up_proj" in recomputed(config):
+            repeated += self._products(attention_matrices(config)[1:4:2]).forward
+        return self._products(attention_matrices(config)).plus(core, moved, Passes(0.0, repeated))
+
+    def attention_parts(self) -> tuple[Passes, Passes]:
+        """Return the seconds of attention's core, and of all that is no product."""
+        config = self.config
         # On average, a token attends to half of the sequence, with two products: the scores, and the weighted values
         core = self.tokens * self.length * attended_width(config) / self._ranks
         kernels = self.kernels
@@ -53,13 +65,7 @@ class Computation:
         hidden = config.hidden_size
         heads = attended_width(config)
         # Forward: two norms (read, write) and two sums (read two, write one); rotated queries and keys
-        moved = self._moved(10 * hidden + 2 * heads, 14 * hidden + 3 * heads, 10)
-        repeated = 0.0
-        if "core_attn" in recomputed(config):
-            repeated += passes.forward
-        if "mla_up_proj" in recomputed(config):
-            repeated += self._products(attention_matrices(config)[1:4:2]).forward
-        return self._products(attention_matrices(config)).plus(passes, moved, Passes(0.0, repeated))
+        return passes, self._moved(10 * hidden + 2 * heads, 14 * hidden + 3 * heads, 10)
 
     def mlp(self, inner: int, module: str = "mlp") -> Passes:
         """Return the seconds of a dense MLP, or of shared experts (`module` is its name for recomputation)."""

@@ -17,6 +17,10 @@ ACCUMULATED = 8
 """Bytes to read and write for a weight's gradient in 32 bits."""
 
 
+CAST = 6
+"""Bytes to read and write for a number that is cast: each layout reads 16 bits and writes 8."""
+
+
 class Kernels(NamedTuple):
     """Speed of a device's kernels."""
 
@@ -64,14 +68,16 @@ class Passes(NamedTuple):
 
 
 def product(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Passes:
-    """Return the seconds of a product of rows with weights, without its start and the sum of gradients."""
+    """Return the seconds of a product of rows with weights, without its start, casts and the sum of gradients."""
     width = min(inputs, outputs)
     operations = 2 * rows * inputs * outputs / kernels.flops * (1 + kernels.half_width / width)
-    cast = 4 if kernels.casts else 0
-    return Passes(
-        operations + kernels.read(cast * rows * inputs),
-        kernels.backward * operations + kernels.read(cast * rows * outputs),
-    )
+    return Passes(operations, kernels.backward * operations)
+
+
+def cast(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Passes:
+    """Return the seconds to cast a product's inputs, and the gradients of its outputs, to 8 bits in two layouts."""
+    share = CAST * rows if kernels.casts else 0.0
+    return Passes(kernels.read(share * inputs), kernels.read(share * outputs))
 
 
 def weights_passes(kernels: Kernels, experts: int, weights: float, products: int) -> Passes:
@@ -95,4 +101,4 @@ def expert_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:
     sorting = 4 * hidden
     activations = Passes(sorting + 2 * inner, sorting + 4 * inner)
     moved = Passes(*(kernels.read(ACTIVATION * numbers) for numbers in activations))
-    return product(kernels, 1, hidden, inner).times(2).plus(moved)
+    return product(kernels, 1, hidden, inner).times(2).plus(cast(kernels, 1, hidden + inner, hidden + inner), moved)

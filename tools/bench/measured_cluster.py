@@ -3,8 +3,8 @@
     python tools/bench/measured_cluster.py rates.json [--base configs/clusters/h100.yaml] [--output FILE]
 
 The links and the number of GPUs are the base's, which follows from the GPU's name. The GPU's memory and its rates for
-copies and large products are measured, and all tables follow in `measured`. Numbers that may contain time of the host
-are left out.
+copies and large products are measured, unless the base says which fractions of its rates are reached. All tables follow
+in `measured`. Numbers that may contain time of the host are left out.
 """
 
 import argparse
@@ -54,8 +54,9 @@ def described(found: Mapping[str, Any], base: Mapping[str, Any], name: str) -> s
     }
     if "memory_bytes" in facts:
         rates["memory_gb"] = _rounded(facts["memory_bytes"] / 1e9)
-    gpu = dict(base["gpus"][0], name=facts["device"])
-    gpu |= {field: {"value": value, "source": source} for field, value in rates.items()}
+    gpu = dict(base["gpus"][0])
+    if "reached" not in gpu:
+        gpu |= {"name": facts["device"]} | {field: {"value": value, "source": source} for field, value in rates.items()}
     tables = [table for name in found["tables"] for table in _tables(found["tables"][name], name, source)]
     content = {**base, "name": name, "gpus": [gpu], "measured": tables}
     head = "# Written by tools/bench/measured_cluster.py. Links are not measured.\n"
@@ -95,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     found = read_object(args.rates, 16 * MIB)
     device = found["facts"]["device"]
-    bases = [CLUSTERS / f"{kind}.yaml" for kind in ("h100", "h200") if kind.upper() in device]
+    bases = [CLUSTERS / f"{kind}_measured.yaml" for kind in ("h100", "h200") if kind.upper() in device]
     base = args.base or (bases[0] if bases else parser.error(f"{device}: name a cluster's file with --base"))
     read(base)
-    output = args.output or CLUSTERS / f"{base.stem}_measured.yaml"
+    output = args.output or CLUSTERS / f"{base.stem.removesuffix('_measured')}_measured.yaml"
     content = yaml.safe_load(base.read_text())
-    output.write_text(described(found, content, f"{content['name']}, measured"))
+    name = content["name"] if "reached" in content["gpus"][0] else f"{content['name']}, measured"
+    output.write_text(described(found, content, name))
     # Fails if the file is too large, or a number is out of its range
     tables = read(output).measured
     numbers = sum(len(table["rows"]) for table in tables)

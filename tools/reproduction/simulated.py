@@ -88,6 +88,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     """
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.build.profiles import microbatch_tokens
+    from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
     from simulated_loads import DrawnLoads
@@ -95,7 +96,8 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     model = (CONFIGS / "models" / f"{job.model}.args").read_text(encoding="utf-8").splitlines()
     flags = [word for line in model if not line.startswith("#") for word in line.split()]
     flags += f"{COMMON} {job.flags} {system.flags}".split()
-    config, target = configured(flags, CONFIGS / "clusters" / job.cluster, job.nodes)
+    path = CONFIGS / "clusters" / job.cluster
+    config, target = configured(flags, path, job.nodes * int(read(path).gpus_per_node.value))
     loads: LoadSource
     if isinstance(job.load, str):
         loads = loads_of(config, job.load, job.seed)
