@@ -57,9 +57,7 @@ def main(argv: list[str]) -> int:
     add("--pair-passes", action="store_true", help=pairs)
     graphs = "what CUDA graphs contain, which training does not support (default: none)"
     add("--cuda-graphs", choices=("none", "router", "attention", "full"), default="none", help=graphs)
-    add(
-        "--fp8", action="store_true", help="as if products were those of 8-bit numbers, which training does not support"
-    )
+    add("--fp8", action="store_true", help="as if products had 8-bit numbers, which training does not support")
     add("--compare", metavar="FLAG=VALUE,VALUE", help="simulate with each value of a flag")
     add("--plan-ms", type=float, metavar="MS", help="milliseconds of a plan (default: measured on this machine)")
     add("--trace", type=Path, metavar="FILE", help="write what ranks do in the last iteration, for Perfetto")

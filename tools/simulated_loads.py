@@ -35,8 +35,8 @@ class DrawnLoads:
     """Tokens of one source rank in a microbatch."""
     seed: int = 0
     spread: float = 0.0
-    """Standard deviation of the logarithm of an expert's popularity among microbatches, because tokens of a sequence are
-    alike."""
+    """Standard deviation of the logarithm of an expert's popularity among microbatches, because the tokens of a
+    sequence are alike."""
     sharing: int = 1
     """Number of consecutive ranks that have parts of the same sequences."""
 

@@ -22,6 +22,7 @@ COLORS = {
     "Transfer": "#59407a",
     "pipeline": "#9aa4ae",
     "reduction": "#5f8f5a",
+    "launches": "#6b5b4d",
 }
 """The color of each member of PARTS: blue is computation, and grey are pipeline bubbles."""
 

@@ -63,6 +63,8 @@ class Target:
     """Links among all ranks of the job, for messages beyond an expert-parallel group."""
     memory_bandwidth: float | None = None
     """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
+    burst: float = 0.0
+    """See `Fabric.burst`."""
     pairs: bool = False
     """See `StageSchedule.pairs`."""
     fp8: bool = False
@@ -84,7 +86,7 @@ def simulated_job(
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
-    fabric = Fabric(world_size, topology.node_size)
+    fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
     balance = dataclasses.replace(config.balance, balance_policy=policy, balance_profile=str(target.profile))

@@ -23,6 +23,8 @@ class Fabric:
 
     num_ranks: int
     node_size: int
+    burst: float = 0.0
+    """Bytes that a node's adapters pass at once after a pause, before their rate applies, as shaped networks do."""
 
     @property
     def num_resources(self) -> int:
@@ -115,6 +117,13 @@ class TeamNetwork:
         shards = len(self.ranks_D) // crossing.near_2XD.shape[-1]
         crossing = Crossing(*(amounts_2XD.repeat(shards, -1) for amounts_2XD in crossing))
         near_D, far_D, node_N = (one.reshape(-1, one.shape[-1]).sum(0) for one in self.network.busy(crossing)[:3])
+        if self.fabric.burst:
+            longest = max(near_D.max(), far_D.max(), node_N.max())
+            passed = self.fabric.burst * self.network.far.beta / self.network.adapters
+            left_N = np.maximum(node_N - passed, 0.0) / np.where(node_N, node_N, 1.0)
+            far_D = far_D * left_N[self.network.node_D]
+            node_N = node_N * left_N
+            whole -= longest - max(near_D.max(), far_D.max(), node_N.max())
         return self.fabric.work(self.ranks_D, near_D, far_D, node_N, whole)
 
 

@@ -53,6 +53,8 @@ GPUS = {
     "schemoe": 32,
     "h100": None,
     "h200": None,
+    "h800": None,
+    "gb200": None,
     "cpu": 4,
 }
 """Numbers of GPUs that the papers used for training, and of the processes of the quick start."""
@@ -60,12 +62,32 @@ GPUS = {
 
 @pytest.mark.parametrize("name", GPUS)
 def test_clusters_have_as_many_gpus_as_papers_say(name: str) -> None:
-    found = read(FILES[name])
+    found = read(FILES.get(name) or FILES[f"{name}_measured"])
     assert (found.num_nodes and found.num_nodes * found.gpus_per_node.value) == GPUS[name]
 
 
 def test_every_file_is_of_a_paper_or_a_known_node() -> None:
     assert {name.removesuffix("_measured") for name in FILES} == set(GPUS)
+
+
+def test_kernels_reach_what_the_file_says() -> None:
+    found = read(FILES["h100_measured"])
+    reached = found.gpus[0].reached
+    assert reached is not None and reached.fp8_products is not None
+    plain, quantized = (profile_of(found, Ranks(16, 8, 8), 4096, 2304, size, experts=4) for size in (2, 1))
+    assert plain.kernels is not None and quantized.kernels is not None
+    assert plain.kernels.flops == pytest.approx(989.5e12 * reached.half_products.value)
+    assert quantized.kernels.flops == pytest.approx(1979e12 * reached.fp8_products.value)
+    assert quantized.kernels.casts and not plain.kernels.casts
+    width = reached.half_width.value
+    slowest = 4 * 4096 * 2304 / plain.kernels.flops * (1 + width / 2304)
+    assert plain.forward.seconds_per_token > slowest
+    # Two products of four experts start, and twice as many in a backward pass, which adds up gradients
+    assert plain.forward.overhead == pytest.approx(8e-6 * reached.start_us.value)
+    assert plain.backward.overhead > 2 * plain.forward.overhead
+    assert plain.flex is not None
+    assert 1 / plain.flex["inter"].beta == pytest.approx(44e9) and plain.flex["inter"].alpha == pytest.approx(50e-6)
+    assert profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 2304).kernels is None
 
 
 def test_bytes_per_second_are_those_of_the_links() -> None:

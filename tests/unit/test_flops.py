@@ -1,16 +1,19 @@
-"""The time of the non-MoE part of a block, derived from the time of experts."""
+"""Operations of a layer, and the time of its non-MoE part by kind of kernel."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_balance.profile.cluster_profile import Throughput, builtin
-from megatron_balance.profile.flops import attention_flops, mlp_flops, non_expert_seconds
+from megatron_balance.profile.computation import Computation, non_expert_passes
+from megatron_balance.profile.flops import attention_flops, mlp_flops
+from megatron_balance.profile.kernel_times import Kernels, Passes, cast, expert_passes, product, weights_passes
 
 CONFIG = {
     **{"hidden_size": 64, "kv_channels": 16, "num_attention_heads": 4, "num_query_groups": 4},
     **{"ffn_hidden_size": 256, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None},
-    **{"gated_linear_unit": False, "tensor_model_parallel_size": 1},
+    **{"gated_linear_unit": False, "tensor_model_parallel_size": 1, "num_moe_experts": 8, "moe_router_topk": 2},
+    **{"moe_token_dispatcher_type": "alltoall", "recompute_granularity": None, "recompute_modules": None},
 }
 PROFILE = builtin(4, 4, 64, 128)
 
@@ -34,7 +37,7 @@ def seconds(dense_layers: int = 0, tokens: int = 100, **changes: object) -> tupl
     profile = PROFILE.__class__(
         **{**vars(PROFILE), "forward": Throughput(1e-6, 0, 0, 0), "backward": Throughput(3e-6, 0, 0, 0)}
     )
-    return non_expert_seconds(profile, config(**changes), tokens, 0, dense_layers)
+    return non_expert_passes(profile, config(**changes), tokens, 0, dense_layers)
 
 
 def test_seconds_are_those_of_as_many_operations_of_experts() -> None:
@@ -44,3 +47,53 @@ def test_seconds_are_those_of_as_many_operations_of_experts() -> None:
     # A shared expert as wide as the others, and dense layers with twice the width and their own attention
     assert seconds(moe_shared_expert_intermediate_size=128)[0] == pytest.approx(200e-6)
     assert seconds(dense_layers=2)[0] == pytest.approx((3 + 2 * 2) * 100e-6)
+
+
+KERNELS = Kernels(
+    flops=1e12,
+    half_width=64.0,
+    start=1e-6,
+    attention_forward=2e12,
+    attention_backward=1e12,
+    memory=1e9,
+    launch=1e-5,
+)
+
+
+def test_a_narrow_product_is_slower_and_both_its_gradients_count() -> None:
+    # 2 * 3 * 64 * 256 operations at half of the rate, because 64 is the width of half the rate
+    assert product(KERNELS, 3, 64, 256) == pytest.approx((2 * 2 * 3 * 64 * 256 / 1e12, 4 * 2 * 3 * 64 * 256 / 1e12))
+    assert cast(KERNELS, 3, 64, 256) == (0.0, 0.0)
+    # 8-bit numbers: each layout reads two bytes and writes one
+    assert cast(KERNELS._replace(casts=1.0), 3, 64, 256) == pytest.approx((6 * 3 * 64 / 1e9, 6 * 3 * 256 / 1e9))
+
+
+def test_an_expert_has_two_products_and_moves_its_rows() -> None:
+    # Rows are sorted there and back (4 * 64 numbers); the activation reads and writes 2 * 128, and twice that backward
+    moved = Passes(2 * (4 * 64 + 2 * 128) / 1e9, 2 * (4 * 64 + 4 * 128) / 1e9)
+    assert expert_passes(KERNELS, 64, 128) == pytest.approx(product(KERNELS, 1, 64, 128).times(2).plus(moved))
+    # Two products of three experts start, and twice as many backward, where 32-bit gradients are read and written
+    starts = weights_passes(KERNELS, 3, 2 * 64 * 128, products=2)
+    assert starts == pytest.approx((6e-6, 12e-6 + 8 * 3 * 2 * 64 * 128 / 1e9))
+
+
+def computation(tokens: int = 100, **changes: object) -> Computation:
+    return Computation(KERNELS, config(**changes), tokens, 1000)  # pyright: ignore[reportArgumentType]
+
+
+def test_attention_s_core_has_its_own_rates_and_is_repeated_on_request() -> None:
+    core, moved = computation().attention_parts()
+    assert core == pytest.approx((100 * 1000 * 128 / 2e12, 2.5 * 100 * 1000 * 128 / 1e12))
+    # Ten kernels forward, twenty backward, and two bytes a number
+    assert moved == pytest.approx((1e-4 + 2 * 100 * (640 + 256) / 1e9, 2e-4 + 2 * 100 * (896 + 384) / 1e9))
+    repeated = computation(recompute_granularity="selective", recompute_modules=["core_attn"]).attention()
+    assert repeated.backward - computation().attention().backward == pytest.approx(core.forward)
+    assert repeated.forward == computation().attention().forward
+
+
+def test_tensor_parallel_ranks_share_a_layer() -> None:
+    whole = computation().mlp(256)
+    half = computation(tensor_model_parallel_size=2).mlp(256)
+    assert half.forward < whole.forward and half.backward < whole.backward
+    # A row for each expert is copied before an all-to-all, and by nobody before the flex dispatcher
+    assert computation().routing().forward > computation(moe_token_dispatcher_type="flex").routing().forward

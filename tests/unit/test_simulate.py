@@ -1,5 +1,6 @@
 """The simulator: shared resources, events and programs, against slow references and limits that no schedule beats."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -9,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.cost.exchange import ExchangeModel, stages
+from megatron_balance.cost.network import Network
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN
+from megatron_balance.profile.cluster_profile import Fit, from_links
 from megatron_balance.simulate.engine import (
     NOTHING,
+    Command,
     Compute,
     DeadlockError,
     Engine,
@@ -24,10 +28,12 @@ from megatron_balance.simulate.engine import (
     Work,
     speeds,
 )
-from megatron_balance.simulate.network import one_after_another, ring
+from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_another, ring
+from megatron_balance.simulate.programs import _side_by_side
 from megatron_balance.simulate.result import PARTS, Recorder, part_of
 from megatron_balance.timeline.actions import Operation
-from tests.unit.simulated import MOVES, Log, layers_of, program, stage_of, team, work
+from megatron_balance.timeline.lower import compute_order
+from tests.unit.simulated import MOVES, SPEED, Log, layers_of, program, stage_of, team, work
 
 uses = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=6)
 
@@ -175,6 +181,63 @@ def test_moves_are_hidden_up_to_what_hides_them() -> None:
     assert hidden == pytest.approx(without)
     # Four parts of Trans and of Agg in a row: two layers, of which one has two parts each
     assert exposed > 3 * 30.0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=8))
+def test_paired_passes_take_turns_at_every_exchange(first: list[bool], second: list[bool]) -> None:
+    def commands(name: str, exchanges: list[bool]) -> list[Command]:
+        found: list[Command] = []
+        for index, exchange in enumerate(exchanges):
+            key = f"{name}{index}"
+            found += [Start(key, key, NOTHING), Wait(key)] if exchange else [Compute(key, np.ones(1))]
+        return found
+
+    passes = commands("a", first), commands("b", second)
+    found = [*_side_by_side(*passes, occupied=0.0)]
+    for own in passes:
+        assert [one for one in found if any(one is other for other in own)] == own
+    # A pass goes on after starting an exchange only if the other one has ended
+    for index, (one, after) in enumerate(itertools.pairwise(found)):
+        own, other = passes if any(one is each for each in passes[0]) else passes[::-1]
+        if isinstance(one, Start) and any(after is each for each in own):
+            assert not any(each is left for each in other for left in found[index + 1 :])
+
+
+def test_pairs_hide_exchanges_and_launches_are_waited_for() -> None:
+    def total(**changes: object) -> float:
+        stage = dataclasses.replace(stage_of(0, 1, 3, balanced=False), **changes)
+        return Engine([(2, program(stage, layers_of(stage, 3), 0, 2))], MOVES + 1, Log()).run()
+
+    alone = total()
+    # Passes of the same microbatch depend on each other, so these passes are not paired
+    assert total(pairs=True) == alone
+    passes = stage_of(0, 1, 3, balanced=False).passes
+    order = [passes[0], passes[2], passes[1], passes[4], passes[3], passes[5]]
+    blocks = [[1, 2]]
+    ahead = {"passes": order, "schedule": compute_order(order, blocks)}
+    assert total(**ahead) == pytest.approx(alone)
+    # Two of three microbatches' exchanges are hidden, but for the first and the last one of each pair
+    hidden = total(**ahead, pairs=True)
+    assert alone - 2 * 2 * 2 * 2 * 2 * 1.0 <= hidden < alone - 8.0
+    assert total(**ahead, pairs=True, occupied=0.5) > hidden
+    # A layer's forward pass takes 1 + 3 + 2 seconds, and its backward pass 2 + 6 + 2
+    assert total(launching=(6.0, 10.0)) == pytest.approx(alone)
+    assert total(launching=(7.0, 12.0)) == pytest.approx(alone + 3 * 2 * (1.0 + 2.0))
+
+
+def test_a_burst_passes_at_once() -> None:
+    profile = from_links(
+        4, 2, Fit(0, 1e-9, 0, 0), Fit(0, 1e-6, 0, 0), shared=Fit(0, 1e-6, 0, 0), forward=SPEED, backward=SPEED
+    )
+    model = ExchangeModel.of(profile)
+    bytes_DD = np.full((4, 4), 1000.0)
+    fabrics = [Fabric(4, 2, burst) for burst in (0.0, 1500.0, 1e9)]
+    plain, burst, fast = (
+        TeamNetwork(one, np.arange(4), Network.of(profile)).exchange(model, bytes_DD) for one in fabrics
+    )
+    # Each node sends 4000 bytes with two adapters, so 1500 bytes take 750 microseconds
+    assert plain.alone - burst.alone == pytest.approx(750e-6)
+    assert fast.seconds.max() == pytest.approx(1e-6)
 
 
 def test_chunks_hide_exchanges() -> None:

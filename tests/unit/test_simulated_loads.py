@@ -17,6 +17,21 @@ def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
     assert (counts_BDE != loads.draw(3, 1, 1, 5)).any()
 
 
+def test_tokens_of_the_same_sequences_are_alike() -> None:
+    def shares_of(spread: float, sharing: int) -> np.ndarray:
+        loads = DrawnLoads(distribution("zipf:0.5", 4, 8), topk=1, tokens=10**6, spread=spread, sharing=sharing)
+        return loads.draw(0, 1, 0, 400) / 10**6
+
+    expected_E = distribution("zipf:0.5", 4, 8)(0, 1)[0]
+    logs_BDE = np.log(shares_of(0.3, 2)) - np.log(expected_E)
+    # Ranks that share sequences have the same popularity, up to the randomness of a million tokens
+    assert np.abs(logs_BDE[:, ::2] - logs_BDE[:, 1::2]).max() < 0.05
+    assert np.abs(logs_BDE[:, 0] - logs_BDE[:, 2]).mean() > 0.2
+    # Differences between two experts have no common factor: their variance is that of two logarithms
+    assert (logs_BDE[:, 0, 0] - logs_BDE[:, 0, 1]).std() == pytest.approx(0.3 * 2**0.5, rel=0.1)
+    assert shares_of(0.0, 1).std(0).max() < 1e-3
+
+
 def test_even_loads_differ_by_one_token() -> None:
     counts_BDE = EvenLoads(num_ranks=4, num_experts=6, topk=2, tokens=10).draw(0, 1, 0, 2)
     assert (counts_BDE.sum(2) == 20).all()

@@ -28,6 +28,7 @@ import ranks
 from megatron_balance.device import cpu, quiet
 from namespaces import TestbedUnavailable
 from slow_runs import MODEL, Cluster, Variant, build, device_of, jobs, profile_of, sums_over_layers
+from traffic import BURST
 
 if TYPE_CHECKING:
     from megatron_balance.simulate.job import Result
@@ -207,6 +208,7 @@ def simulated(job: Job, name: str, profile: Path, iterations: int, warmup: int) 
         topology=Topology(world, job.ranks_per_node),
         profile=profile,
         whole=profile_of(device_of(config, GFLOPS), job.nodes, job.ranks_per_node, LINK_MBIT),
+        burst=BURST,
     )
     described, _ = simulated_job(config, target)
     loads = ForcedLoads(
