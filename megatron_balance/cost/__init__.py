@@ -4,6 +4,7 @@
     candidates   costs of changing experts' hosts, and of the guests of whole plans
     network      batches of messages on links within nodes, and on adapters that the ranks of a node share
     exchange     seconds of the all-to-alls
+    flex         seconds of exchanges by the flex dispatcher, which sends a token once to each node and rank
     sending      seconds of Trans and Agg, with the best routes and pieces
     loads        tokens that ranks compute, send and receive under a placement
     model        CostModel: seconds of a layer under a placement, after Pro-Prophet

@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = {
         "iteration, s": (predicted_run(run) for run in content["runs"] if args.only in run["name"]),
         "exchange, ms": (predicted_exchange(one) for one in content["exchanges"] if args.only in one["name"]),
-        "four layers of DeepSeek-V3, forward and backward, ms": predicted_trace(content["trace"], args.only),
+        "four layers of DeepSeek-V3, forward and backward, ms": (
+            row for row in predicted_trace(content["trace"]) if args.only in row.name
+        ),
     }
     for title, rows in tables.items():
         found = []
@@ -123,8 +125,9 @@ def predicted_exchange(one: Mapping[str, Any]) -> Row:
     return Row(one["name"], counted / one["gb_per_second"] / 1e6, 1e3 * seconds, one["fitted"])
 
 
-def predicted_trace(trace: Mapping[str, Any], only: str) -> Iterator[Row]:
+def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the milliseconds of each kind of kernel in a profile of four layers of DeepSeek-V3."""
+    from megatron_balance.cost.flex import FlexModel, Routing
     from megatron_balance.profile.cluster import Ranks, profile_of, read
     from megatron_balance.profile.computation import Computation
     from megatron_balance.profile.flops import attention_matrices
@@ -137,7 +140,8 @@ def predicted_trace(trace: Mapping[str, Any], only: str) -> Iterator[Row]:
     hidden = transformer.hidden_size
     inner = transformer.moe_ffn_hidden_size
     assert inner is not None and transformer.num_moe_experts is not None
-    kernels = profile_of(read(cluster), Ranks(64, 8, 8), hidden, inner, 1).kernels
+    profile = profile_of(read(cluster), Ranks(64, 8, 8), hidden, inner, 1)
+    kernels = profile.kernels
     assert kernels is not None
     tokens = trace["tokens"]
     rows = tokens * transformer.moe_router_topk
@@ -158,18 +162,25 @@ def predicted_trace(trace: Mapping[str, Any], only: str) -> Iterator[Row]:
     moved = moved.plus(computation.routing(), *(Passes(*map(kernels.read, (2 * rows * n for n in activations))),))
     gradients = kernels.read(ACCUMULATED * weights)
     seconds = {
-        "grouped products, outputs and input gradients": grouped.forward + grouped.backward / 2,
-        "gradients of weights": grouped.backward / 2 + dense.backward / 2 + gradients,
-        "other products": dense.forward + dense.backward / 2,
+        "grouped products, outputs and input gradients": 2 * grouped.forward,
+        "gradients of weights": sum(one.backward - one.forward for one in (grouped, dense)) + gradients,
+        "other products": 2 * dense.forward,
         "attention, forward": core.forward,
         "attention, backward": core.backward,
         "casts": sum(casts),
         "norms, permutation, activation and the rest": sum(moved),
     }
     for name, one in seconds.items():
-        if only in name:
-            yield Row(name, trace["ms"][name], 4e3 * one)
-    yield Row("all computation", trace["ms"]["all computation"], 4e3 * sum(seconds.values()))
+        yield Row(name, trace["ms"][name], 4e3 * one)
+    rows_DD = np.full((64, 64), rows * 2 * hidden / 64)
+    routing = Routing(transformer.num_moe_experts, transformer.moe_router_topk, 8, 4)
+    bfloat16, fp8 = (FlexModel.of(profile, routing).seconds(share * rows_DD) for share in (1.0, 0.5))
+    yield Row("combine", trace["ms"]["combine"], 1e3 * bfloat16)
+    yield Row("dispatch of a known layout, fp8", trace["ms"]["dispatch of a known layout, fp8"], 1e3 * fp8)
+    # A dispatch and a combine of each pass. Passes hide all exchanges but the first and the last one
+    exchanges = 8 * (bfloat16 + fp8)
+    pair = 4 * sum(seconds.values()) + kernels.occupied * exchanges + bfloat16 + fp8
+    yield Row("the pair of passes", trace["ms"]["the pair of passes"], 1e3 * pair)
 
 
 if __name__ == "__main__":
