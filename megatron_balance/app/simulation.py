@@ -1,8 +1,7 @@
 """Turns a configuration into a job whose iterations are simulated (simulate/), in one process without its memory.
 
 Like a dry run, this builds the first rank of each pipeline stage, so schedules, groups, cost models and sizes are those
-of the run. Times of computation come from the cluster's file, whose rates no run reaches; docs/simulator.md states how
-far predictions are off.
+of the run. Times of computation come from the cluster's file; docs/simulator.md states how far predictions are off.
 """
 
 import copy
@@ -86,6 +85,8 @@ def simulated_job(
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
+    if has_policy and target.pairs:
+        raise ValueError(f"--pair-passes: cannot be combined with --balance-policy {config.balance.balance_policy}")
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")

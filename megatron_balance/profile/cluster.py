@@ -142,6 +142,9 @@ class Ranks(NamedTuple):
     """Number of consecutive ranks with shards of the same experts."""
 
 
+BACKWARD_ATTENTION = 2.5
+"""Products of attention's backward pass over those of its forward pass: it repeats one and has four others."""
+
 RANGES = {
     "nodes": (1, 10**6),  # the largest machines have tens of thousands of nodes (top500.org)
     "gpus_per_node": (1, 10**4),
@@ -302,14 +305,15 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
     if share is None:
         raise ValueError("gpus[].reached.fp8_products: is missing, but experts compute with 8 bits")
     return Kernels(
-        flops=1e12 * tflops * share.value,
+        product=Passes(1.0, found.backward.value).times(1e-12 / (tflops * share.value)),
         half_width=found.half_width.value,
         start=1e-6 * found.start_us.value,
-        attention_forward=1e12 * found.attention_forward_tflops.value,
-        attention_backward=1e12 * found.attention_backward_tflops.value,
+        attention=Passes(
+            1e-12 / found.attention_forward_tflops.value,
+            BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
+        ),
         memory=bandwidth * found.memory.value,
         launch=1e-6 * found.launch_us.value,
-        backward=found.backward.value,
         host=1e-6 * found.host_us.value,
         occupied=found.exchange_share.value / (1 - found.exchange_share.value),
         casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,

@@ -296,11 +296,11 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "overhead": _SECONDS,
     "seconds_per_token": _SECONDS,
     "rates": (1e-3, 1e3, "of the mean"),
-    **dict.fromkeys(("flops", "attention_forward", "attention_backward"), (1, 1e18, "operations per second")),
+    **dict.fromkeys(("forward", "backward"), (0, 1, "seconds per operation")),
     **dict.fromkeys(("start", "launch", "host"), _SECONDS),
     "half_width": (0, 1e6, "channels"),
     "memory": (0, 1e15, "bytes per second"),
-    **dict.fromkeys(("backward", "occupied", "casts"), (0, 1e4, "times")),
+    **dict.fromkeys(("occupied", "casts"), (0, 1e4, "times")),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }

@@ -9,9 +9,6 @@ from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.flops import attended_width, attention_matrices, mlp_flops
 from megatron_balance.profile.kernel_times import ACTIVATION, Kernels, Passes, cast, product, weights_passes
 
-BACKWARD_ATTENTION = 2.5
-"""Products of attention's backward pass over those of its forward pass: it repeats one and has four others."""
-
 
 @dataclass(frozen=True)
 class Computation:
@@ -61,7 +58,7 @@ class Computation:
         # On average, a token attends to half of the sequence, with two products: the scores, and the weighted values
         core = self.tokens * self.length * attended_width(config) / self._ranks
         kernels = self.kernels
-        passes = Passes(core / kernels.attention_forward, BACKWARD_ATTENTION * core / kernels.attention_backward)
+        passes = kernels.attention.times(core)
         hidden = config.hidden_size
         heads = attended_width(config)
         # Forward: two norms (read, write) and two sums (read two, write one); rotated queries and keys
@@ -105,18 +102,9 @@ def kernels_of(profile: ClusterProfile, config: TransformerConfig) -> Kernels:
     if profile.kernels is not None:
         return profile.kernels
     assert config.moe_ffn_hidden_size is not None
-    flops = mlp_flops(config, config.moe_ffn_hidden_size) / profile.forward.seconds_per_token
-    backward = profile.backward.seconds_per_token / profile.forward.seconds_per_token
-    return Kernels(
-        flops=flops,
-        half_width=0.0,
-        start=0.0,
-        attention_forward=flops,
-        attention_backward=flops * BACKWARD_ATTENTION / backward,
-        memory=0.0,
-        launch=0.0,
-        backward=backward,
-    )
+    row = Passes(profile.forward.seconds_per_token, profile.backward.seconds_per_token)
+    each = row.times(1 / mlp_flops(config, config.moe_ffn_hidden_size))
+    return Kernels(product=each, half_width=0.0, start=0.0, attention=each, memory=0.0, launch=0.0)
 
 
 def non_expert_passes(

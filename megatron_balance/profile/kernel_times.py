@@ -2,10 +2,10 @@
 
 A product of rows with weights [inputs, outputs] of each of several experts takes
 
-    experts * start + operations / (flops * width / (width + half_width)),    width = min(inputs, outputs)
+    experts * start + operations * product * (1 + half_width / width),    width = min(inputs, outputs)
 
-Its backward pass takes `backward` times as long, and adds the weights' gradients to a buffer in 32 bits. Other kernels
-take `launch` each, and the time to read and write activations of `ACTIVATION` bytes.
+Its backward pass also adds the weights' gradients to a buffer in 32 bits. Other kernels take `launch` each, and the
+time to read and write activations of `ACTIVATION` bytes.
 """
 
 from typing import NamedTuple
@@ -19,38 +19,6 @@ ACCUMULATED = 8
 
 CAST = 6
 """Bytes to read and write for a number that is cast: each layout reads 16 bits and writes 8."""
-
-
-class Kernels(NamedTuple):
-    """Speed of a device's kernels."""
-
-    flops: float
-    """Floating-point operations per second of a large product, in the precision of the run."""
-    half_width: float
-    """Width of weights at which a product has half of this speed."""
-    start: float
-    """Seconds of a product of one expert beyond those of its operations."""
-    attention_forward: float
-    """Floating-point operations per second of attention's core, a forward pass."""
-    attention_backward: float
-    """The same for a backward pass."""
-    memory: float
-    """Bytes per second of kernels that memory limits; 0: they take no time."""
-    launch: float
-    """Seconds of a kernel beyond those of its bytes."""
-    backward: float = 2.0
-    """Seconds of a product's backward pass over those of its forward pass."""
-    host: float = 0.0
-    """Host seconds to launch a kernel."""
-    occupied: float = 0.0
-    """Fraction of the multiprocessors that an exchange takes, over the others."""
-    casts: float = 0.0
-    """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
-    products are those of 16-bit numbers."""
-
-    def read(self, num_bytes: float, kernels: int = 0) -> float:
-        """Return the seconds of kernels that read and write these bytes."""
-        return kernels * self.launch + (num_bytes / self.memory if self.memory else 0.0)
 
 
 class Passes(NamedTuple):
@@ -67,11 +35,39 @@ class Passes(NamedTuple):
         return Passes(count * self.forward, count * self.backward)
 
 
+class Kernels(NamedTuple):
+    """Speed of a device's kernels."""
+
+    product: Passes
+    """Seconds per floating-point operation of a large product's forward pass, in the precision of the run."""
+    half_width: float
+    """Width of weights at which a product has half of this speed."""
+    start: float
+    """Seconds of a product of one expert beyond those of its operations."""
+    attention: Passes
+    """The same for attention's core."""
+    memory: float
+    """Bytes per second of kernels that memory limits; 0: they take no time."""
+    launch: float
+    """Seconds of a kernel beyond those of its bytes."""
+    host: float = 0.0
+    """Host seconds to launch a kernel."""
+    occupied: float = 0.0
+    """Fraction of the multiprocessors that an exchange takes, over the others."""
+    casts: float = 0.0
+    """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
+    products are those of 16-bit numbers."""
+
+    def read(self, num_bytes: float, kernels: int = 0) -> float:
+        """Return the seconds of kernels that read and write these bytes."""
+        return kernels * self.launch + (num_bytes / self.memory if self.memory else 0.0)
+
+
 def product(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Passes:
     """Return the seconds of a product of rows with weights, without its start, casts and the sum of gradients."""
     width = min(inputs, outputs)
-    operations = 2 * rows * inputs * outputs / kernels.flops * (1 + kernels.half_width / width)
-    return Passes(operations, kernels.backward * operations)
+    operations = 2 * rows * inputs * outputs * (1 + kernels.half_width / width)
+    return kernels.product.times(operations)
 
 
 def cast(kernels: Kernels, rows: float, inputs: float, outputs: float) -> Passes:

@@ -50,11 +50,10 @@ def test_seconds_are_those_of_as_many_operations_of_experts() -> None:
 
 
 KERNELS = Kernels(
-    flops=1e12,
+    product=Passes(1e-12, 2e-12),
     half_width=64.0,
     start=1e-6,
-    attention_forward=2e12,
-    attention_backward=1e12,
+    attention=Passes(0.5e-12, 2.5e-12),
     memory=1e9,
     launch=1e-5,
 )
@@ -79,6 +78,12 @@ def test_an_expert_has_two_products_and_moves_its_rows() -> None:
 
 def computation(tokens: int = 100, **changes: object) -> Computation:
     return Computation(KERNELS, config(**changes), tokens, 1000)  # pyright: ignore[reportArgumentType]
+
+
+def test_experts_that_take_no_time_leave_none_for_others() -> None:
+    # As a line fitted to noise does
+    profile = PROFILE.__class__(**{**vars(PROFILE), "forward": Throughput(0, 0, 0, 0)})
+    assert non_expert_passes(profile, config(), 100, 0).forward == 0.0  # pyright: ignore[reportArgumentType]
 
 
 def test_attention_s_core_has_its_own_rates_and_is_repeated_on_request() -> None:

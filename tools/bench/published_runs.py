@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_balance.device import cpu, quiet
 
 ROOT = Path(__file__).parents[2]
+SPREAD = 0.26
+"""Measured in the quick start; see `DrawnLoads.spread`."""
+
 COMMON = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -51,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     tables = {
         "iteration, s": (predicted_run(run) for run in content["runs"] if args.only in run["name"]),
+        "throughput with uneven over even routing": (
+            predicted_ratio(one) for one in content["uneven"] if args.only in one["name"]
+        ),
         "exchange, ms": (predicted_exchange(one) for one in content["exchanges"] if args.only in one["name"]),
         "four layers of DeepSeek-V3, forward and backward, ms": (
             row for row in predicted_trace(content["trace"]) if args.only in row.name
@@ -85,13 +91,21 @@ def predicted_run(run: Mapping[str, Any]) -> Row:
     return Row(run["name"], run["seconds"], seconds, run["fitted"])
 
 
+def predicted_ratio(one: Mapping[str, Any]) -> Row:
+    """Return the throughput with the loads of a published max/mean, over that with even loads."""
+    flags = shlex.split(one["flags"])
+    batch = int(flags[flags.index("--global-batch-size") + 1])
+    even, uneven = (_simulated(one, flags, batch, load) for load in ("even", one["load"]))
+    return Row(one["name"], one["ratio"], even / uneven)
+
+
 NUMBERS = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
     *("--micro-batch-size", "--global-batch-size"),
 )
 
 
-def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int) -> float:
+def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: str = "even") -> float:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
@@ -103,7 +117,7 @@ def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int) -> floa
     cluster = ROOT / "configs/clusters" / f"{run['cluster']}.yaml"
     config, target = configured([*words, *COMMON.split()], cluster, run["gpus"], **real)
     job, _ = simulated_job(config, target)
-    return Simulation(job, loads_of(config, "even", 0)).run(1).seconds
+    return Simulation(job, loads_of(config, load, 0, spread=SPREAD)).run(1).seconds
 
 
 def predicted_exchange(one: Mapping[str, Any]) -> Row:
