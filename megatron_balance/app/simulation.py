@@ -44,7 +44,8 @@ from megatron_balance.training.run import Run
 NO_TIME = Passes(0.0, 0.0)
 
 LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((200, 10), (300, 11))}
-"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert."""
+"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert. They agree
+with published runs (docs/measurements/published_runs.md); no source states them."""
 
 GRAPHS = {"none": 1.0, "router": 0.6, "attention": 0.35, "full": 0.0}
 """Launches of a layer outside experts that are left if CUDA graphs contain nothing, the router with the preparation of
@@ -277,7 +278,7 @@ class _StageBuilder:
         assert config.ffn_hidden_size is not None
         parts = [computation.routing()] if moe else []
         if inner := (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size:
-            parts.append(computation.mlp(inner))
+            parts.append(computation.mlp(inner, "shared_experts" if moe else "mlp"))
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize

@@ -120,5 +120,5 @@ def non_expert_passes(
     computation = Computation(kernels_of(profile, config), config, tokens, seq_length)
     dense = computation.attention().plus(computation.mlp(config.ffn_hidden_size)).times(dense_layers)
     shared = config.moe_shared_expert_intermediate_size
-    more = [computation.mlp(shared)] if shared else []
+    more = [computation.mlp(shared, "shared_experts")] if shared else []
     return computation.attention().plus(computation.routing(), dense, *more)
