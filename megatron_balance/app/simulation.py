@@ -44,8 +44,8 @@ from megatron_balance.training.run import Run
 NO_TIME = Passes(0.0, 0.0)
 
 LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((200, 10), (300, 11))}
-"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert. They agree
-with published runs (docs/measurements/published_runs.md); no source states them."""
+"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert. They
+agree with published runs (docs/measurements/published_runs.md); no source states them."""
 
 GRAPHS = {"none": 1.0, "router": 0.6, "attention": 0.35, "full": 0.0}
 """Launches of a layer outside experts that are left if CUDA graphs contain nothing, the router with the preparation of
