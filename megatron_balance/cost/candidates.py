@@ -6,7 +6,6 @@ In shapes, A counts candidates or plans, and M the experts that a candidate chan
 import numpy as np
 
 from megatron_balance.cost.core import (
-    FEATURES,
     CandidateCosts,
     Prices,
     add_expert,

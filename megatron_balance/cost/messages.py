@@ -58,7 +58,9 @@ class Messages(NamedTuple):
 
 
 @compiled(None)
-def _add(amount_FWD: np.ndarray, number_FWD: np.ndarray, rank: int, way: int, far: float, near: float, parts: int) -> None:
+def _add(
+    amount_FWD: np.ndarray, number_FWD: np.ndarray, rank: int, way: int, far: float, near: float, parts: int
+) -> None:
     """Add hops of `parts` parts of an expert that a rank sends (way 0) or receives (way 1)."""
     amount_FWD[0, way, rank] += near / parts
     amount_FWD[1, way, rank] += far / parts

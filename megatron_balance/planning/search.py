@@ -10,6 +10,7 @@ the owner. A way of planning has two steps:
 In shapes, A counts ways, G guest slots of a rank, P pairs of an expert and another node, and M guests.
 """
 
+import functools
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -17,8 +18,8 @@ import numpy as np
 from megatron_balance.cost.candidates import add_guests
 from megatron_balance.cost.core import COMPUTED, Prices, sum_work
 from megatron_balance.cost.messages import Messages, send_guests
-from megatron_balance.device.compiled import compiled
-from megatron_balance.planning.fit import Overload, fit
+from megatron_balance.device.compiled import compiled, packed
+from megatron_balance.planning.fit import FILLING, Overload, fit
 
 NOBODY = -1
 """Expert in an empty guest slot."""
@@ -53,6 +54,12 @@ class Way(NamedTuple):
     """Number of a rank's guest slots that leveling may use."""
 
 
+@functools.cache
+def way_record() -> np.dtype:
+    """Return the type of a way in arrays for compiled loops."""
+    return packed(Way(0.0, 0.0, 1.0, FILLING, 0, 0)).dtype
+
+
 class Layer(NamedTuple):
     """Numbers of a layer that all plans share."""
 
@@ -68,7 +75,7 @@ class Layer(NamedTuple):
     owned_FBD: Annotated[np.ndarray, "float64[:,:,::1]"]
     """`owner_loads` of all experts."""
     pair_P: _Whole
-    """expert * nodes + node, for nodes that do not own the expert, by tokens, most first."""
+    """node * experts + expert, for nodes that do not own the expert, by tokens, most first."""
     pair_tokens_P: _Whole
     """Tokens that the node's ranks have for the expert."""
     slots: int
@@ -124,13 +131,13 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         loads_D[layer.owner_E[expert]] += layer.total_E[expert]
     mean = loads_D.sum() // ranks + 1
     free_D = np.full(ranks, layer.slots)
-    free_N = np.full(nodes, int(way.part * layer.slots * min(node_size, ranks)))
+    free_N = np.full(nodes, int(np.ceil(way.part * layer.slots * min(node_size, ranks))))
     open_nodes = nodes
     times_D = np.zeros(ranks)
     is_sent_E = np.zeros(len(layer.total_E), np.bool_)
     for p in range(len(layer.pair_P)):
-        expert = layer.pair_P[p] // nodes
-        node = layer.pair_P[p] % nodes
+        expert = layer.pair_P[p] % len(layer.total_E)
+        node = layer.pair_P[p] // len(layer.total_E)
         left = layer.pair_tokens_P[p]
         owner = layer.owner_E[expert]
         if not left or not open_nodes:
@@ -141,9 +148,9 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         while left and free_N[node]:
             found = -1
             for rank in range(node * node_size, min((node + 1) * node_size, ranks)):
-                if free_D[rank] and times_D[rank] + time <= way.sent and (found < 0 or loads_D[rank] < loads_D[found]):
-                    if _slot_of(guest_DG, rank, expert) < 0:
-                        found = rank
+                can_take = free_D[rank] and times_D[rank] + time <= way.sent and _slot_of(guest_DG, rank, expert) < 0
+                if can_take and (found < 0 or loads_D[rank] < loads_D[found]):
+                    found = rank
             if found < 0:
                 # Without time for the node's first guest of an expert, there is none for later experts
                 free_N[node] = 0 if time == far else free_N[node]
@@ -280,7 +287,12 @@ def _add(added_FBD: np.ndarray, sign: float, layer: Layer, guests: Guests, first
 
 
 @compiled(
-    "Plans(Layer, Way[::1], int64[::1], float64, Messages[::1], Prices[::1], float64[::1], float64[::1])", Plans, Layer, Way, Messages, Prices
+    "Plans(Layer, Way[::1], int64[::1], float64, Messages[::1], Prices[::1], float64[::1], float64[::1])",
+    Plans,
+    Layer,
+    Way,
+    Messages,
+    Prices,
 )
 def make_plans(
     layer: Layer,
@@ -363,7 +375,9 @@ def _shift(guests: Guests, taken_M: np.ndarray, total_E: np.ndarray, m: int, oth
 
 
 @compiled(
-    "UniTuple(float64, 2)(Layer, int64[:,::1], int64[:,::1], int64, Prices[::1], float64[::1], float64[::1])", Layer, Prices
+    "UniTuple(float64, 2)(Layer, int64[:,::1], int64[:,::1], int64, Prices[::1], float64[::1], float64[::1])",
+    Layer,
+    Prices,
 )
 def tune(
     layer: Layer,

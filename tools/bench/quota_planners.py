@@ -19,7 +19,6 @@ higher target is then tried. Planning time is the time of this thread, the faste
 """
 
 import argparse
-import dataclasses
 import math
 import statistics
 import time

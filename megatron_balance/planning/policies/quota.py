@@ -8,11 +8,10 @@ import numpy as np
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
-from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, tune
+from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, tune, way_record
 
 EVEN = 1.01
 """Tokens of the busiest rank, over the mean, of loads that are even."""
@@ -43,7 +42,7 @@ FINE_EXCESSES = (0.7, 0.85, 1.2, 1.4)
 WORK = 600
 """Number of ways, times ranks, that are tried while they make the layer faster."""
 
-TUNING = 2700
+TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
 
 
@@ -118,12 +117,12 @@ class _Search:
             owner_E=owner_E,
             home_DS=np.array(current.home),
             owned_FBD=owned_FBD,
-            **_pairs(counts_EBD, owner_E, cost),
+            **_pairs(counts_BDE, owner_E, cost),
             slots=current.guest_slots,
         )
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
+        self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
         self._messages = cost.transport.messages_1
-        self._record = packed(Way(0.0, PART, TARGET, FILLING, PARTS, 1)).dtype
         self._tried = dict[Way, None]()
         self._best: _Plan | None = None
 
@@ -138,13 +137,13 @@ class _Search:
         start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS), self._layer.slots)
         sent = LOCALIZED if self.can_localize else (0,)
         best = self._fastest([start._replace(sent=experts * far) for experts in sent])
-        best = self._fastest(self._reach(best.way))
-        best = self._fastest([*self._level(best.way, EXCESSES), best.way._replace(order=WHOLE)])
+        best = self._fastest(self._reach(best.way, fine=False))
+        best = self._fastest(self._level(best.way, EXCESSES))
         found = None
         while found != best.way and len(self._tried) * self._current.num_ranks < WORK:
             found = best.way
             best = self._fastest(self._localize(best.way))
-            best = self._fastest(self._reach(best.way))
+            best = self._fastest(self._reach(best.way, fine=True))
             orders = [best.way._replace(order=order) for order in (WHOLE, BUSIEST)]
             best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
         return self._tuned(best)
@@ -156,13 +155,15 @@ class _Search:
         sent = [way._replace(sent=way.sent * factor) for factor in (0.5, 1.5, 2.0)]
         return sent + [way._replace(part=part) for part in (0.4, 0.55, 0.85, 1.0)]
 
-    def _reach(self, way: Way) -> list[Way]:
+    def _reach(self, way: Way, *, fine: bool) -> list[Way]:
         """Return ways with other costs of a guest on another node."""
         network = self._cost.network
         if len(network.first_N) == 1:
             return []
-        found = [way._replace(far=far) for far in (PARTS, 2 * PARTS, round(self._cost.transport.far * PARTS))]
-        return found + [way._replace(far=0)] if network.has_both_levels else found
+        costs = [PARTS, 0] if network.has_both_levels else [PARTS]
+        if fine:
+            costs += [2 * PARTS, round(self._cost.transport.far * PARTS)]
+        return [way._replace(far=far) for far in costs]
 
     def _level(self, way: Way, factors: Iterable[float]) -> list[Way]:
         """Return ways with other targets, by the excess over the mean."""
@@ -173,13 +174,20 @@ class _Search:
         ways = [way for way in dict.fromkeys(ways) if way not in self._tried]
         self._tried.update(dict.fromkeys(ways))
         if ways:
-            records_A = np.array(ways, self._record)
-            plans = make_plans(self._layer, records_A, self._order_B, self._limit, self._messages, *self._cost.prices)
+            ways_A = np.array(ways, way_record())
+            plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
             time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
             hidden_A = plans.trans_A + plans.agg_A - time.trans - time.agg
             a = int((time.total + TIE * hidden_A).argmin())
-            numbers = (float(array_A[a]) for array_A in (time.total, hidden_A, plans.trans_A, plans.agg_A))
-            found = _Plan(ways[a], plans.guest_ADG[a], plans.taken_ADG[a], *numbers)
+            found = _Plan(
+                way=ways[a],
+                guest_DG=plans.guest_ADG[a],
+                taken_DG=plans.taken_ADG[a],
+                seconds=float(time.total[a]),
+                hidden=float(hidden_A[a]),
+                trans=float(plans.trans_A[a]),
+                agg=float(plans.agg_A[a]),
+            )
             if self._best is None or found.charged < self._best.charged:
                 self._best = found
         assert self._best is not None
@@ -190,14 +198,14 @@ class _Search:
         """Seconds of exchanges and computation, beyond those without tokens, that are as slow as the best plan."""
         if self._best is None or self._cost.degrees != (1,):
             return np.inf
-        return self._best.charged - float(self._cost.time_of(0.0, 0.0, 0.0, 0.0).total)
+        return self._best.charged - self._overhead
 
     def _tuned(self, plan: _Plan) -> _Plan:
         """Return the plan with other numbers of tokens, if that is faster."""
         taken_DG = plan.taken_DG.copy()
         most = TUNING // self._current.num_ranks
-        work = tune(self._layer, plan.guest_DG, taken_DG, most, *self._cost.prices)
-        time = self._cost.time_of(*work, plan.trans, plan.agg)
+        exchanging, computed = tune(self._layer, plan.guest_DG, taken_DG, most, *self._cost.prices)
+        time = self._cost.time_of(exchanging, computed, plan.trans, plan.agg)
         hidden = plan.trans + plan.agg - time.trans - time.agg
         found = plan._replace(taken_DG=taken_DG, seconds=float(time.total), hidden=float(hidden))
         return found if found.charged < plan.charged else plan
@@ -234,10 +242,10 @@ def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
     return pays and len(cost.network.first_N) > 1
 
 
-def _pairs(counts_EBD: np.ndarray, owner_E: np.ndarray, cost: CostModel) -> dict[str, np.ndarray]:
+def _pairs(counts_BDE: np.ndarray, owner_E: np.ndarray, cost: CostModel) -> dict[str, np.ndarray]:
     """Return the fields of Layer about experts and other nodes."""
     network = cost.network
-    tokens_EN = np.add.reduceat(counts_EBD.sum(1), network.first_N, axis=1).astype(np.int64)
-    tokens_EN[np.arange(len(owner_E)), network.node_D[owner_E]] = 0
-    pair_P = np.argsort(-tokens_EN, axis=None, kind="stable")
-    return {"pair_P": pair_P, "pair_tokens_P": tokens_EN.ravel()[pair_P]}
+    tokens_NE = np.add.reduceat(counts_BDE.sum(0), network.first_N, axis=0)
+    tokens_NE[network.node_D[owner_E], np.arange(len(owner_E))] = 0
+    pair_P = np.argsort(-tokens_NE, axis=None, kind="stable")
+    return {"pair_P": pair_P, "pair_tokens_P": tokens_NE.ravel()[pair_P]}
