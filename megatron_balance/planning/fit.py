@@ -58,10 +58,6 @@ class TokenMoves(NamedTuple):
     """The ranks of the guests."""
     tokens_M: _Row
 
-    def first(self, number: int) -> "TokenMoves":
-        """Return the first moves."""
-        return TokenMoves(*(part_M[:number] for part_M in self))
-
 
 class Fitted(NamedTuple):
     """The moves of a fit."""
@@ -69,11 +65,6 @@ class Fitted(NamedTuple):
     moves: TokenMoves
     excess: _Row
     """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; <= 0: none."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether no rank exceeds its capacity after all moves."""
-        return bool(self.excess[-1] <= 0)
 
 
 @compiled("int64(int64[::1], int64, int64)")

@@ -16,16 +16,13 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.candidates import add_guests
-from megatron_balance.cost.core import COMPUTED, Prices, sum_work
+from megatron_balance.cost.core import Prices, sum_work
 from megatron_balance.cost.messages import Messages, send_guests
 from megatron_balance.device.compiled import compiled, packed
 from megatron_balance.planning.fit import FILLING, Overload, fit
 
 NOBODY = -1
 """Expert in an empty guest slot."""
-
-WORTHWHILE = 2e-4
-PARTS_OF_MEAN = (0.3, 0.1, 0.03, 0.01)
 
 NEVER = 1e9
 """Seconds of Trans and of Agg of plans that are too slow without them."""
@@ -120,8 +117,8 @@ def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, to
 
 @compiled(None)
 def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way, node_size: int, far: float) -> None:
-    """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the fewest tokens; an expert
-    with more tokens than an average rank is on several."""
+    """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the
+    fewest tokens; an expert with more tokens than an average rank is on several."""
     if way.sent < far:
         return
     ranks = len(guest_DG)
@@ -248,7 +245,7 @@ class Guests(NamedTuple):
 
 
 @compiled(None)
-def _guests(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -> Guests:
+def guests_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -> Guests:
     """Return a plan's guests."""
     first_E = np.zeros(len(total_E) + 1, np.int64)
     for expert in guest_DG.flat:
@@ -280,7 +277,9 @@ def _guests(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -> 
 
 
 @compiled(None)
-def _add(added_FBD: np.ndarray, sign: float, layer: Layer, guests: Guests, first: int, after: int, size: int) -> None:
+def add_some(
+    added_FBD: np.ndarray, sign: float, layer: Layer, guests: Guests, first: int, after: int, size: int
+) -> None:
     """Add the loads of some guests."""
     some = guests.expert_M[first:after], guests.rank_M[first:after], guests.share_M[first:after]
     add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
@@ -332,132 +331,11 @@ def make_plans(
         for _ in range(ROUNDS if len(order_B) > 1 else 1):
             for microbatch in order_B:
                 _level(guest_ADG[a], taken_ADG[a], layer, way, microbatch, rate_D, size)
-        guests = _guests(guest_ADG[a], taken_ADG[a], layer.total_E)
+        guests = guests_of(guest_ADG[a], taken_ADG[a], layer.total_E)
         added_FBD[:] = 0.0
-        _add(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
+        add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
         costs[2:, a] = NEVER
         if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
             costs[2, a], costs[3, a] = send_guests(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1[0])
     return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])
-
-
-@compiled(None)
-def _longest(
-    loads_FBD: np.ndarray, added_FBD: np.ndarray, work_BD: np.ndarray, per_token_D: np.ndarray
-) -> tuple[int, int]:
-    """Return the rank that computes longest, and the one that exchanges longest in one microbatch."""
-    computing = -1
-    exchanging = -1
-    most = -1.0
-    longest = -1.0
-    for b in range(len(work_BD)):
-        for rank in range(len(per_token_D)):
-            seconds = (loads_FBD[COMPUTED, b, rank] + added_FBD[COMPUTED, b, rank]) * per_token_D[rank]
-            if seconds > most:
-                most = seconds
-                computing = rank
-            if work_BD[b, rank] - seconds > longest:
-                longest = work_BD[b, rank] - seconds
-                exchanging = rank
-    return computing, exchanging
-
-
-@compiled(None)
-def _shift(guests: Guests, taken_M: np.ndarray, total_E: np.ndarray, m: int, other: int, tokens: int) -> None:
-    """Let a guest take over tokens from another guest of the expert, or from the owner if `other` is `m`."""
-    total = total_E[guests.expert_M[m]]
-    taken_M[m] += tokens
-    guests.share_M[m] = taken_M[m] / total
-    if other != m:
-        taken_M[other] -= tokens
-        guests.share_M[other] = taken_M[other] / total
-
-
-@compiled(
-    "UniTuple(float64, 2)(Layer, int64[:,::1], int64[:,::1], int64, Prices[::1], float64[::1], float64[::1])",
-    Layer,
-    Prices,
-)
-def tune(
-    layer: Layer,
-    guest_DG: np.ndarray,
-    taken_DG: np.ndarray,
-    most: int,
-    prices_1: np.ndarray,
-    rate_D: np.ndarray,
-    per_token_D: np.ndarray,
-) -> tuple[float, float]:
-    """Shift tokens between hosts of one expert, while that shortens exchanges and computation. Each shift relieves the
-    rank that computes longest or the one that exchanges longest. About `most` shifts are tried. All guests stay. Return
-    `CostModel.work_of`."""
-    prices = prices_1[0]
-    size = prices.links.node_size
-    guests = _guests(guest_DG, taken_DG, layer.total_E)
-    number = len(guests.expert_M)
-    taken_M = np.empty(number, np.int64)
-    for m in range(number):
-        taken_M[m] = taken_DG[guests.rank_M[m], guests.slot_M[m]]
-    added_FBD = np.zeros_like(layer.owned_FBD)
-    work_BD = np.empty(added_FBD.shape[1:])
-    tried_BD = np.empty(added_FBD.shape[1:])
-    _add(added_FBD, 1.0, layer, guests, 0, number, size)
-    mean = layer.total_E.sum() / len(rate_D)
-    seconds_per_token = per_token_D[0] * rate_D[0]
-    exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-    now = 4 * exchanging + seconds_per_token * computed
-    tried = 0
-    while tried < most:
-        ranks = _longest(layer.owned_FBD, added_FBD, work_BD, per_token_D)
-        least = now * (1 - WORTHWHILE)
-        best = -1
-        peer = -1
-        moved = 0
-        for m in range(number):
-            if tried >= most:
-                break
-            expert = guests.expert_M[m]
-            owner = layer.owner_E[expert]
-            first = guests.first_E[expert]
-            after = guests.first_E[expert + 1]
-            rest_FBD = added_FBD
-            for other in range(m, after):
-                ends = guests.rank_M[m], owner if other == m else guests.rank_M[other]
-                if ends[0] not in ranks and ends[1] not in ranks:
-                    continue
-                if rest_FBD is added_FBD:
-                    rest_FBD = added_FBD.copy()
-                    _add(rest_FBD, -1.0, layer, guests, first, after, size)
-                there = layer.total_E[expert] - taken_M[first:after].sum() if other == m else taken_M[other] - 1
-                for sign in (1, -1):
-                    # Computation only becomes shorter if the rank gives tokens away
-                    gives = ends[1] if sign == 1 else ends[0]
-                    if gives not in ranks and ranks[0] in ends:
-                        continue
-                    for part in PARTS_OF_MEAN:
-                        tokens = min(np.int64(part * mean), there if sign == 1 else taken_M[m] - 1)
-                        if tokens <= 0:
-                            continue
-                        _shift(guests, taken_M, layer.total_E, m, other, sign * tokens)
-                        changed_FBD = rest_FBD.copy()
-                        _add(changed_FBD, 1.0, layer, guests, first, after, size)
-                        _shift(guests, taken_M, layer.total_E, m, other, -sign * tokens)
-                        found = sum_work(layer.owned_FBD, changed_FBD, tried_BD, prices, rate_D, per_token_D)
-                        tried += 1
-                        if 4 * found[0] + seconds_per_token * found[1] < least:
-                            least = 4 * found[0] + seconds_per_token * found[1]
-                            best = m
-                            peer = other
-                            moved = sign * tokens
-        if best < 0:
-            break
-        first = guests.first_E[guests.expert_M[best]]
-        after = guests.first_E[guests.expert_M[best] + 1]
-        _add(added_FBD, -1.0, layer, guests, first, after, size)
-        _shift(guests, taken_M, layer.total_E, best, peer, moved)
-        _add(added_FBD, 1.0, layer, guests, first, after, size)
-        exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        now = 4 * exchanging + seconds_per_token * computed
-    for m in range(number):
-        taken_DG[guests.rank_M[m], guests.slot_M[m]] = taken_M[m]
-    return exchanging, computed

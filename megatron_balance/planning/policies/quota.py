@@ -11,7 +11,8 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, tune, way_record
+from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, way_record
+from megatron_balance.planning.tuning import tune
 
 EVEN = 1.01
 """Tokens of the busiest rank, over the mean, of loads that are even."""
