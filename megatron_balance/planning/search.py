@@ -47,14 +47,12 @@ class Way(NamedTuple):
     """Order of moves; see `planning/fit.py`."""
     far: int
     """See `Overload.far`; 0: the target applies to the busiest node's mean."""
-    slots: int
-    """Number of a rank's guest slots that leveling may use."""
 
 
 @functools.cache
 def way_record() -> np.dtype:
     """Return the type of a way in arrays for compiled loops."""
-    return packed(Way(0.0, 0.0, 1.0, FILLING, 0, 0)).dtype
+    return packed(Way(0.0, 0.0, 1.0, FILLING, 0)).dtype
 
 
 class Layer(NamedTuple):
@@ -168,17 +166,31 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
 
 
 @compiled(None)
+def _undo(guest_DG: np.ndarray, taken_DG: np.ndarray, moved_DG: np.ndarray) -> None:
+    """Return the tokens that leveling of a microbatch has moved."""
+    for rank in range(len(guest_DG)):
+        for slot in range(guest_DG.shape[1]):
+            if moved_DG[rank, slot]:
+                taken_DG[rank, slot] -= moved_DG[rank, slot]
+                moved_DG[rank, slot] = 0
+                if not taken_DG[rank, slot]:
+                    guest_DG[rank, slot] = NOBODY
+
+
+@compiled(None)
 def _level(
     guest_DG: np.ndarray,
     taken_DG: np.ndarray,
+    moved_DG: np.ndarray,
     layer: Layer,
     way: Way,
     microbatch: int,
     rate_D: np.ndarray,
     node_size: int,
 ) -> None:
-    """Move a microbatch's tokens until all ranks meet the target, as far as rooms and slots suffice. A guest takes over
-    the same share of its expert's tokens in all microbatches."""
+    """Move a microbatch's tokens until all ranks meet the target, as far as rooms and slots suffice, and add the tokens
+    that guests receive to `moved_DG`. A guest takes over the same share of its expert's tokens in all microbatches. A
+    guest's tokens may move too, if there is one microbatch; otherwise, they may be there for others."""
     ranks, homes = layer.home_DS.shape
     tokens_DS = np.zeros((ranks, homes + layer.slots), np.int64)
     experts_DS = np.zeros((ranks, homes + layer.slots), np.int64)
@@ -187,21 +199,20 @@ def _level(
     for expert in range(len(left_E)):
         left_E[expert] = layer.tokens_EB[expert, microbatch]
     loads_D = np.zeros(ranks, np.int64)
-    slots_D = np.full(ranks, way.slots)
+    slots_D = np.full(ranks, layer.slots)
     for rank in range(ranks):
         for slot in range(layer.slots):
             expert = guest_DG[rank, slot]
             if expert != NOBODY:
                 product = taken_DG[rank, slot] * np.int64(layer.tokens_EB[expert, microbatch])
                 tokens = product // layer.total_E[expert]
-                tokens_DS[rank, homes + slot] = tokens
+                tokens_DS[rank, homes + slot] = tokens if layer.tokens_EB.shape[1] == 1 else 0
                 experts_DS[rank, homes + slot] = expert
                 # Rounded up, so that shares in all microbatches never add up to more than the expert's tokens
                 left_E[expert] -= -(-product // layer.total_E[expert])
                 loads_D[rank] += tokens
                 loads_D[layer.owner_E[expert]] -= tokens
                 slots_D[rank] -= 1
-        slots_D[rank] = max(slots_D[rank], 0)
     for rank in range(ranks):
         for slot in range(homes):
             expert = layer.home_DS[rank, slot]
@@ -226,10 +237,10 @@ def _level(
         owner = layer.owner_E[expert]
         tokens = moves.tokens_M[m] * layer.total_E[expert] // np.int64(layer.tokens_EB[expert, microbatch])
         if source != owner:
-            tokens = min(tokens, taken_DG[source, _slot_of(guest_DG, source, expert)])
             _take(guest_DG, taken_DG, expert, source, -tokens)
         if target != owner:
             _take(guest_DG, taken_DG, expert, target, tokens)
+            moved_DG[target, _slot_of(guest_DG, target, expert)] += tokens
 
 
 class Guests(NamedTuple):
@@ -317,6 +328,7 @@ def make_plans(
     taken_ADG = np.empty((ways, ranks, layer.slots), np.int64)
     guest_DG = np.empty((ranks, layer.slots), np.int64)
     taken_DG = np.empty((ranks, layer.slots), np.int64)
+    moved_BDG = np.empty((len(order_B), ranks, layer.slots), np.int64)
     costs = np.zeros((4, ways))
     added_FBD = np.empty_like(layer.owned_FBD)
     work_BD = np.empty(added_FBD.shape[1:])
@@ -328,9 +340,11 @@ def make_plans(
             _localize(guest_DG, taken_DG, layer, way, size, prices.sending.far)
         guest_ADG[a] = guest_DG
         taken_ADG[a] = taken_DG
+        moved_BDG[:] = 0
         for _ in range(ROUNDS if len(order_B) > 1 else 1):
             for microbatch in order_B:
-                _level(guest_ADG[a], taken_ADG[a], layer, way, microbatch, rate_D, size)
+                _undo(guest_ADG[a], taken_ADG[a], moved_BDG[microbatch])
+                _level(guest_ADG[a], taken_ADG[a], moved_BDG[microbatch], layer, way, microbatch, rate_D, size)
         guests = guests_of(guest_ADG[a], taken_ADG[a], layer.total_E)
         added_FBD[:] = 0.0
         add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)

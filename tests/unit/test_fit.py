@@ -174,7 +174,9 @@ def test_moves_stay_within_what_ranks_have(case: dict) -> None:
         assert max(0, over) == max(0, found.excess[index + 1]) <= max(0, found.excess[index])
     assert min(left.values(), default=0) >= 0
     assert all(guests[rank] <= slots for rank, slots in enumerate(case["slots"]))
-    assert (found.excess[-1] <= 0) == all(load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True))
+    assert (found.excess[-1] <= 0) == all(
+        load <= capacity for load, capacity in zip(loads, case["capacities"], strict=True)
+    )
 
 
 def level(sizes: list[list[int]], capacity: int, slots: int, **options: int) -> Fitted:

@@ -29,6 +29,9 @@ TIE = 0.001
 TARGET = 1.02
 """Tokens of the busiest rank, over the mean, at which the first way aims."""
 
+LOOSE = 1.3
+"""The same, if several microbatches are leveled."""
+
 PART = 0.7
 """Fraction of a node's guest slots that localized experts may use at first, because leveling needs slots, too."""
 
@@ -135,11 +138,21 @@ class _Search:
     def best(self) -> _Plan:
         """Return the fastest plan."""
         far = self._cost.transport.far
-        start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS), self._layer.slots)
+        start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS))
         sent = LOCALIZED if self.can_localize else (0,)
-        best = self._fastest([start._replace(sent=experts * far) for experts in sent])
+        ways = [start._replace(sent=experts * far) for experts in sent]
+        if len(self._order_B) > 1:
+            # Microbatches share the slots
+            ways += [way._replace(target=LOOSE) for way in ways]
+            ways += self._reach(ways[len(sent)], fine=False)
+        best = self._fastest(ways)
         best = self._fastest(self._reach(best.way, fine=False))
+        first = best.way.target
         best = self._fastest(self._level(best.way, EXCESSES))
+        while best.way.target > first:
+            # Slots may not suffice for loads that are nearly even
+            first = best.way.target
+            best = self._fastest(self._level(best.way, (2.0, 5.0)))
         found = None
         while found != best.way and len(self._tried) * self._current.num_ranks < WORK:
             found = best.way
