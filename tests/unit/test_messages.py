@@ -21,7 +21,9 @@ SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 def sending_models(draw: st.DrawFn, ranks: int) -> SendingModel:
     """Draw links, launches, tensors and experts of all sizes."""
     number = st.sampled_from([0.0, 1e-6, 1e-3, 0.1])
-    lines = st.builds(Fit, number, number, st.just(0.0), st.just(0.0))
+    # Without latency, all numbers of pieces would be equally fast, up to rounding
+    latency = st.sampled_from([1e-6, 1e-3, 0.1])
+    lines = st.builds(Fit, latency, number, st.just(0.0), st.just(0.0))
     profile = from_links(
         ranks, draw(st.integers(1, ranks)), draw(lines), draw(lines), shared=draw(lines), forward=SPEED, backward=SPEED
     )
@@ -39,18 +41,23 @@ def sending_models(draw: st.DrawFn, ranks: int) -> SendingModel:
     return SendingModel(profile, draw(sizes), draw(sizes), in_parts=draw(st.booleans()))
 
 
-def seconds(model: SendingModel, placement: Placement) -> tuple[float, float]:
+def check(model: SendingModel, placement: Placement) -> None:
     _, expert_M, rank_M = placement.tables.guests
     order_M = np.lexsort((rank_M, expert_M))
-    ranks = placement.num_ranks
-    return sending_seconds(expert_M[order_M], rank_M[order_M], owners(placement), ranks, model.messages_1)
+    guests = expert_M[order_M], rank_M[order_M]
+    trans, agg = sending_seconds(*guests, owners(placement), placement.num_ranks, model.messages_1)
+    best = model.best(placement)
+    assert trans == pytest.approx(best.trans, rel=1e-9)
+    # Rounding decides between routes that are equally fast
+    routes = [sending for sending, _ in model._choices(placement)] if placement.added_hosts else [best]
+    assert any(agg == pytest.approx(each.agg, rel=1e-9) for each in routes if each.trans <= trans * (1 + 1e-9))
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.data(), placements())
 def test_small_placements(data: st.DataObject, placement: Placement) -> None:
     model = data.draw(sending_models(placement.num_ranks))
-    assert seconds(model, placement) == pytest.approx(model.best(placement)[2:], rel=1e-9)
+    check(model, placement)
 
 
 @settings(deadline=None, max_examples=60)
@@ -58,4 +65,4 @@ def test_small_placements(data: st.DataObject, placement: Placement) -> None:
 def test_experts_with_many_guests(data: st.DataObject, seed: int, ranks: int, slots: int) -> None:
     model = data.draw(sending_models(ranks))
     placement = random_placement(ranks, ranks, min(slots, ranks - 1), seed)
-    assert seconds(model, placement) == pytest.approx(model.best(placement)[2:], rel=1e-9)
+    check(model, placement)
