@@ -148,7 +148,7 @@ class _Search:
         best = self._fastest(ways)
         best = self._fastest(self._reach(best.way, fine=False))
         first = best.way.target
-        best = self._fastest(self._level(best.way, EXCESSES))
+        best = self._fastest([*self._level(best.way, EXCESSES), best.way._replace(order=WHOLE)])
         while best.way.target > first:
             # Slots may not suffice for loads that are nearly even
             first = best.way.target
@@ -158,7 +158,7 @@ class _Search:
             found = best.way
             best = self._fastest(self._localize(best.way))
             best = self._fastest(self._reach(best.way, fine=True))
-            orders = [best.way._replace(order=order) for order in (WHOLE, BUSIEST)]
+            orders = [best.way._replace(order=order) for order in (FILLING, WHOLE, BUSIEST)]
             best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
         return self._tuned(best)
 
@@ -177,7 +177,8 @@ class _Search:
         costs = [PARTS, 0] if network.has_both_levels else [PARTS]
         if fine:
             costs += [2 * PARTS, round(self._cost.transport.far * PARTS)]
-        return [way._replace(far=far) for far in costs]
+        found = [way._replace(far=far) for far in costs]
+        return found if fine else [*found, way._replace(far=PARTS, order=BUSIEST)]
 
     def _level(self, way: Way, factors: Iterable[float]) -> list[Way]:
         """Return ways with other targets, by the excess over the mean."""
