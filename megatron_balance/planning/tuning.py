@@ -88,7 +88,7 @@ def _best_size(
     tried = 0
     for way in range(2):
         for size in SIZES:
-            tokens = min(np.int64(size * mean), has[way])
+            tokens = min(int(size * mean), has[way])
             if not gives[way] or tokens <= 0:
                 continue
             tokens = tokens if way else -tokens
