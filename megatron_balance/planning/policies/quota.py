@@ -54,8 +54,8 @@ class Quota(Policy):
     """Gives each guest the number of tokens that makes the layer fastest by the cost model.
 
     `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. The first
-    ways differ in how even the ranks become. Each further step changes one number of the fastest way so far. So prices
-    and loads decide which ways are tried, and how far.
+    ways differ in how many experts are localized. Each further step changes one number of the fastest way so far, so
+    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan.
     """
 
     name = "quota"
