@@ -1,68 +1,59 @@
-"""Seconds of Trans and Agg in compiled code: those of `SendingModel.best`, which lays out all messages."""
+"""Any text becomes one short, printable line in a log."""
 
-import dataclasses
-
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.messages import sending_seconds
-from megatron_balance.cost.model import owners
-from megatron_balance.cost.sending import SendingModel
-from megatron_balance.placement.placement import Placement
-from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, Fit, Throughput, from_links
-from tests.unit.placements import placements, random_placement
+from megatron_balance.messages import cleaned
 
-SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
-
-
-@st.composite
-def sending_models(draw: st.DrawFn, ranks: int) -> SendingModel:
-    """Draw links, launches, tensors and experts of all sizes."""
-    number = st.sampled_from([0.0, 1e-6, 1e-3, 0.1])
-    # Without latency, all numbers of pieces would be equally fast, up to rounding
-    latency = st.sampled_from([1e-6, 1e-3, 0.1])
-    lines = st.builds(Fit, latency, number, st.just(0.0), st.just(0.0))
-    profile = from_links(
-        ranks, draw(st.integers(1, ranks)), draw(lines), draw(lines), shared=draw(lines), forward=SPEED, backward=SPEED
-    )
-    half = {level: line._replace(beta=0.6 * line.beta) for level, line in profile.links["p2p"].items()}
-    one_way = draw(st.sampled_from([profile.links["p2p"], half]))
-    launches = {kind: {level: draw(lines) for level in LEVELS} for kind in ROUNDS}
-    profile = dataclasses.replace(
-        profile,
-        links={**profile.links, "one_way": {level: one_way[level] for level in LEVELS}},
-        launches=launches,
-        starts=dict.fromkeys(ROUNDS, draw(number)),
-        tensors=draw(st.integers(1, 3)),
-    )
-    sizes = st.sampled_from([1.0, 100.0, 1e6, 1e9])
-    return SendingModel(profile, draw(sizes), draw(sizes), in_parts=draw(st.booleans()))
+PIECES = st.one_of(
+    st.text(st.characters(), max_size=30),
+    st.sampled_from(
+        ["\x1b[31;1m", "\x1b]0;title\x07", "\x1b", "\r\n", "\u2028", "\u202e", "\u2066", "\ud800", "\x9b2J", "\0"]
+    ),
+)
 
 
-def check(model: SendingModel, placement: Placement) -> None:
-    _, expert_M, rank_M = placement.tables.guests
-    order_M = np.lexsort((rank_M, expert_M))
-    guests = expert_M[order_M], rank_M[order_M]
-    trans, agg = sending_seconds(*guests, owners(placement), placement.num_ranks, model.messages_1)
-    best = model.best(placement)
-    assert trans == pytest.approx(best.trans, rel=1e-9)
-    # Rounding decides between routes that are equally fast
-    routes = [sending for sending, _ in model._choices(placement)] if placement.added_hosts else [best]
-    assert any(agg == pytest.approx(each.agg, rel=1e-9) for each in routes if each.trans <= trans * (1 + 1e-9))
+@given(st.lists(PIECES, max_size=20).map("".join), st.integers(10, 300))
+def test_every_text_becomes_one_short_printable_line(text: str, limit: int) -> None:
+    line = cleaned(text, limit)
+    assert len(line) <= limit and line.isprintable() and line == " ".join(line.split())
+    line.encode("utf-8")
+    assert cleaned(line, limit) == line
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.data(), placements())
-def test_small_placements(data: st.DataObject, placement: Placement) -> None:
-    model = data.draw(sending_models(placement.num_ranks))
-    check(model, placement)
+@given(st.text(st.characters(categories=["L", "N", "P"]), max_size=200))
+def test_what_prints_stays(text: str) -> None:
+    assert cleaned(text) == text
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data(), st.integers(0, 10**6), st.integers(6, 20), st.integers(1, 6))
-def test_experts_with_many_guests(data: st.DataObject, seed: int, ranks: int, slots: int) -> None:
-    model = data.draw(sending_models(ranks))
-    placement = random_placement(ranks, ranks, min(slots, ranks - 1), seed)
-    check(model, placement)
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a\r\n\tb\u2028c", "a b c"),
+        ("\x1b[31mred\x1b[0m, \x1b]8;;http://x\x07a link\x1b]8;;\x07", "red, a link"),
+        ("user\u202egnp.exe\0\x7f", "user?gnp.exe??"),
+        ("lone \udc80 surrogate", "lone ? surrogate"),
+        (KeyError("a name"), "'a name'"),
+        (10**5000, "(its text cannot be shown)"),
+        (b"\xff", r"b'\xff'"),
+        ("", ""),
+    ],
+    ids=["white space", "sequences", "directions", "surrogate", "error", "number", "bytes", "nothing"],
+)
+def test_examples(text: object, line: str) -> None:
+    assert cleaned(text) == line
+
+
+def test_a_text_at_the_limit_is_whole() -> None:
+    assert cleaned("x" * 200) == "x" * 200
+    assert cleaned("x" * 201) == "x" * 196 + " ..."
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, RecursionError, MemoryError])
+def test_a_text_that_fails_is_reported_all_the_same(error: type[BaseException]) -> None:
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise error(0)
+
+    assert cleaned(Hostile()) == "(its text cannot be shown)"
