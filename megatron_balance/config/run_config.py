@@ -111,7 +111,8 @@ class BalanceConfig:
     (calibration.jsonl), with which a run makes the same plans again."""
 
     balance_explain: bool = False
-    """Print each change of a placement, with the layer's predicted times before and after it."""
+    """Print each change of a placement, with the layer's predicted times before and after it, and how far any other
+    placement with the same owners and slots could be below the latter at most."""
 
     moe_router_force_workload: str = flag_field("none", choices=WORKLOADS)
     """Route tokens by a synthetic workload instead of the router's scores, for benchmarks. The choices depend only on

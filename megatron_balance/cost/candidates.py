@@ -6,7 +6,6 @@ In shapes, A counts candidates or plans, and M the experts that a candidate chan
 import numpy as np
 
 from megatron_balance.cost.core import (
-    FEATURES,
     CandidateCosts,
     Prices,
     add_expert,
@@ -14,10 +13,8 @@ from megatron_balance.cost.core import (
     few_batches,
     hosted_by,
     move_expert,
-    send_expert,
     sum_work,
 )
-from megatron_balance.cost.network import Network
 from megatron_balance.device.compiled import compiled
 
 _EXPERTS = "float64[:,:,::1], int64[:,::1], int64[::1], int64[::1]"
@@ -167,60 +164,26 @@ def involve(
             found_A[a] += most if everyone else max(most, mean)
 
 
-def guest_costs(
-    network: Network,
-    far: float,
-    counts_EBD: np.ndarray,
-    tokens_EB: np.ndarray,
-    owner_E: np.ndarray,
-    guests: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    plans: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [A, 5, B, D]: the guests' additions to `owner_loads` in each of A plans; and [A], [A] for `seconds_of`.
-    The latter are the time of the busiest rank or adapter, and the longest time of a piece on other links. See
-    `SendingModel.far` for `far`; `tokens_EB` are sums of `counts_EBD`.
-
-    Args:
-        guests: [M] plans, experts, ranks that do not own them, and fractions of the experts' tokens that the guests
-            take over from the owners; each guest of a plan once, in any order, for the split `proportional`.
-    """
-    plan_M, expert_M, rank_M, _ = guests
-    order_M = np.lexsort((rank_M, expert_M, plan_M))
-    ordered = [part_M[order_M] for part_M in guests]
-    counts_EBD, tokens_EB = (np.ascontiguousarray(array, np.float64) for array in (counts_EBD, tokens_EB))
-    added_AFBD = np.zeros((plans, FEATURES, *counts_EBD.shape[1:]))
-    times_AD = np.zeros((plans, network.num_ranks))
-    entered_AN = np.zeros((plans, len(network.first_N)))
-    extra_A = np.zeros(plans)
-    found = added_AFBD, times_AD, entered_AN, extra_A
-    add_guests(*found, counts_EBD, tokens_EB, owner_E, *ordered, network.node_size, float(far))
-    busy_A = times_AD.max(1)
-    if network.adapters < network.node_size:
-        busy_A = np.maximum(busy_A, far * entered_AN.max(1) / network.adapters)
-    return added_AFBD, busy_A, extra_A
-
-
-@compiled(
-    "void(float64[:,:,:,::1], float64[:,::1], float64[:,::1], float64[::1], float64[:,:,::1], float64[:,::1], "
-    "int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64, float64)"
-)
+@compiled(None)
 def add_guests(
-    added_AFBD: np.ndarray,
-    times_AD: np.ndarray,
-    entered_AN: np.ndarray,
-    extra_A: np.ndarray,
+    added_FBD: np.ndarray,
+    sign: float,
     counts_EBD: np.ndarray,
     tokens_EB: np.ndarray,
     owner_E: np.ndarray,
-    plan_M: np.ndarray,
     expert_M: np.ndarray,
     rank_M: np.ndarray,
     share_M: np.ndarray,
     node_size: int,
-    far: float,
 ) -> None:
-    """Add loads, times of links, and the number of experts that enter each node; update the maximum of `extra_A`."""
-    ranks = added_AFBD.shape[3]
+    """Add, times `sign`, the changes of `owner_loads` by a plan's guests, for the split `proportional`.
+
+    Args:
+        tokens_EB: sums of `counts_EBD` over source ranks.
+        expert_M, rank_M: guests, ordered by expert, then by rank; each once.
+        share_M: fractions of the experts' tokens that the guests take over from the owners.
+    """
+    ranks = added_FBD.shape[2]
     is_whole = node_size >= ranks
     # Tokens keep their routes on nodes without hosts and, if there is one node, on ranks without hosts
     size = 1 if is_whole else node_size
@@ -228,33 +191,27 @@ def add_guests(
     with_D = np.zeros(ranks)
     without_D = np.zeros(ranks)
     first = 0
-    while first < len(plan_M):
-        plan = plan_M[first]
+    while first < len(expert_M):
         expert = expert_M[first]
         owner = owner_E[expert]
         share_D[:] = 0.0
         share_D[owner] = 1.0
-        node = owner // node_size
         after = first
-        while after < len(plan_M) and plan_M[after] == plan and expert_M[after] == expert:
-            rank = rank_M[after]
-            share_D[rank] = share_M[after]
+        while after < len(expert_M) and expert_M[after] == expert:
+            share_D[rank_M[after]] = share_M[after]
             share_D[owner] -= share_M[after]
-            if rank // node_size != node:
-                node = rank // node_size
-                entered_AN[plan, node] += node != owner // node_size
             after += 1
-        passed_on = send_expert(times_AD[plan], 1.0, rank_M[first:after], owner, node_size, far)
-        extra_A[plan] = max(extra_A[plan], passed_on)
-        for begin in range(0, ranks, size):
-            end = min(begin + size, ranks)
-            if not (begin <= owner < end or share_D[begin:end].any()):
+        # The owner's part and those of guests, which ascend
+        for m in range(first - 1, after):
+            begin = (owner if m < first else rank_M[m]) // size * size
+            if m >= first and (begin == owner // size * size or (m > first and begin == rank_M[m - 1] // size * size)):
                 continue
+            end = min(begin + size, ranks)
             for b in range(counts_EBD.shape[1]):
                 tokens = tokens_EB[expert, b]
                 for d in range(begin, end):
                     with_D[d] = share_D[d] * tokens
                     without_D[d] = tokens if d == owner else 0.0
-                add_node(added_AFBD[plan], b, 1.0, counts_EBD[expert], with_D, begin, end, is_whole)
-                add_node(added_AFBD[plan], b, -1.0, counts_EBD[expert], without_D, begin, end, is_whole)
+                add_node(added_FBD, b, sign, counts_EBD[expert], with_D, begin, end, is_whole)
+                add_node(added_FBD, b, -sign, counts_EBD[expert], without_D, begin, end, is_whole)
         first = after

@@ -18,24 +18,18 @@ import numpy as np
 
 from megatron_balance.cost.core import (
     LEAST_ALPHA,
-    MOST_PIECES,
     SendingLine,
     SendingPrices,
     few_batches_each,
     link_times,
     take_turns,
 )
+from megatron_balance.cost.messages import MOST_STAGED, PIECES, BatchLines, Messages
 from megatron_balance.cost.network import Network
 from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, Hops, TransPlan, hops, plan_hops
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
-
-PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_PIECES)
-"""Candidates for the number of pieces."""
-
-MOST_STAGED = 512 * 2**20
-"""Maximum bytes of gradients that a rank receives in one batch, because it stages them next to its own gradients."""
 
 LEAST_ROUNDS = 2
 """Minimum number of rounds for a large expert if its plan is executed in two parts."""
@@ -107,6 +101,15 @@ class BatchModel:
     def start(self) -> float:
         """Seconds beyond those of batches."""
         return self.profile.starts[self.kind]
+
+    @property
+    def lines(self) -> BatchLines:
+        """Numbers for compiled loops."""
+        links = (self.profile.link(self.kind, level)[:2] for level in LEVELS)
+        launches = (self.profile.launches[self.kind][level][:2] for level in LEVELS)
+        numbers = [number for pair in zip(links, launches, strict=True) for line in pair for number in line]
+        node_beta = self.profile.link(self.kind, LEVELS[1]).beta / self.network.adapters
+        return BatchLines(*map(float, (*numbers, node_beta, self.size, self.profile.tensors - 1, self.start)))
 
     def times(self, loads: BatchLoads) -> BatchTimes:
         near, far = (self.profile.link(self.kind, level) for level in LEVELS)
@@ -261,7 +264,7 @@ class SendingModel:
     @cached_property
     def _lines(self) -> list[list[Fit]]:
         """[Trans, Agg][within nodes, between nodes]: line of a piece, no faster than its launch."""
-        return [[self._line(model, level) for level in LEVELS] for model in self._batches]
+        return [[self._line(model, level) for level in LEVELS] for model in self.batches]
 
     def _line(self, model: BatchModel, level: str) -> Fit:
         """Return the line of a piece; beta includes the launches of messages beyond one per piece."""
@@ -271,7 +274,8 @@ class SendingModel:
         return line._replace(alpha=max(line.alpha, launch.seconds(1)), beta=line.beta + more)
 
     @cached_property
-    def _batches(self) -> tuple[BatchModel, BatchModel]:
+    def batches(self) -> tuple[BatchModel, BatchModel]:
+        """Models of Trans and of Agg."""
         trans, agg = ROUNDS
         return (
             BatchModel(self.profile, self.network, trans, self.param_bytes),
@@ -322,7 +326,7 @@ class SendingModel:
             found = hops(placement, self.profile.node_size, route)
             if int(found.stage_M.max()) + 1 > stages:
                 stages = int(found.stage_M.max()) + 1
-                yield Sending(route, *fewest_pieces(self._batches, found, self.least_rounds)), found
+                yield Sending(route, *fewest_pieces(self.batches, found, self.least_rounds)), found
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
         """Estimate the seconds of Trans and Agg, given the busiest rank's time and the `extra` time after it. Without
@@ -333,6 +337,13 @@ class SendingModel:
         trans_A, agg_A = few_batches_each(busy_X.ravel(), extra_X.ravel(), self.prices_1)
         # `[()]` turns arrays without axes back into numbers
         return trans_A.reshape(busy_X.shape)[()], agg_A.reshape(busy_X.shape)[()]
+
+    @cached_property
+    def messages_1(self) -> np.ndarray:
+        """Packed Messages, for compiled loops."""
+        trans, agg = (model.lines for model in self.batches)
+        near = self.network.near
+        return packed(Messages(trans, agg, self.network.node_size, float(near.one_way), self.least_rounds))
 
     @cached_property
     def prices_1(self) -> np.ndarray:
@@ -349,7 +360,7 @@ class SendingModel:
                 2 * self.profile.launches[model.kind][LEVELS[0]].beta,
                 float(model.start),
             )
-            for (near, far), model in zip(self._lines, self._batches, strict=True)
+            for (near, far), model in zip(self._lines, self.batches, strict=True)
         )
         return SendingPrices(trans, agg, float(self.far), self.least_rounds)
 
@@ -363,7 +374,7 @@ class SendingModel:
     def expert_seconds(self, *, far: bool) -> tuple[float, float]:
         """Return the seconds of Trans and Agg of one expert; `far`: to another node, if there are several."""
         index = int(far and self.profile.num_ranks > self.profile.node_size)
-        found = zip(self._batches, self._lines, strict=True)
+        found = zip(self.batches, self._lines, strict=True)
         trans, agg = (model.start + lines[index].seconds(model.size) for model, lines in found)
         return trans, agg
 
@@ -373,12 +384,12 @@ class SendingModel:
 
     def progress(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return the completion times of rounds, of Trans and of Agg; Agg runs the rounds backward."""
-        trans, agg = self._batches
+        trans, agg = self.batches
         return trans.progress(plan, backward=False)[0], agg.progress(plan, backward=True)[0]
 
     def rank_seconds(self, plan: TransPlan) -> tuple[np.ndarray, np.ndarray]:
         """Return [D] the completion times of ranks, of Trans and of Agg."""
-        trans, agg = self._batches
+        trans, agg = self.batches
         return trans.progress(plan, backward=False)[1], agg.progress(plan, backward=True)[1]
 
     def rounds_beside(self, plan: TransPlan, seconds: tuple[float, float]) -> tuple[int, int]:

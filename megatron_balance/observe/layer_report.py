@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_balance.cost.bound import least_seconds
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import condensed
@@ -118,7 +119,9 @@ def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: 
     parts = zip(times[0]._fields, *times, strict=True)
     changes = ", ".join(f"{name} {old * 1e3:.3g} -> {new * 1e3:.3g}" for name, old, new in parts)
     totals = " -> ".join(f"{time.total * 1e3:.3g}" for time in times)
-    return f"layer {number}: {totals} ms expected ({changes}): {after}"
+    least = least_seconds(expected_BDE, after, cost)
+    gap = f"at most {1 - least / times[1].total:.1%} above any placement's" if times[1].total else "no tokens"
+    return f"layer {number}: {totals} ms expected, {gap} ({changes}): {after}"
 
 
 def _seconds(spans: Sequence[tuple[str, Interval]], *operations: str) -> float:

@@ -17,7 +17,6 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.core import SendingPrices, few_batches
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
@@ -59,10 +58,6 @@ class TokenMoves(NamedTuple):
     """The ranks of the guests."""
     tokens_M: _Row
 
-    def first(self, number: int) -> "TokenMoves":
-        """Return the first moves."""
-        return TokenMoves(*(part_M[:number] for part_M in self))
-
 
 class Fitted(NamedTuple):
     """The moves of a fit."""
@@ -70,11 +65,6 @@ class Fitted(NamedTuple):
     moves: TokenMoves
     excess: _Row
     """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; <= 0: none."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether no rank exceeds its capacity after all moves."""
-        return bool(self.excess[-1] <= 0)
 
 
 @compiled("int64(int64[::1], int64, int64)")
@@ -191,69 +181,3 @@ def fit(overload: Overload, order: int) -> Fitted:
             room_D[source] = max(moved - excess, 0)
         for changed in (node, home):
             most_N[changed] = room_D[_largest(room_D, changed * node_size, (changed + 1) * node_size)]
-
-
-@compiled("UniTuple(float64[::1], 2)(int64[::1], int64[::1], int64[::1], int64, int64, float64)")
-def sending_times(
-    expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, node_size: int, far: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M + 1] the time that the busiest rank sends or receives, and [M + 1] that of a piece on other links. They
-    are the arguments of `SendingModel.seconds_of` for the first 0, 1, ... guests. An owner sends its expert once, and
-    guests pass it on. `far` is the time of an expert between nodes; within a node, it is 1."""
-    busiest = np.zeros(len(expert_M) + 1)
-    extra = np.zeros(len(expert_M) + 1)
-    times_D = np.zeros(ranks)
-    total_E = np.zeros(len(owner_E))
-    longest_E = np.zeros(len(owner_E))
-    for index in range(len(expert_M)):
-        expert = expert_M[index]
-        rank = rank_M[index]
-        owner = owner_E[expert]
-        time = 1.0 if owner // node_size == rank // node_size else far
-        times_D[rank] += time
-        if not total_E[expert]:
-            times_D[owner] += time
-        total_E[expert] += time
-        longest_E[expert] = max(longest_E[expert], time)
-        busiest[index + 1] = max(busiest[index], times_D[owner], times_D[rank])
-        extra[index + 1] = max(extra[index], total_E[expert] - longest_E[expert])
-    return busiest, extra
-
-
-@compiled(
-    "TokenMoves(TokenMoves, Overload, int64[::1], int64[::1], int64[::1], SendingPrices[::1], float64)",
-    TokenMoves,
-    Overload,
-    SendingPrices,
-)
-def cheapest(
-    moves: TokenMoves,
-    overload: Overload,
-    given_expert_M: np.ndarray,
-    given_rank_M: np.ndarray,
-    owner_E: np.ndarray,
-    sending_1: np.ndarray,
-    negligible: float,
-) -> TokenMoves:
-    """Return the moves whose guests are sent soonest: these moves, or those of a fit with no rank above its capacity.
-    Fewer moves win if they take only negligibly longer. (A few guests of one rank may take longer than more guests of
-    several ranks.) The given guests are sent, too. `sending_1` is `SendingModel.prices_1`."""
-    best = moves
-    least = np.inf
-    ranks = len(overload.above_D)
-    for order in range(-1, 4):
-        found = moves
-        if order >= 0:
-            fitted = fit(overload, order)
-            found = fitted.moves
-            if fitted.excess[-1] > 0:
-                continue
-        expert_M = np.concatenate((given_expert_M, found.expert_M))
-        rank_M = np.concatenate((given_rank_M, found.target_M))
-        busiest, extra = sending_times(expert_M, rank_M, owner_E, ranks, overload.node_size, sending_1[0].far)
-        trans, agg = few_batches(busiest[-1], extra[-1], sending_1[0])
-        more = trans + agg - least
-        if more < -negligible or (more <= negligible and len(found.expert_M) < len(best.expert_M)):
-            best = found
-            least = trans + agg
-    return best

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance.cost.candidates import guest_costs
+from megatron_balance.cost.candidates import add_guests
 from megatron_balance.cost.core import FAR_OUT, NEAR_OUT
 from megatron_balance.cost.loads import MOST_GROUPS, condensed, loads_of, owner_loads
 from megatron_balance.cost.model import CostModel, balance_ratio, owners
@@ -62,41 +62,30 @@ def test_loads_are_sums_of_traffic(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.lists(placements(with_quotas=False), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 2))
-def test_guests_of_several_plans_add_to_the_owners_loads(
-    data: st.DataObject, drawn: list[Placement], node_size: int, microbatches: int
+@given(st.data(), placements(with_quotas=False), st.integers(1, 6), st.integers(1, 2))
+def test_guests_add_to_the_owners_loads(
+    data: st.DataObject, drawn: Placement, node_size: int, microbatches: int
 ) -> None:
-    """As `loads_of` and `link_times`, which count all nodes and one plan at a time."""
-    home = drawn[0].rehost([(owner,) for owner in drawn[0].owners], drawn[0].owners)
+    """As `loads_of`, which counts all experts."""
+    home = drawn.rehost([(owner,) for owner in drawn.owners], drawn.owners)
     cost = cost_model(home.num_ranks, node_size, split="proportional")
-    ranks = np.arange(home.num_ranks)
     counts_EBD = np.stack([data.draw(any_loads(home, 10**4)).numpy() for _ in range(microbatches)]).transpose(2, 0, 1)
+    counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
     owner_E = owners(home)
-    guest = owner_E[:, None] != ranks
-    plans = [
-        np.array(data.draw(st.lists(st.integers(0, 3), min_size=guest.size, max_size=guest.size))).reshape(guest.shape)
-        for _ in drawn
-    ]
-    plans = [shares_ED * guest for shares_ED in plans if (shares_ED * guest).any()]
-    if not plans:
-        return
-    order_M = data.draw(st.permutations(range(np.count_nonzero(plans))))
-    places = tuple(place_M[order_M] for place_M in np.nonzero(plans))
+    guest_ED = owner_E[:, None] != np.arange(home.num_ranks)
+    drawn_ED = data.draw(st.lists(st.integers(0, 3), min_size=guest_ED.size, max_size=guest_ED.size))
+    shares_ED = np.array(drawn_ED).reshape(guest_ED.shape) * guest_ED
     whole = 3 * home.num_ranks
-    guests = *places, np.array(plans)[places] / whole
-    loads = counts_EBD, counts_EBD.sum(-1), owner_E
-    found = guest_costs(cost.network, cost.transport.far, *loads, guests, len(plans))
-    for shares_ED, added_FBD, busy, extra in zip(plans, *found, strict=True):
-        times_ED, extra_E = cost.transport.link_times(owner_E, shares_ED > 0)
-        entered_EN = np.logical_or.reduceat(
-            (shares_ED > 0) & ~cost.network.is_near_DD[owner_E], cost.network.first_N, 1
-        )
-        shared = cost.transport.far * entered_EN.sum(0).max() / cost.network.adapters
-        assert busy == pytest.approx(max(times_ED.sum(0).max(), shared if cost.network.adapters < node_size else 0))
-        assert extra == pytest.approx(extra_E.max())
-        shares_ED[np.arange(len(shares_ED)), owner_E] = whole - shares_ED.sum(1)
-        loads_FBD = loads_of(cost.network, "proportional", counts_EBD, shares_ED, owner_E)
-        assert owner_loads(cost.network, counts_EBD, owner_E) + added_FBD == pytest.approx(loads_FBD, abs=1e-6)
+    expert_M, rank_M = shares_ED.nonzero()
+    guests = expert_M, rank_M, shares_ED[expert_M, rank_M] / whole
+    alone_FBD = owner_loads(cost.network, counts_EBD, owner_E)
+    found_FBD = alone_FBD.copy()
+    given = counts_EBD, counts_EBD.sum(2), owner_E, *guests, cost.network.node_size
+    add_guests(found_FBD, 1.0, *given)
+    shares_ED[np.arange(len(shares_ED)), owner_E] = whole - shares_ED.sum(1)
+    assert found_FBD == pytest.approx(loads_of(cost.network, "proportional", counts_EBD, shares_ED, owner_E), abs=1e-6)
+    add_guests(found_FBD, -1.0, *given)
+    assert found_FBD == pytest.approx(alone_FBD, abs=1e-6)
 
 
 @settings(deadline=None)

@@ -13,7 +13,7 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, Quota, _Layer, _Way
+from megatron_balance.planning.policies.quota import EVEN, Quota, _Search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import UNSHRUNK, loads, placements
 
@@ -58,14 +58,15 @@ def test_a_guest_takes_what_its_owner_has_too_much() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(8, 2), (16, 2), (32, 1), (64, 1), (64, 2)])
-def test_ranks_are_even_to_one_percent(ranks: int, slots: int) -> None:
+def test_ranks_are_even_if_guests_are_free(ranks: int, slots: int) -> None:
     for seed in range(3):
         counts_DE = skewed(ranks, 256, seed)
         planned = Quota().plan(counts_DE, Placement.identity(256, ranks, slots), cost_model(ranks, ranks))
         tokens_D = tokens_of(planned, counts_DE)
         assert sum(tokens_D) == counts_DE.sum()
-        assert max(tokens_D) <= np.ceil(EVEN * np.mean(tokens_D)), (seed, max(tokens_D) / np.mean(tokens_D))
-        assert planned.added_hosts <= 1.1 * ranks
+        # As Walker's alias method, which has one guest for each receiver and each further expert that fills it
+        assert max(tokens_D) <= np.ceil(1.001 * np.mean(tokens_D)), (seed, max(tokens_D) / np.mean(tokens_D))
+        assert planned.added_hosts <= 1.2 * ranks
 
 
 def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
@@ -83,7 +84,7 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
 
 
 def test_even_loads_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Layer, "leveled", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(_Search, "best", lambda *_: pytest.fail("searched"))
     counts_DE = np.full((4, 8), 1000)
     counts_DE[0, 0] += 60
     current = Placement.identity(8, 4, 2)
@@ -146,11 +147,8 @@ def test_plans_are_never_slower_than_owners_alone(
     alone = current.rehost([(owner,) for owner in current.owners], current.owners)
     assert cost.layer_seconds(counts_BDE, planned) <= cost.layer_seconds(counts_BDE, alone) * (1 + 1e-9)
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
-    # The seconds that the search counts are those of the model, but for messages before and after the busiest rank's
-    layer = _Layer(counts_BDE, current, cost)
-    guests = layer.leveled(_Way(True, current.guest_slots))
-    if len(guests.expert_M):
-        free = dataclasses.replace(cost, param_bytes=0.0, grad_bytes=0.0)
-        exact = free.layer_seconds(counts_BDE, layer.placement(current, guests))
-        _, seconds, hidden = _Layer(counts_BDE, current, free).timed([guests])
-        assert (seconds.tolist(), hidden.tolist()) == ([pytest.approx(exact, rel=1e-9)], [0.0])
+    # The search counts the seconds of the model
+    if current.guest_slots and current.num_ranks > 1:
+        search = _Search(counts_BDE, current, cost)
+        best = search.best()
+        assert best.seconds == pytest.approx(cost.layer_seconds(counts_BDE, search.placement(best)), rel=1e-9)
