@@ -63,15 +63,15 @@ def _least_exchange(counts_DE: np.ndarray, owner_E: np.ndarray, slots: int, cost
     network = cost.network
     ranks = np.arange(network.num_ranks)
     sent = float(_leaving(counts_DE, owner_E[None] == ranks[:, None], slots).max())
-    links = network.links(cost.token_bytes * cost.exchange.scale)
+    links = cost.exchange.links(cost.token_bytes)
     found = cost.coding * sent
     if len(network.first_N) == 1:
         # If links share their bandwidth, so do ranks: see `core.take_turns`
-        return found + (links.near * sent if links.near_one_way == 1 else 0.0)
+        return found + (links.near * links.near_copies * sent if links.near_one_way == 1 else 0.0)
     counts_NE = np.add.reduceat(counts_DE, network.first_N, axis=0)
     is_home_NE = network.node_D[owner_E][None] == np.arange(len(counts_NE))[:, None]
     left = float(_leaving(counts_NE, is_home_NE, slots * network.node_size).max())
-    return found + links.far_one_way * links.far / links.adapters * left
+    return found + links.far_one_way * links.far * links.far_copies / links.adapters * left
 
 
 def _leaving(counts_NE: np.ndarray, is_home_NE: np.ndarray, slots: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cost.bound import least_seconds, least_tokens
+from megatron_balance.cost.flex import Routing
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.observe.layer_report import explanation
 from megatron_balance.placement.placement import Placement
@@ -47,6 +48,7 @@ def models(draw: st.DrawFn, placement: Placement) -> CostModel:
         split=draw(st.sampled_from([*SPLITS])),
         degrees=draw(st.sampled_from([(1,), (1, 2)])),
         overlap=draw(st.sampled_from([None, Overlap(1e-3, 1.0), Overlap(0.0, 0.0, experts=False)])),
+        routing=draw(st.sampled_from([None, Routing(placement.num_experts, 1), Routing(4 * placement.num_experts, 8)])),
     )
 
 

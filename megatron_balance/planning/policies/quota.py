@@ -21,10 +21,10 @@ NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
 
 HIDDEN = 0.02
-"""Fraction of hidden Trans and Agg that guests must save, because they slow down the computation that hides them."""
+"""Fraction of hidden Trans and Agg that guests must save, because the cost model omits part of their cost."""
 
 TIE = 0.001
-"""The same, in a choice among plans."""
+"""Fraction of hidden Trans and Agg that is charged, if the profile does not say how much they slow down computation."""
 
 TARGET = 1.02
 """Tokens of the busiest rank, over the mean, at which the first way aims."""
@@ -75,7 +75,7 @@ class Quota(Policy):
         if search.is_even and not search.can_localize:
             return alone
         best = search.best()
-        if best.seconds + HIDDEN * best.hidden >= search.alone_seconds * (1 - NEGLIGIBLE):
+        if best.charged + HIDDEN * best.hidden >= search.alone_seconds * (1 - NEGLIGIBLE):
             return alone
         return search.placement(best)
 
@@ -85,17 +85,13 @@ class _Plan(NamedTuple):
     guest_DG: np.ndarray
     taken_DG: np.ndarray
     """See `search.Plans`."""
-    seconds: float
-    """Seconds of the layer."""
     hidden: float
     """Seconds of Trans and Agg that computation hides."""
+    charged: float
+    """Seconds of the layer, and of the computation that hidden Trans and Agg slow down."""
     trans: float
     agg: float
     """Seconds of Trans and Agg without overlap."""
-
-    @property
-    def charged(self) -> float:
-        return self.seconds + TIE * self.hidden
 
 
 class _Search:
@@ -127,6 +123,9 @@ class _Search:
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
         self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
         self._messages = cost.transport.messages_1
+        kernels = cost.profile.kernels
+        self._slowed = TIE if kernels is None else max(TIE, kernels.occupied)
+        """Seconds by which a hidden second of Trans or Agg lengthens computation."""
         self._tried = dict[Way, None]()
         self._best: _Plan | None = None
 
@@ -193,13 +192,14 @@ class _Search:
             plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
             time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
             hidden_A = plans.trans_A + plans.agg_A - time.trans - time.agg
-            a = int((time.total + TIE * hidden_A).argmin())
+            charged_A = time.total + self._slowed * hidden_A
+            a = int(charged_A.argmin())
             found = _Plan(
                 way=ways[a],
                 guest_DG=plans.guest_ADG[a],
                 taken_DG=plans.taken_ADG[a],
-                seconds=float(time.total[a]),
                 hidden=float(hidden_A[a]),
+                charged=float(charged_A[a]),
                 trans=float(plans.trans_A[a]),
                 agg=float(plans.agg_A[a]),
             )
@@ -222,7 +222,8 @@ class _Search:
         exchanging, computed = tune(self._layer, plan.guest_DG, taken_DG, most, *self._cost.prices)
         time = self._cost.time_of(exchanging, computed, plan.trans, plan.agg)
         hidden = plan.trans + plan.agg - time.trans - time.agg
-        found = plan._replace(taken_DG=taken_DG, seconds=float(time.total), hidden=float(hidden))
+        charged = float(time.total) + self._slowed * float(hidden)
+        found = plan._replace(taken_DG=taken_DG, hidden=float(hidden), charged=charged)
         return found if found.charged < plan.charged else plan
 
     def placement(self, plan: _Plan) -> Placement:
