@@ -13,8 +13,9 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, Quota, _Search
+from megatron_balance.planning.policies.quota import EVEN, TIE, Quota, _Search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from megatron_balance.profile.kernel_times import Kernels, Passes
 from tests.unit.placements import UNSHRUNK, loads, placements
 
 
@@ -55,6 +56,17 @@ def test_a_guest_takes_what_its_owner_has_too_much() -> None:
     # Each way, the guest takes as long as a token takes forward and backward; then it must save that much
     costly = cost_model(2, 2, near=3 * 30)
     assert Quota().plan(counts_DE, Placement.identity(4, 2, 1), costly).is_identity
+
+
+def test_hidden_guests_must_save_what_they_slow_down() -> None:
+    counts_DE = np.array([[60, 0, 5, 15], [60, 20, 5, 15]])
+    # A guest saves 50 tokens of 3 s, and sends for 100 s each way, which are hidden
+    cost = cost_model(2, 2, near=100.0, overlap=Overlap(1e3, 1e3))
+    current = Placement.identity(4, 2, 1)
+    for share, keeps in ((0.7, True), (0.8, False)):
+        kernels = Kernels(Passes(1.0, 2.0), 0.0, 0.0, Passes(1.0, 2.0), 0.0, 0.0, occupied=share)
+        slowed = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, kernels=kernels))
+        assert Quota().plan(counts_DE, current, slowed).is_identity != keeps
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(8, 2), (16, 2), (32, 1), (64, 1), (64, 2)])
@@ -151,4 +163,5 @@ def test_plans_are_never_slower_than_owners_alone(
     if current.guest_slots and current.num_ranks > 1:
         search = _Search(counts_BDE, current, cost)
         best = search.best()
-        assert best.seconds == pytest.approx(cost.layer_seconds(counts_BDE, search.placement(best)), rel=1e-9)
+        seconds = cost.layer_seconds(counts_BDE, search.placement(best))
+        assert best.charged == pytest.approx(seconds + TIE * best.hidden, rel=1e-9)
