@@ -49,8 +49,8 @@ train after --balance-policy quota --balance-overlap blockwise --moe-comm-alltoa
     --before-tensorboard-dir "${RUNS}/before/tensorboard" --tensorboard-dir "${RUNS}/after/tensorboard" \
     --balance-log-dir "${RUNS}/after/loads" --balance-timeline "${RUNS}/after/timeline" --output "${RUNS}/report.html"
 echo "Four processes share this machine's cores, so an even load saves no time here. Simulated with the loads of this run:"
-echo "Mixtral-8x7B on four nodes of ${CLUSTER:-H100 GPUs}, with rates of data sheets (docs/simulator.md has the error)"
-"${PYTHON}" -W ignore tools/simulate.py --cluster "${CLUSTER:-configs/clusters/h100.yaml}" --nodes 4 --load "${RUNS}/after/loads" \
+echo "Mixtral-8x7B on four nodes of ${CLUSTER:-H100 GPUs}"
+"${PYTHON}" -W ignore tools/simulate.py --cluster "${CLUSTER:-configs/clusters/h100_measured.yaml}" --nodes 4 --load "${RUNS}/after/loads" \
     --compare balance-policy=none,quota,pro_prophet @configs/models/mixtral_8x7b.args --bf16 --micro-batch-size 1 \
     --global-batch-size 64 --use-distributed-optimizer --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 \
     --pipeline-model-parallel-size 4 --balance-overlap blockwise
