@@ -1,6 +1,6 @@
 """Simulate iterations of a training run on a cluster that need not exist.
 
-    python tools/simulate.py --cluster configs/clusters/h100.yaml --nodes 32 --load zipf:0.7 \\
+    python tools/simulate.py --cluster configs/clusters/h100_measured.yaml --nodes 32 --load zipf:0.7 \\
         @configs/models/mixtral_8x7b.args <the flags of the training run>
 
 The run's flags are those of pretrain_gpt_moe.py. Flags for data, tokenizer, learning rate and length may be left out,
