@@ -13,7 +13,7 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, TIE, Quota, _Search
+from megatron_balance.planning.policies.quota import EVEN, HIDDEN, Quota, _Search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from megatron_balance.profile.kernel_times import Kernels, Passes
 from tests.unit.placements import UNSHRUNK, loads, placements
@@ -164,4 +164,4 @@ def test_plans_are_never_slower_than_owners_alone(
         search = _Search(counts_BDE, current, cost)
         best = search.best()
         seconds = cost.layer_seconds(counts_BDE, search.placement(best))
-        assert best.charged == pytest.approx(seconds + TIE * best.hidden, rel=1e-9)
+        assert best.charged == pytest.approx(seconds + HIDDEN * best.hidden, rel=1e-9)

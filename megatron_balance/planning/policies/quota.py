@@ -20,10 +20,7 @@ EVEN = 1.01
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
 
-HIDDEN = 0.02
-"""Fraction of hidden Trans and Agg that guests must save, because the cost model omits part of their cost."""
-
-TIE = 0.001
+HIDDEN = 0.05
 """Fraction of hidden Trans and Agg that is charged, if the profile does not say how much they slow down computation."""
 
 TARGET = 1.02
@@ -75,7 +72,7 @@ class Quota(Policy):
         if search.is_even and not search.can_localize:
             return alone
         best = search.best()
-        if best.charged + HIDDEN * best.hidden >= search.alone_seconds * (1 - NEGLIGIBLE):
+        if best.charged >= search.alone_seconds * (1 - NEGLIGIBLE):
             return alone
         return search.placement(best)
 
@@ -124,7 +121,7 @@ class _Search:
         self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
         self._messages = cost.transport.messages_1
         kernels = cost.profile.kernels
-        self._slowed = TIE if kernels is None else max(TIE, kernels.occupied)
+        self._slowed = HIDDEN if kernels is None else kernels.occupied
         """Seconds by which a hidden second of Trans or Agg lengthens computation."""
         self._tried = dict[Way, None]()
         self._best: _Plan | None = None
