@@ -44,8 +44,9 @@ from megatron_balance.training.run import Run
 NO_TIME = Passes(0.0, 0.0)
 
 LAUNCHES = {"flex": ((200, 2), (300, 4)), "alltoall": ((200, 10), (300, 11))}
-"""By dispatcher: launches of a forward and of a backward pass of an MoE layer, and those more for each expert. They
-agree with published runs (docs/measurements/published_runs.md); no source states them."""
+"""By dispatcher: launches of an MoE layer's forward pass and of its backward pass, each with the further launches for
+every expert of a rank. No source states these numbers; published runs agree with them
+(docs/measurements/published_runs.md)."""
 
 GRAPHS = {"none": 1.0, "router": 0.6, "attention": 0.35, "full": 0.0}
 """Launches of a layer outside experts that are left if CUDA graphs contain nothing, the router with the preparation of
@@ -87,7 +88,7 @@ def simulated_job(
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
     if has_policy and target.pairs:
-        raise ValueError(f"--pair-passes: cannot be combined with --balance-policy {config.balance.balance_policy}")
+        raise ValueError(f"--pair-passes: cannot be simulated with a --balance-policy; give none or leave it out")
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
@@ -221,8 +222,9 @@ class _StageBuilder:
         names = (comm.moe_comm_alltoall,)
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
-        models = tuple(ExchangeModel.of(profile, one) for one in names)
-        if cost.routing is not None:
+        if cost.routing is None:
+            models = tuple(ExchangeModel.of(profile, one) for one in names)
+        else:
             models = (FlexModel.of(profile, cost.routing),)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
