@@ -88,7 +88,7 @@ def simulated_job(
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
     if has_policy and target.pairs:
-        raise ValueError(f"--pair-passes: cannot be simulated with a --balance-policy; give none or leave it out")
+        raise ValueError("--pair-passes: cannot be simulated with a --balance-policy; give none or leave it out")
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
