@@ -56,7 +56,12 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         **{name: f"--balance-policy {name}" for name in registered() if name not in ("top2", "top3", "none")},
         "none": "",
     },
-    "overlap": {"blocking": "", "blockwise": "--balance-overlap blockwise"},
+    "overlap": {
+        "blocking": "",
+        "blockwise": "--balance-overlap blockwise",
+        "exact": "--balance-overlap blockwise --balance-load exact",
+        "exact-blocking": "--balance-load exact",
+    },
     "ownership": {"lend": "", "transfer": "--balance-ownership transfer"},
     "optimizer": {
         "whole": "",
@@ -213,11 +218,15 @@ QUICK = {
     "stages": layout_of("PP2", "3-microbatches", "fastermoe", "blockwise", "transfer", "whole-reduce"),
     "interleaved": layout_of("PP2-interleaved", "top3", "blockwise", *GATHER),
     "interleaved-transfer": layout_of("PP2-interleaved", "demi_s1", "transfer", "sharded-reduce", "3-chunks"),
+    "interleaved-exact": layout_of("PP2-interleaved", "quota", "exact", *GATHER),
+    "stages-exact": layout_of("PP2", "3-microbatches", "flexmoe", "exact", "whole-reduce", "recompute-full"),
+    "replicas-exact": layout_of(*REPLICAS, "top2", "exact", *GATHER, "recompute-moe", "3-chunks"),
+    "8-ranks-shards-exact": layout_of(*REPLICAS, "ETP2", "quota", "exact", *GATHER),
     "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
 }
 """Layouts with each policy, and with everything that affects the order of collectives. They share few references."""
 
-FEWEST = ("replicas-gather-transfer",)
+FEWEST = ("replicas-gather-transfer", "interleaved-exact")
 """Layouts of `QUICK` that are trained without `--slow`."""
 
 

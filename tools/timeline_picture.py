@@ -27,6 +27,7 @@ COLORS = {
     "BNEC": "#a8dcbc",
     "A2A": "#f2a33a",
     "TRANS": "#8a5bb8",
+    "BTRANS": "#8a5bb8",
     "AGG": "#cf4a5e",
     "PLAN": "#8c6d46",
     "wait": "#d4d4d4",
@@ -34,7 +35,7 @@ COLORS = {
 }
 """Colors by operation: forward and backward of experts and of other layers, all-to-alls, Trans, Agg, plans, waits."""
 
-_OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|TRANS|AGG|PLAN)\b")
+_OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|B?TRANS|AGG|PLAN)\b")
 
 WIDTH = 14.0
 LANE = 0.28

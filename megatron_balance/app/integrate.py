@@ -239,7 +239,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     machine = Machine.here(1)
     line = CommandLine(values, given, machine)
     line.distributed_backend = line.get("distributed_backend") or ("nccl" if machine.cuda else "gloo")
-    at_least(line, 1, ("balance_interval", "moe_comm_refit_interval"))
+    at_least(line, 1, ("balance_interval", "balance_guest_ring", "moe_comm_refit_interval"))
     refuse_idle(line)
     for name in ONLY_IN_OUR_LOOP:
         if name in given:

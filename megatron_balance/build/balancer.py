@@ -34,7 +34,8 @@ from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
-from megatron_balance.timeline.actions import Schedule
+from megatron_balance.timeline.actions import Operation, Schedule
+from megatron_balance.timeline.guest_ring import GuestRing
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import lower
 from megatron_balance.timeline.planner import Planner
@@ -77,15 +78,16 @@ def build_balancer(
     # A rank needs no more guest slots than there are experts that it does not own
     slots = min(settings.balance_guest_slots, num_experts - num_experts // groups.ep.size())
     owners = Placement.identity(num_experts, groups.ep.size(), slots)
-    guest_bytes = sum(layer.experts.allocate_guests(slots) for layer in layers.values())
+    exact = settings.balance_load == "exact"
+    ring = settings.balance_guest_ring if exact else max(1, len(layers))
+    ordered = [layers[number].experts for number in sorted(layers)]
+    buffer_of = {experts: position % ring for position, experts in enumerate(ordered)}
+    shared = [None] * ring + ordered
+    guest_bytes = sum(experts.allocate_guests(slots, one) for experts, one in zip(ordered, shared, strict=False))
     policy, planner = _planning(config, policy)
     # Measuring a profile is collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
     overlaps = _overlaps(config, profile, model)
-    states = {
-        number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer)
-        for number, layer in layers.items()
-    }
 
     @functools.cache
     def schedule(microbatches: int) -> Schedule:
@@ -93,11 +95,16 @@ def build_balancer(
             hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
             [list(chunk) for chunk in by_chunk],
             settings.balance_overlap,
-            exact=settings.balance_load == "exact",
+            ring=ring if exact else 0,
             late=settings.moe_flex_rows == "bound",
             reduce_early=config.ddp.overlap_grad_reduce,
         )
 
+    trans_each = _trans_each(schedule(_usual_microbatches(config.transformer))) if exact else {}
+    states = {
+        number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
+        for number, layer in layers.items()
+    }
     twin = new_twin(groups.ep, world(), minutes)
     connect(twin)
     mover = None
@@ -113,6 +120,7 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
+        ring=GuestRing(buffer_of) if exact else None,
         mover=mover,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
@@ -147,6 +155,7 @@ def _layer_state(
     policy: Policy,
     owners: Placement,
     optimizer: MegatronOptimizer | None,
+    trans_each: int,
 ) -> LayerState:
     """Return a layer's state with its manager; also set how the layer's hosts share tokens."""
     config = wiring.config
@@ -175,6 +184,7 @@ def _layer_state(
         split=layer.split,
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
+        trans_each=trans_each,
         routing=_routing(transformer) if transformer.moe_token_dispatcher_type == "flex" else None,
     )
     if owners.guest_slots:
@@ -195,6 +205,18 @@ def _routing(config: TransformerConfig) -> Routing:
     assert config.num_moe_experts is not None
     groups = config.moe_router_num_groups or 1
     return Routing(config.num_moe_experts, config.moe_router_topk, groups, config.moe_router_group_topk or groups)
+
+
+def _usual_microbatches(config: TransformerConfig) -> int:
+    """Return a number of microbatches that every schedule of the layout accepts."""
+    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+
+
+def _trans_each(schedule: Schedule) -> dict[int, int]:
+    """Return, by layer, `CostModel.trans_each` for a schedule in which each microbatch has its own Trans."""
+    sent = [action for step in schedule for action in step.communication]
+    again = {action.block for action in sent if action.operation is Operation.BTRANS}
+    return {action.block: 1 + (action.block in again) for action in sent}
 
 
 def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:

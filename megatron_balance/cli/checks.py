@@ -36,7 +36,7 @@ AT_LEAST_ONE = (
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     "log_memory_interval",
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
-    *("max_consecutive_bad_iterations", "balance_interval", "moe_comm_refit_interval"),
+    *("max_consecutive_bad_iterations", "balance_interval", "balance_guest_ring", "moe_comm_refit_interval"),
 )
 
 AT_LEAST_ZERO = (

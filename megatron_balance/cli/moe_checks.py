@@ -188,13 +188,27 @@ def _check_policy(line: CommandLine) -> None:
         if policy.sets_quotas and line.balance_token_split == "local_first":
             raise ValueError(f"--balance-token-split local_first: not with {flag}, which sets quotas; leave it out")
         policy.check(Placement.identity(line.num_moe_experts, parallel, slots))
-    if (line.balance_overlap, line.balance_load) == ("blockwise", "exact"):
-        reason = "not with --balance-overlap blockwise, which sends weights before tokens are routed"
-        raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted")
+    _check_load(line)
     if line.balance_ownership == "transfer":
         _check_transfer(line)
     if line.balance_calibrate == "on" and line.balance_log_dir is None:
         raise ValueError("--balance-calibrate on: also give --balance-log-dir, whose record can repeat the run")
+
+
+def _check_load(line: CommandLine) -> None:
+    if line.balance_load != "exact":
+        if "balance_guest_ring" in line.given:
+            raise ValueError("--balance-guest-ring: has no effect with --balance-load predicted; leave it out")
+        return
+    for name in ("balance_interval", "balance_predictor"):
+        if name in line.given:
+            raise ValueError(f"{flag_of(name)}: has no effect with --balance-load exact; leave it out")
+    if ":" in line.balance_policy:
+        reason = f"not with {line['balance_policy']}, whose plans the ranks compare once per iteration"
+        raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted, or a policy of this package")
+    if line.moe_flex_rows == "bound":
+        reason = "not with --moe-flex-rows bound, with which the host does not wait for the load"
+        raise ValueError(f"--balance-load exact: {reason}; use --moe-flex-rows counted")
 
 
 def _check_transfer(line: CommandLine) -> None:

@@ -58,7 +58,11 @@ class BalanceConfig:
 
     balance_load: Literal["predicted", "exact"] = "predicted"
     """Load that a plan is for. predicted: the next iteration's load, predicted from earlier iterations. exact: the load
-    of the current iteration's first microbatch."""
+    of one microbatch, which gets its own plan, copies and gradients of copies."""
+
+    balance_guest_ring: int = 2
+    """With --balance-load exact, the number of layers of a pipeline stage that have guest slots at the same time. All
+    layers share this memory."""
 
     balance_predictor: Literal["last", "ema", "linear"] = "last"
     """How the next iteration's load is predicted."""

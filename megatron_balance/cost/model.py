@@ -69,7 +69,8 @@ class LayerTime(NamedTuple):
 
 class Overlap(NamedTuple):
     """Non-MoE computation of one microbatch that hides Trans and Agg (Pro-Prophet Section V-C). Only one microbatch
-    counts: the first one needs the weights, and the last one completes the gradients."""
+    counts, unless each has its own Trans and Agg: the first one needs the weights, and the last one completes the
+    gradients."""
 
     forward: float
     """T_FNEC: seconds of the forward pass of non-MoE layers."""
@@ -103,6 +104,9 @@ class CostModel:
     """Candidates for the number of chunks; the fastest one is assumed."""
     overlap: Overlap | None = None
     """Selects Eq. 8; None selects Eq. 6."""
+    trans_each: int = 0
+    """Number of Trans of each microbatch: 2 if the backward pass needs one of its own, 1 if the weights of the forward
+    pass are still there; 0 if all microbatches share one Trans and one Agg."""
     routing: Routing | None = None
     """Selects the flex dispatcher's exchange; None selects an all-to-all."""
 
@@ -127,7 +131,7 @@ class CostModel:
 
     @cached_property
     def transport(self) -> SendingModel:
-        return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.overlap is not None)
+        return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.sends_ahead)
 
     @cached_property
     def prices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -139,6 +143,11 @@ class CostModel:
             coding=float(self.coding),
         )
         return packed(prices), np.array(self.rate_D, dtype=np.float64), self.seconds_per_token / self.rate_D
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether Trans begins before the layer's tokens are routed, and overlaps with the computation until then."""
+        return self.overlap is not None and not self.trans_each
 
     @property
     def seconds_per_token(self) -> float:
@@ -186,7 +195,7 @@ class CostModel:
             exchanging: seconds of one of the layer's four exchanges beyond its latency (Eq. 1); all four have the same
                 rows.
             computed: tokens of the rank that computes longest, at the mean speed.
-            trans, agg: seconds of Trans and Agg without overlap.
+            trans, agg: seconds of Trans and Agg without overlap; of one Trans, if each microbatch has two.
         """
         forward = self.forward_seconds(computed)
         backward = self.backward_seconds(computed)
@@ -199,6 +208,12 @@ class CostModel:
 
     def exposed(self, computed: Any, trans: Any, agg: Any) -> tuple[Any, Any]:
         """Return the seconds of Trans and Agg that no computation hides; arguments as in `time_of`."""
+        if self.trans_each:
+            # The network carries the dispatch while it carries the forward pass's Trans
+            again = (self.trans_each - 1) * trans
+            beside = 0.0 if self.overlap is None else self.microbatches * self.overlap.backward
+            left = np.maximum(0.0, beside - again)
+            return trans + np.maximum(0.0, again - beside), np.maximum(0.0, agg - left)
         if self.overlap is None:
             return trans, agg
         experts = self.overlap.experts / self.microbatches

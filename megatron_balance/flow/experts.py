@@ -164,9 +164,11 @@ class GroupedExperts(MegatronModule):
             activated = config.activation_func(inner)
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
 
-    def allocate_guests(self, slots: int) -> int:
-        """Allocate guest slots, after DDP has wrapped the model; return their bytes."""
-        return self.linear_fc1.allocate_guests(slots) + self.linear_fc2.allocate_guests(slots)
+    def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None) -> int:
+        """Allocate guest slots, after DDP has wrapped the model, or share those of another layer; return the new
+        bytes."""
+        first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1)
+        return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2)
 
     def own(self, home_experts: Sequence[int]) -> None:
         """Set the logical experts in the home slots; checkpoints store weights by logical expert."""

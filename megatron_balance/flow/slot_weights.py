@@ -51,8 +51,12 @@ class GroupedWeights(torch.nn.Module):
         self.guests: Projection | None = None
         """Guest slots [G, ...]: plain tensors, unknown to the optimizer, checkpoints and module conversions."""
 
-    def allocate_guests(self, slots: int) -> int:
-        """Allocate guest slots after DDP has set the parameters' `main_grad`; return their bytes."""
+    def allocate_guests(self, slots: int, shared: "GroupedWeights | None" = None) -> int:
+        """Allocate guest slots after DDP has set the parameters' `main_grad`, or share those of another layer; return
+        the new bytes."""
+        if shared is not None:
+            self.guests = shared.guests
+            return 0
         bias = None if self.bias is None else _guest_like(self.bias, slots)
         self.guests = Projection(_guest_like(self.weight, slots), bias)
         return sum(guest.nbytes + main_grad(guest).nbytes for guest in self.guests.tensors())

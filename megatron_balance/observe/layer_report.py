@@ -22,11 +22,14 @@ Interval = tuple[clock.Mark, clock.Mark]
 class FinishedIteration:
     """One layer's finished iteration on one rank. The device may not have reached its marks yet."""
 
-    placement: Placement
-    plan: TransPlan
-    """Rounds of Trans; Agg runs them in reverse."""
-    rank_seconds: Callable[[], tuple[np.ndarray, np.ndarray]]
-    """Returns [D] the seconds until each rank has completed its part of Trans, and of Agg; not calibrated."""
+    placements: Sequence[Placement]
+    """The placement of all microbatches, or of each one."""
+    trans: Sequence[TransPlan]
+    """Rounds of every Trans that was executed."""
+    agg: Sequence[TransPlan]
+    """The same for every Agg, which runs them in reverse."""
+    rank_seconds: Callable[[], tuple[np.ndarray | float, np.ndarray | float]]
+    """Returns [D] the seconds of each rank's part of all Trans, and of all Agg; not calibrated. 0: there were none."""
     loads: Sequence[np.ndarray]
     """[D, E] int32 of each microbatch."""
     spans: Sequence[tuple[str, Interval]]
@@ -51,9 +54,9 @@ class FinishedIteration:
         """Return the sums of SPORADIC fields since the last report, and the number of these iterations."""
         values = {
             "iterations": 1,
-            "hosts_added": self.placement.added_hosts,
-            "trans_bytes": self.plan.experts_sent * cost.param_bytes,
-            "agg_bytes": self.plan.experts_sent * cost.grad_bytes,
+            "hosts_added": sum(placement.added_hosts for placement in self.placements),
+            "trans_bytes": sum(plan.experts_sent for plan in self.trans) * cost.param_bytes,
+            "agg_bytes": sum(plan.experts_sent for plan in self.agg) * cost.grad_bytes,
             "experts_moved": self.experts_moved,
             "transfer_bytes": self.transfer_bytes,
             "plan_seconds": self.plan_seconds,
@@ -76,21 +79,23 @@ def layer_report(
     """
     sums = last.sporadic(plain)
     all_BDE = last.counts_BDE
-    counts_BDE = condensed(all_BDE, owners(initial))
+    counts_BDE = condensed(all_BDE, owners(initial)) if len(last.placements) == 1 else all_BDE
     before_FBD = calibrated.loads(counts_BDE, initial)
-    after_FBD = calibrated.loads(counts_BDE, last.placement)
+    after_FBD = _loads(calibrated, counts_BDE, last.placements)
     after_BD = after_FBD[COMPUTED]
     before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
     least, most, deviation = spread(all_BDE.sum((0, 1)))
-    sending = plain.sending(last.placement)
-    time = calibrated.time_of(*calibrated.work_of(after_FBD), factors.trans * sending.trans, factors.agg * sending.agg)
+    sendings = [plain.sending(placement) for placement in last.placements]
+    trans = factors.trans * sum(sending.trans for sending in sendings)
+    agg = factors.agg * sum(sending.agg for sending in sendings)
+    time = calibrated.time_of(*calibrated.work_of(after_FBD), trans, agg)
     computing = _seconds(last.spans, "FEC", "BEC")
     exchanging = _seconds(last.spans, "A2A")
     own = float((after_BD[:, rank] / calibrated.rate_D[rank]).sum())
     predicted = calibrated.forward_seconds(own) + calibrated.backward_seconds(own)
     # In each microbatch's exchanges, every rank but the slowest waits
     waiting = time.forward + time.backward - predicted
-    trans_D, agg_D = last.rank_seconds()
+    trans_D, agg_D = (np.broadcast_to(seconds, len(calibrated.rate_D)) for seconds in last.rank_seconds())
     return LayerReport(
         ratio_before=before,
         ratio_after=after,
@@ -111,6 +116,13 @@ def layer_report(
         prediction_error=last.prediction_error,
         **{name: sums[name] / sums["iterations"] for name in SPORADIC},
     )
+
+
+def _loads(cost: CostModel, counts_BDE: np.ndarray, placements: Sequence[Placement]) -> np.ndarray:
+    """Return the loads [5, B, D] of `CostModel.loads` under one placement, or one for each microbatch."""
+    if len(placements) == 1:
+        return cost.loads(counts_BDE, placements[0])
+    return np.concatenate([cost.loads(*one) for one in zip(counts_BDE, placements, strict=True)], axis=1)
 
 
 def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: Placement, after: Placement) -> str:

@@ -211,9 +211,9 @@ class Manager:
         """Return the cost model for this number of microbatches, with the calibration of plans by default."""
         return self._cost_of(microbatches, self.factors if factors is None else factors)
 
-    def is_due(self, ahead: int) -> bool:
-        """Return whether a plan is due for the next iteration (`ahead` 1) or for the current one (0)."""
-        return (self.iterations - ahead) % self.interval == 0
+    def is_due(self) -> bool:
+        """Return whether a plan is due for the next iteration, after `observe`."""
+        return (self.iterations - 1) % self.interval == 0
 
     def question(self, expected_BDE: np.ndarray, microbatches: int) -> Question:
         """Return the question of a plan for loads that add up to those of all microbatches."""
@@ -228,7 +228,24 @@ class Manager:
             transfers=self.transfers,
             latest_BDE=self.latest_BDE,
             last_plan=self.last_plan,
-            beside=None if self.cost.overlap is None else self.cost.overlap[:2],
+            beside=self.cost.overlap[:2] if self.cost.overlap is not None and self.cost.sends_ahead else None,
+        )
+
+    def exact_question(self, counts_DE: np.ndarray) -> Question:
+        """Return the question of a plan for the load [D, E] of one microbatch. The plan depends on nothing else, so
+        ranks with the same load make the same one."""
+        return Question(
+            policy=self.policy,
+            expected_BDE=counts_DE[None],
+            placement=self.placement,
+            cost=self.cost_of(1),
+            transport=self.cost.transport,
+            held={},
+            ages={},
+            transfers=False,
+            latest_BDE=None,
+            last_plan=NO_PLAN,
+            beside=None,
         )
 
     def adopt(self, decision: Decision) -> None:

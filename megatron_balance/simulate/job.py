@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, TransPlan
-from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.manager import Manager, Question
 from megatron_balance.planning.ownership import OwnerChange, owner_changes
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
@@ -21,7 +22,7 @@ from megatron_balance.simulate.programs import LayerWork, StageSchedule, TeamPro
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import Action
 from megatron_balance.timeline.layer_state import rounds_of
-from megatron_balance.timeline.planner import plan_for
+from megatron_balance.timeline.planner import Plan, plan_for
 
 Key = tuple[int, int, int]
 """Number of the pipeline stage, team in the stage, MoE layer."""
@@ -60,7 +61,7 @@ class SimulatedJob:
     plans: bool
     """Whether there is a policy."""
     exact: bool = False
-    """Whether plans are for the load of the iteration in progress and are ready before its rows are sent."""
+    """Whether each microbatch has its own plan, which is ready before its rows are sent."""
     moves_owners: bool = False
     """Whether experts may change owners; if so, all teams of a stage share a placement, for their mean load."""
     plan_seconds: float | None = None
@@ -150,28 +151,40 @@ class Simulation:
         for key, one, model, counts_BDE in zip(keys, decided, stage.models, loads, strict=True):
             parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], one.transfers)
             planner = index % len(model.rows.network.ranks_D)
-            work = model.work(counts_BDE, one.placement, parts, one.planned, planner)
+            work = model.work(counts_BDE, one.placements, parts, one.planned, planner)
             works.append(dataclasses.replace(work, transfer=transfer))
         return works, ends
 
     def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
         job = self.job
         manager = self._managers[key]
-        observe: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
-        planned = NOTHING
-        end = observe
-        after = None
         if job.plans and job.exact:
-            manager.expected_BDE = counts_BDE[:1] * job.microbatches
-            planned, adopt, _ = self._plan(key, manager)
-            adopt()
+            return self._exactly(manager, counts_BDE)
+        end: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
+        planned = NOTHING
+        after = None
         transfers = self._trans_plans.get(key, EMPTY_PLAN)
         placement = manager.placement
-        if job.plans and not job.exact:
-            observe()
+        if job.plans:
+            end()
             planned, end, after = self._plan(key, manager)
         changes = () if after is None else owner_changes(placement.home, after.home)
-        return _Decided(placement, transfers, planned, end, changes)
+        microbatches = len(counts_BDE)
+        return _Decided([placement] * microbatches, [transfers] * microbatches, planned, end, changes)
+
+    def _exactly(self, manager: Manager, counts_BDE: np.ndarray) -> "_Decided":
+        """Plan each microbatch for its load."""
+        timed = [self._timed(manager.exact_question(counts_DE)) for counts_DE in counts_BDE]
+        placements = [plan.decision.placement or owners_host(manager.placement) for plan, _ in timed]
+        transfers = [manager.cost.transport.plan(placement) for placement in placements]
+        planned = NOTHING._replace(latency=sum(seconds for _, seconds in timed) / len(timed))
+        return _Decided(placements, transfers, planned, lambda: None, ())
+
+    def _timed(self, question: Question) -> tuple[Plan, float]:
+        """Return a plan and its seconds."""
+        start = time.thread_time()
+        plan = plan_for(question)
+        return plan, time.thread_time() - start if self.job.plan_seconds is None else self.job.plan_seconds
 
     def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[OwnerChange]) -> Work:
         if not changes:
@@ -185,13 +198,10 @@ class Simulation:
 
     def _plan(self, key: Key, manager: Manager) -> tuple[Work, Callable[[], None], Placement | None]:
         """Return the time of a plan if one is due, the function that adopts it, and its placement."""
-        if not manager.is_due(0 if self.job.exact else 1):
+        if not manager.is_due():
             return NOTHING, lambda: None, None
         assert manager.expected_BDE is not None
-        question = manager.question(manager.expected_BDE, self.job.microbatches)
-        start = time.thread_time()
-        plan = plan_for(question)
-        seconds = time.thread_time() - start if self.job.plan_seconds is None else self.job.plan_seconds
+        plan, seconds = self._timed(manager.question(manager.expected_BDE, self.job.microbatches))
 
         def adopt() -> None:
             if plan.decision.placement is not None:
@@ -203,17 +213,19 @@ class Simulation:
 
 
 class _Decided(NamedTuple):
-    placement: Placement
-    transfers: TransPlan
-    """Trans of the placement in force."""
+    placements: Sequence[Placement]
+    """The placement of each microbatch."""
+    transfers: Sequence[TransPlan]
+    """Trans of these placements."""
     planned: Work
-    """Time of the next plan."""
+    """Time of a plan."""
     end: Callable[[], object]
     """Ends the iteration and adopts the plan."""
     moves: Sequence[OwnerChange]
     """Experts with other owners after the iteration."""
 
 
-def _part(manager: Manager, others: tuple[float, float], plan: TransPlan, action: Action) -> TransPlan:
+def _part(manager: Manager, others: tuple[float, float], plans: Sequence[TransPlan], action: Action) -> TransPlan:
+    plan = plans[action.microbatch or 0]
     beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
     return rounds_of(action, plan, beside)

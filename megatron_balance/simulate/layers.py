@@ -124,9 +124,13 @@ class LayerModel:
     scheduler: Scheduler
     repeats: bool
 
-    def work(self, counts_BHE: np.ndarray, placement: Placement, parts: Parts, plan: Work, planner: int) -> LayerWork:
-        """Return the layer's work; the thread of rank `planner` spends `plan` on the next plan."""
-        traffic_BHH = self.cost.traffic(counts_BHE, placement).astype(np.float64)
+    def work(
+        self, counts_BHE: np.ndarray, placements: Sequence[Placement], parts: Parts, plan: Work, planner: int
+    ) -> LayerWork:
+        """Return the layer's work, given each microbatch's placement; the thread of rank `planner` spends `plan` on a
+        plan."""
+        loads = zip(counts_BHE, placements, strict=True)
+        traffic_BHH = np.concatenate([self.cost.traffic(*one) for one in loads]).astype(np.float64)
         transport = self.cost.transport
         network = self.rows.network
         return LayerWork(

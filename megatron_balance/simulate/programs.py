@@ -176,6 +176,9 @@ class TeamProgram:
         for number in reversed(numbers):
             layer = self.layers[number]
             if layer.repeats:
+                weights = Action(number, Operation.BTRANS, microbatch=one.microbatch)
+                if weights in self.started:
+                    yield self._wait(weights)
                 name = f"L{number} repeated m{one.microbatch}"
                 labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
                 for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
@@ -268,6 +271,9 @@ class TeamProgram:
             for action in self.asked:
                 layer = self.layers[action.block]
                 yield self._start(action, layer.plan, f"plan {layer.planner}")
+                if action.microbatch is not None:
+                    # The messages of this step depend on the plan
+                    yield self._wait(action)
             self.asked.clear()
         for action in step.communication:
             yield self._start(action, self.layers[action.block].moves(action), "moves")

@@ -22,7 +22,7 @@ _WORDS = {
     "other computation": ("FNEC", "BNEC", "layers"),
     "exchange": ("A2A", "dispatch", "combine"),
     "gathers": ("gathers",),
-    "Trans": ("TRANS",),
+    "Trans": ("TRANS", "BTRANS"),
     "Agg": ("AGG",),
     "Plan": ("PLAN",),
     "Transfer": ("TRANSFER",),

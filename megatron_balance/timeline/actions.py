@@ -24,6 +24,7 @@ class Operation(StrEnum):
     STEP            the optimizer's step comes next
     PLAN            the policy decides the next placement of a layer
     TRANS, AGG      owners send weights to guests; guests send gradients to owners
+    BTRANS          a Trans for the backward pass of a microbatch, if other layers have used its guest slots since
     TRANSFER        experts and their optimizer state move to new owners after the step; no schedule contains this
     """
 
@@ -39,6 +40,7 @@ class Operation(StrEnum):
     STEP = "STEP"
     PLAN = "PLAN"
     TRANS = "TRANS"
+    BTRANS = "BTRANS"
     AGG = "AGG"
     TRANSFER = "TRANSFER"
 
@@ -67,7 +69,7 @@ class Action(NamedTuple):
     part: int = 1
     parts: int = 1
     microbatch: int | None = None
-    """Microbatch of a computation; None for actions that happen once per iteration."""
+    """Microbatch of a computation, or of an action that each microbatch has; None: once per iteration."""
 
     iteration: int = 0
     """0: the schedule's iteration j; 1: iteration j + 1."""

@@ -17,7 +17,9 @@ from megatron_balance.observe.layer_report import FinishedIteration, Interval, l
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import Action, Operation
+from megatron_balance.timeline.planner import Plan
 
 
 def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> TransPlan:
@@ -34,9 +36,9 @@ def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> Trans
 
 def sent_bytes(operation: Operation, rounds: TransPlan, cost: CostModel, rank: int) -> int:
     """Return the bytes that a rank sends in these rounds of Trans or Agg."""
-    is_trans = operation is Operation.TRANS
-    sent_M = (rounds.source_M if is_trans else rounds.target_M) == rank
-    size = cost.param_bytes if is_trans else cost.grad_bytes
+    is_agg = operation is Operation.AGG
+    sent_M = (rounds.target_M if is_agg else rounds.source_M) == rank
+    size = cost.grad_bytes if is_agg else cost.param_bytes
     return round(float((size / rounds.pieces_M[sent_M]).sum()))
 
 
@@ -84,7 +86,11 @@ class LayerState:
     """Returns the state that moves with an expert to a new owner."""
 
     fresh: bool = False
-    """Whether the guest slots hold the current weights."""
+    """Whether the guest slots hold the current weights of `placement`."""
+    passes: list[PlacementRounds] = field(default_factory=list)
+    """Placements of this iteration's microbatches, if each one has its own."""
+    executed: list[tuple[Operation, PlacementRounds]] = field(default_factory=list)
+    """Every Trans and Agg of this iteration that sent something."""
     loads: list[np.ndarray] = field(default_factory=list)
     """Loads [D, E] int32 of the first microbatches, in memory that is not pinned."""
     coming: list[Reading] = field(default_factory=list)
@@ -117,6 +123,16 @@ class LayerState:
             self._rounds = PlacementRounds(self.placement, self.manager.cost.transport, self.overlap[:2])
         return self._rounds
 
+    def rounds_in(self, microbatch: int | None) -> PlacementRounds:
+        """Return the rounds of a microbatch's placement; None: of the iteration's placement."""
+        return self.rounds if microbatch is None else self.passes[microbatch]
+
+    def plan_pass(self, plan: Plan) -> PlacementRounds:
+        """Return the rounds of a plan for one pass; owners compute alone if the plan has no placement."""
+        self.plan_seconds += plan.end - plan.start
+        placement = plan.decision.placement or owners_host(self.placement)
+        return PlacementRounds(placement, self.manager.cost.transport, self.overlap[:2])
+
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
         """Use the decisions of the rank that planned the current, new placement: how its experts are sent."""
         transport = self.manager.cost.transport
@@ -143,14 +159,16 @@ class LayerState:
         self.prediction_error = self.manager.observe(counts_BDE) or 0.0
         self.observed = True
 
-    def close(self, executed: PlacementRounds) -> None:
-        """Record the finished iteration, with the rounds that Trans and Agg executed. The device has finished the
-        previous iteration, because the host has waited for this iteration's loads."""
+    def close(self, used: PlacementRounds) -> None:
+        """Record the finished iteration, and the placement that all microbatches used unless each had its own. The
+        device has finished the previous iteration, because the host has waited for this iteration's loads."""
+        executed = self.executed
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
-            placement=executed.placement,
-            plan=executed.plan,
-            rank_seconds=lambda: executed.rank_seconds,
+            placements=[one.placement for one in self.passes or [used]],
+            trans=[one.plan for operation, one in executed if operation is not Operation.AGG],
+            agg=[one.plan for operation, one in executed if operation is Operation.AGG],
+            rank_seconds=partial(_rank_seconds, executed),
             loads=self.loads,
             spans=self.spans,
             waits=self.waits,
@@ -159,6 +177,8 @@ class LayerState:
             unreported=unreported,
         )
         self.reported = False
+        self.passes = []
+        self.executed = []
         self.loads = []
         self._counts_BDE = None
         self.observed = False
@@ -174,3 +194,12 @@ class LayerState:
         cost = self.manager.cost
         calibrated = self.manager.cost_of(len(self.last.loads), factors)
         return partial(layer_report, self.last, cost, calibrated, self.initial, rank=rank, factors=factors)
+
+
+def _rank_seconds(
+    executed: Sequence[tuple[Operation, PlacementRounds]],
+) -> tuple[np.ndarray | float, np.ndarray | float]:
+    """Return [D] the seconds of each rank's part of every Trans, and of every Agg; not calibrated."""
+    trans = sum(one.rank_seconds[0] for operation, one in executed if operation is not Operation.AGG)
+    agg = sum(one.rank_seconds[1] for operation, one in executed if operation is Operation.AGG)
+    return trans, agg

@@ -1,10 +1,11 @@
 """Makes the schedule of an iteration from the order of a pipeline stage's computations.
 
 `compute_order` makes a schedule of computations alone. Plan, Trans and Agg are then added to its steps: blockwise, by
-Pro-Prophet's Algorithm 2, or blocking, where each action starts when its result is needed.
+Pro-Prophet's Algorithm 2, or blocking, where each action starts when its result is needed. With the exact load, each
+microbatch has its own Plan, Trans and Agg.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
@@ -66,7 +67,7 @@ def lower(
     blocks: Sequence[Sequence[int]],
     overlap: Overlapping,
     *,
-    exact: bool = False,
+    ring: int = 0,
     late: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
@@ -74,7 +75,8 @@ def lower(
 
     Args:
         passes, blocks: see `compute_order`.
-        exact: whether plans are for the current iteration, from the load of its first microbatch.
+        ring: number of guest buffers (`each_microbatch`) if plans are for the exact load of a microbatch; 0: plans are
+            for the next iteration.
         late: whether the forward pass does not wait for its load; then planning the next iteration must not wait for it
             either.
         reduce_early: whether the reduction of experts' gradients overlaps with the backward pass. The schedule then
@@ -83,15 +85,16 @@ def lower(
     schedule = compute_order(passes, blocks)
     layers = sorted(number for chunk in blocks for number in chunk)
     first, last = places(schedule)
-    if overlap == "blockwise":
-        assert not exact, "weights can only travel ahead if the placement is known ahead"
+    if ring:
+        added = [*each_microbatch(schedule, layers, ring, overlap, reduce_early)]
+    elif overlap == "blockwise":
         added = [
             *plan_ahead(schedule, layers, last, late),
             *trans_blockwise(schedule, layers, first),
             *agg_blockwise(schedule, layers, last, reduce_early),
         ]
     else:
-        added = blocking(schedule, layers, first, exact)
+        added = [*blocking(schedule, layers, first)]
     return _with(schedule, added)
 
 
@@ -115,14 +118,13 @@ def _with(schedule: Schedule, added: Iterable[Placed]) -> Schedule:
     return tuple(steps)
 
 
-def blocking(schedule: Schedule, layers: Iterable[int], first: Places, exact: bool) -> Iterator[Placed]:
-    """Run TRANS(i) right before the first FEC(i), AGG(i) after the backward pass, and PLAN(i) between iterations. If
-    `exact`, run PLAN(i) before the first microbatch's dispatch, with its load."""
+def blocking(schedule: Schedule, layers: Iterable[int], first: Places) -> Iterator[Placed]:
+    """Run TRANS(i) right before the first FEC(i), AGG(i) after the backward pass, and PLAN(i) between iterations."""
     for number in layers:
-        plan = first[number, Operation.A2A, 1] if exact else len(schedule) - 1
+        plan = len(schedule) - 1
         trans = first[number, Operation.FEC, 1]
         agg = len(schedule) - 2
-        yield Placed(Action(number, Operation.PLAN, iteration=0 if exact else 1), plan, plan)
+        yield Placed(Action(number, Operation.PLAN, iteration=1), plan, plan)
         yield Placed(Action(number, Operation.TRANS), trans, trans)
         yield Placed(Action(number, Operation.AGG), agg, agg)
 
@@ -164,6 +166,65 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduc
         waits[:-1] = [starts[0] for starts in starts_of.values()][1:]
     for (number, starts), wait in zip(starts_of.items(), waits, strict=True):
         yield from _parts(number, Operation.AGG, starts, wait)
+
+
+def each_microbatch(
+    schedule: Schedule, layers: Sequence[int], ring: int, overlap: Overlapping, reduce_early: bool
+) -> Iterator[Placed]:
+    """Plan each microbatch m of block i when its load is known, and send weights and gradients for this microbatch.
+
+    The blocks of a stage share `ring` buffers of guest slots: the n-th block, counted from 0, has buffer n % ring.
+
+        PLAN(i, m)    before A2A(i, m), which needs it
+        TRANS(i, m)   beside the dispatch A2A(i, m), before FEC(i, m)
+        BTRANS(i, m)  beside BNEC(i, m), before BEC(i, m), unless the buffer still has the weights of TRANS(i, m)
+        AGG(i, m)     beside the BNEC after BEC(i, m), before gradients are next written to the buffer
+
+    Without overlap, TRANS, BTRANS and AGG run where these spans end.
+    """
+    buffer_of = {layer: position % ring for position, layer in enumerate(layers)}
+    # BTRANS before AGG: the next computation waits for it
+    spans = [*_weights(schedule, buffer_of), *_gradients(schedule, buffer_of, reduce_early)]
+    yield from spans if overlap == "blockwise" else (one._replace(start=one.wait) for one in spans)
+
+
+def _weights(schedule: Schedule, buffer_of: Mapping[int, int]) -> Iterator[Placed]:
+    """Return every PLAN, TRANS and BTRANS of `each_microbatch`."""
+    at = {step.computation: number for number, step in enumerate(schedule)}
+    latest: dict[int, tuple[int, int | None]] = {}
+    """The block and the microbatch whose weights each buffer has."""
+    for number, step in enumerate(schedule):
+        block, operation, part, _, microbatch, _ = step.computation
+        if (operation, part) == (Operation.A2A, 1):
+            yield Placed(Action(block, Operation.PLAN, microbatch=microbatch), number, number)
+            experts = at[Action(block, Operation.FEC, microbatch=microbatch)]
+            yield Placed(Action(block, Operation.TRANS, microbatch=microbatch), number, experts)
+        elif operation is Operation.BEC and latest[buffer_of[block]] != (block, microbatch):
+            beside = at[Action(block, Operation.BNEC, microbatch=microbatch)]
+            yield Placed(Action(block, Operation.BTRANS, microbatch=microbatch), beside, number)
+        if operation in (Operation.FEC, Operation.BEC):
+            latest[buffer_of[block]] = block, microbatch
+
+
+def _gradients(schedule: Schedule, buffer_of: Mapping[int, int], reduce_early: bool) -> Iterator[Placed]:
+    """Return every AGG of `each_microbatch`. If `reduce_early`, those of the last microbatch end where the next one
+    starts, at the latest."""
+    last = max(step.computation.microbatch or 0 for step in schedule)
+    leaving: dict[int, Placed] = {}
+    """By buffer: the Agg of the gradients in it."""
+    reduce = len(schedule) - 2
+    for number, step in enumerate(schedule):
+        block, operation, part, _, microbatch, _ = step.computation
+        if (operation, part) != (Operation.A2A, 4):
+            continue
+        # The last exchange hides the computation of weight gradients
+        if buffer_of[block] in leaving:
+            yield leaving.pop(buffer_of[block])._replace(wait=number)
+        if reduce_early:
+            for buffer in [buffer for buffer, one in leaving.items() if one.action.microbatch == last]:
+                yield leaving.pop(buffer)._replace(wait=number + 1)
+        leaving[buffer_of[block]] = Placed(Action(block, Operation.AGG, microbatch=microbatch), number + 1, reduce)
+    yield from leaving.values()
 
 
 def _parts(block: int, operation: Operation, starts: Sequence[int], wait: int) -> Iterator[Placed]:

@@ -10,8 +10,8 @@ executes the schedule:
     finish_iteration    complete every Plan and put the next placements in force, before the optimizer's step
     transfer_owners     Transfer
 
-A placement is in force for a whole iteration or, if it is planned on the exact load, from the layer's first forward
-pass on. Recomputation finds the placement unchanged.
+A placement is in force for a whole iteration or, if it is planned on the exact load, for one microbatch. Recomputation
+finds the placement unchanged.
 """
 
 import functools
@@ -43,8 +43,9 @@ from megatron_balance.planning.ownership import owner_changes
 from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedule, Step
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
-from megatron_balance.timeline.layer_state import LayerState, sent_bytes
-from megatron_balance.timeline.planner import Asked, Plan, Planner
+from megatron_balance.timeline.guest_ring import GuestRing
+from megatron_balance.timeline.layer_state import LayerState, PlacementRounds, sent_bytes
+from megatron_balance.timeline.planner import Asked, Plan, Planner, plan_for
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Balancer:
     """Returns the number of microbatches of the current iteration."""
     guest_bytes: int
     """Bytes of this rank's guest slots, weights and gradients, in all layers."""
+    ring: GuestRing | None = None
+    """The guest slots that layers share if each microbatch has its own placement; None: each layer has guest slots."""
     mover: ExpertMover | None = None
     """Executes Transfer; data-parallel replicas then share a placement, by their mean load. None: owners stay."""
     explain: bool = False
@@ -139,6 +142,8 @@ class Balancer:
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
+        elif operation is Operation.FEC and self.ring is not None and self._steps and not self.aside:
+            self._hold(block, self._returning(block))
 
     def host(self, number: int, load: Reading, training: bool) -> Placement:
         """Return the placement of a layer for a forward pass with this load [D, E]. Every host has received an expert's
@@ -151,11 +156,19 @@ class Balancer:
         if computation is not None:
             state.coming.append(load)
             self._begin(computation)
-        elif not self._steps and not state.fresh:
-            # Evaluation, or a search for faults
-            self._start_trans(state, state.rounds.plan).wait()
-            state.fresh = True
-        return state.placement.trimmed
+        if self.ring is None:
+            if not self._steps and not state.fresh:
+                # Evaluation, or a search for faults
+                self._bring(state, state.rounds)
+                state.fresh = True
+            return state.placement.trimmed
+        if computation is not None:
+            return state.passes[-1].placement.trimmed
+        if self._steps:
+            return state.passes[self._returning(number)].placement.trimmed
+        rounds = state.plan_pass(plan_for(state.manager.exact_question(_numbers(load))))
+        self._bring(state, rounds)
+        return rounds.placement.trimmed
 
     def aggregate(self) -> None:
         """Complete every Agg; called after the last backward pass and before gradients are reduced."""
@@ -167,7 +180,7 @@ class Balancer:
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
-            if not state.observed:
+            if not state.observed and self.ring is None:
                 self._observe(state)
             state.close(executed[number])
 
@@ -207,6 +220,10 @@ class Balancer:
             self._to_repeat[place] = repeats - 1
         return repeats > 0
 
+    def _returning(self, block: int) -> int:
+        """Return the microbatch whose backward pass repeats a forward computation of a block."""
+        return self._entered[Action(block, Operation.BEC)]
+
     def _begin(self, computation: Action) -> None:
         """Execute the step before a computation: wait for actions, start new ones, wait for some of the new ones."""
         if self._now is not None and self._now[0] == computation:
@@ -230,47 +247,78 @@ class Balancer:
             self.layers[computation.block].keep_loads()
         if started:
             now = self._wait([action for action in step.waits if action in started], clock.mark())
+        if self.ring is not None and computation.operation is Operation.BEC:
+            assert computation.microbatch is not None
+            self._hold(computation.block, computation.microbatch)
         self._now = computation, now
 
     def _start(self, action: Action) -> None:
         state = self.layers[action.block]
         if action.operation is Operation.PLAN:
-            self._plans[action] = self._start_plan(action.block, ahead=action.iteration)
+            if action.microbatch is None:
+                self._plans[action] = self._start_plan(action.block)
+            else:
+                self._plan_pass(action)
             return
-        rounds = state.rounds.of(action)
-        start = self._start_trans if action.operation is Operation.TRANS else self._start_agg
-        self._started[action] = rounds, start(state, rounds)
+        whole = state.rounds_in(action.microbatch)
+        rounds = whole.of(action)
+        start = self._start_agg if action.operation is Operation.AGG else self._start_trans
+        self._started[action] = rounds, start(state, whole, rounds)
 
-    def _start_trans(self, state: LayerState, rounds: TransPlan) -> AsyncWork:
+    def _start_trans(self, state: LayerState, whole: PlacementRounds, rounds: TransPlan) -> AsyncWork | None:
+        if self.ring is not None and not self.ring.take(state.slots, whole):
+            return None
         # Start even an empty Trans: `ready` may start a gather that replicas with other plans take part in
         with record_function("Trans"):
-            work = functools.partial(self.trans_agg.trans, rounds, state.placement, state.slots)
+            work = functools.partial(self.trans_agg.trans, rounds, whole.placement, state.slots)
             return self._side_stream.start(work, state.slots.ready)
 
-    def _start_agg(self, state: LayerState, rounds: TransPlan) -> AsyncWork | None:
+    def _bring(self, state: LayerState, whole: PlacementRounds) -> None:
+        """Fill a layer's guest slots outside of a schedule."""
+        work = self._start_trans(state, whole, whole.plan)
+        if work is not None:
+            work.wait()
+
+    def _start_agg(self, state: LayerState, whole: PlacementRounds, rounds: TransPlan) -> AsyncWork | None:
         if not len(rounds):
             return None
         with record_function("Agg"):
-            return self._side_stream.start(functools.partial(self.trans_agg.agg, rounds, state.placement, state.slots))
+            return self._side_stream.start(functools.partial(self.trans_agg.agg, rounds, whole.placement, state.slots))
 
-    def _start_plan(self, number: int, ahead: int) -> Asked | None:
-        """If a plan is due, ask the policy for it: for this iteration, or `ahead` for the next one."""
+    def _hold(self, number: int, microbatch: int) -> None:
+        """Wait until the guest slots have the weights of a pass whose backward pass has begun. A Trans that no schedule
+        contains may be necessary if recomputation repeats several layers at a time."""
+        assert self.ring is not None
+        state = self.layers[number]
+        action = Action(number, Operation.BTRANS, microbatch=microbatch)
+        if action in self._started:
+            self._wait_for_trans_or_agg(action, clock.mark())
+        if not self.ring.has(state.slots, state.passes[microbatch]):
+            self._start(action)
+            self._wait_for_trans_or_agg(action, clock.mark())
+
+    def _plan_pass(self, action: Action) -> None:
+        """Plan a microbatch whose load is known. All ranks of the group make the same plan."""
+        state = self.layers[action.block]
+        load = _numbers(state.coming[-1])
+        start = clock.mark()
+        plan = plan_for(state.manager.exact_question(load))
+        state.passes.append(state.plan_pass(plan))
+        if plan.decision.problem is not None and self.group.rank() == 0:
+            self._log_once(action.block, plan.decision.problem)
+        self._record_wait(action, start, clock.mark())
+        self._record("planning", action, plan.start, plan.end)
+
+    def _start_plan(self, number: int) -> Asked | None:
+        """If a plan for the next iteration is due, ask the policy for it."""
         state = self.layers[number]
         manager = state.manager
-        microbatches = self.microbatches()
         with record_function("Plan"):
-            if ahead:
-                self._observe(state)
-                expected_BDE = manager.expected_BDE
-            else:
-                expected_BDE = state.counts_BDE() * microbatches
-            if not manager.is_due(ahead):
+            self._observe(state)
+            if self.planner.given_up or not manager.is_due():
                 return None
-            assert expected_BDE is not None
-            manager.expected_BDE = expected_BDE
-            if self.planner.given_up:
-                return None
-            question = manager.question(expected_BDE, microbatches)
+            assert manager.expected_BDE is not None
+            question = manager.question(manager.expected_BDE, self.microbatches())
             return self.planner.ask(question) if self.agreement.plans(number) else Asked(question, None)
 
     def _observe(self, state: LayerState) -> None:
@@ -287,10 +335,10 @@ class Balancer:
         """Wait for actions from `start` on; return the mark of the end, because each new mark costs host time."""
         plans = []
         for action in actions:
-            if action.operation is Operation.PLAN:
-                plans.append(action)
-            else:
+            if action in self._started:
                 start = self._wait_for_trans_or_agg(action, start)
+            elif action in self._plans:
+                plans.append(action)
         if plans:
             with record_function("Plan"):
                 start = self._wait_for_plans(plans, start)
@@ -299,20 +347,24 @@ class Balancer:
     def _wait_for_trans_or_agg(self, action: Action, start: clock.Mark) -> clock.Mark:
         state = self.layers[action.block]
         rounds, work = self._started.pop(action)
+        kind = Operation.AGG if action.operation is Operation.AGG else Operation.TRANS
         end = start
         if work is not None:
             began, ended = work.wait()
             end = clock.mark()
             if len(rounds):
                 self._record_wait(action, start, end)
-                state.spans.append((action.operation, (began, ended)))
+                state.spans.append((kind, (began, ended)))
                 if self.timeline is not None:
                     sent = sent_bytes(action.operation, rounds, state.manager.cost, self.group.rank())
                     self._record("communication", action, began, ended, issued=work.issued, num_bytes=sent)
         if action.part == action.parts:
             # After an Agg, the optimizer's step will make the guests' weights stale
-            state.fresh = action.operation is Operation.TRANS
-            if action.operation is Operation.AGG:
+            state.fresh = kind is Operation.TRANS
+            whole = state.rounds_in(action.microbatch)
+            if len(whole.plan) and (work is not None or kind is Operation.AGG):
+                state.executed.append((kind, whole))
+            if kind is Operation.AGG and action.microbatch in (None, self.microbatches() - 1):
                 self.aggregated(action.block)
         return end
 
@@ -378,7 +430,8 @@ class Balancer:
             print(explanation(number, cost, plan.decision.expected_BDE, before, state.placement), flush=True)
 
     def _record_wait(self, action: Action, start: clock.Mark, end: clock.Mark) -> None:
-        self.layers[action.block].waits.append((action.operation, (start, end)))
+        kind = Operation.TRANS if action.operation is Operation.BTRANS else action.operation
+        self.layers[action.block].waits.append((kind, (start, end)))
         self._record("waits", action, start, end)
 
     def _record(self, stream: Stream, action: Action, start: clock.Mark, end: clock.Mark, **more: Any) -> None:
@@ -401,9 +454,9 @@ class Balancer:
         self.calibration = self.calibration.observe(*component_seconds(reports), used)
 
     def loads(self) -> dict[int, tuple[np.ndarray, Placement]]:
-        """Return the load matrix [D, E] and the placement of each layer in the finished iteration."""
+        """Return the load matrix [D, E] and the latest placement of each layer in the finished iteration."""
         ended = {number: state.last for number, state in self.layers.items() if state.last is not None}
-        return {number: (last.counts_BDE.sum(0), last.placement) for number, last in ended.items()}
+        return {number: (last.counts_BDE.sum(0), last.placements[-1]) for number, last in ended.items()}
 
     def state(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint: lists, numbers and strings."""
@@ -417,3 +470,8 @@ class Balancer:
             state.manager.restore(states["layers"][str(number)])
             state.slots.own(state.placement.experts_of(self.group.rank()))
             state.fresh = False
+
+
+def _numbers(load: Reading) -> np.ndarray:
+    """Wait for a load matrix [D, E]."""
+    return load().numpy().astype(np.int64)

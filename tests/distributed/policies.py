@@ -10,7 +10,8 @@ TOLERANCE = 1e-5
 
 MODES = {
     "predicted": "--balance-load predicted",
-    "exact": "--balance-load exact",
+    "exact": "--balance-load exact --balance-overlap blockwise",
+    "blocking exact": "--balance-load exact",
     "blockwise": "--balance-overlap blockwise",
 }
 

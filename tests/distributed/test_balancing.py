@@ -71,7 +71,7 @@ def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:
     most = 0
     for _ in range(iterations):
         reports.append(train_step(run))
-        most = max(most, *(len({*hosts}) for hosts in run.balancer.layers[1].last.placement.hosts))
+        most = max(most, *(len({*hosts}) for hosts in run.balancer.layers[1].last.placements[-1].hosts))
     return runs.curve_of(reports), most
 
 
@@ -90,7 +90,7 @@ def replicas(flags: str) -> list[torch.Tensor]:
     guests = 0
     for _ in range(3):
         train_step(run)
-        guests += run.balancer.layers[1].last.placement.added_hosts
+        guests += run.balancer.layers[1].last.placements[-1].added_hosts
     experts = [parameter.detach() for parameter in experts_of(run).parameters()]
     for parameter in experts:
         others = [torch.empty_like(parameter) for _ in range(run.groups.expt_dp.size())]

@@ -14,7 +14,6 @@ SHIFTING = "--moe-router-force-workload rotating_hotspot"
 REPLICAS = "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 CASES = {
     "blockwise": f"--expert-model-parallel-size 4 {SHIFTING} --balance-policy pro_prophet --balance-overlap blockwise",
-    "one plan at a time": f"--expert-model-parallel-size 4 {SHIFTING} --balance-policy quota --balance-load exact",
     "every second iteration": f"{REPLICAS} {SHIFTING} --balance-policy top2 --balance-interval 2",
     "pipeline": f"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 {SHIFTING} --balance-policy flexmoe",
 }

@@ -25,6 +25,7 @@ from megatron_balance.planning.predictor import Predictor
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline import agreement, runtime
 from megatron_balance.timeline.actions import Operation
+from megatron_balance.timeline.guest_ring import GuestRing
 from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import Overlapping, Pass, lower, one_forward_one_backward
 from megatron_balance.timeline.planner import Asked, Plan, Planner, plan_for
@@ -93,7 +94,7 @@ class JournaledTransAgg:
         self.journal.append(("AGG", slots.number, plan, placement))
 
 
-@dataclass
+@dataclass(eq=False)
 class Slots:
     """Stand-in for a layer's experts."""
 
@@ -228,7 +229,7 @@ def passes(microbatches: int) -> list[Pass]:
 def build(
     monkeypatch: pytest.MonkeyPatch,
     overlap: Overlapping = "blockwise",
-    exact: bool = False,
+    ring: int = 0,
     late: bool = False,
     threads: bool = False,
     policy: Callable[[int, Journal], Policy] = Hottest,
@@ -263,9 +264,12 @@ def build(
             group=group,
             trans_agg=JournaledTransAgg(journal),
             layers=states,
-            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, exact=exact, late=late),
+            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, ring=ring, late=late),
             microbatches=lambda: world.microbatches,
             guest_bytes=0,
+            ring=GuestRing({states[layer].slots: number % ring for number, layer in enumerate(LAYERS)})
+            if ring
+            else None,
             **more,
         )
     world = World(balancer, journal, group)

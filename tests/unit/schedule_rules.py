@@ -20,6 +20,64 @@ def validate(schedule: Schedule) -> None:
     assert not problems, (problems[0], grid(schedule))
 
 
+def validate_ring(schedule: Schedule, ring: int) -> None:
+    """Check a schedule in which each microbatch has its own Plan, Trans and Agg, by playing it.
+
+    Experts compute with the weights of their own pass, which have arrived. Gradients are written to a buffer without
+    gradients, leave it after that, and are home before they are reduced and before the buffer is written again.
+    """
+    problems = list(_ring_problems(schedule, ring))
+    assert not problems, (problems[0], grid(schedule))
+
+
+def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
+    layers = sorted({step.computation.block for step in schedule if step.computation.operation is Operation.FEC})
+    buffer_of = {layer: position % ring for position, layer in enumerate(layers)}
+    started: set[Action] = set()
+    ended: set[Action] = set()
+    weights: dict[int, Action] = {}
+    """By buffer: the latest Trans that was started."""
+    gradients: dict[int, tuple[int, int | None]] = {}
+    """By buffer: the pass whose gradients it has."""
+    for number, (computation, communication, planning, waits) in enumerate(schedule):
+        block, operation, part, _, microbatch, _ = computation
+        new = (*planning, *communication)
+        for action in (*(one for one in waits if one not in new), *new, *(one for one in waits if one in new)):
+            if action in new and action not in started:
+                started.add(action)
+                if action.operation in (Operation.TRANS, Operation.BTRANS):
+                    weights[buffer_of[action.block]] = action
+                    if Action(action.block, Operation.PLAN, microbatch=action.microbatch) not in started:
+                        yield number, f"{action} starts before its plan"
+                elif action.operation is Operation.AGG:
+                    if gradients.get(buffer_of[action.block]) != (action.block, action.microbatch):
+                        yield number, f"{action} starts before its gradients are complete"
+                continue
+            if action not in started:
+                yield number, f"{action} is waited for before it is started"
+            if action in ended:
+                yield number, f"{action} is waited for again"
+            ended.add(action)
+            if action.operation is Operation.AGG:
+                gradients.pop(buffer_of[action.block], None)
+        if operation in (Operation.FEC, Operation.BEC):
+            holds = weights.get(buffer_of[block])
+            if holds is None or (holds.block, holds.microbatch) != (block, microbatch) or holds not in ended:
+                yield number, f"{computation} finds the weights of {holds}"
+        if (operation, part) == (Operation.A2A, 4):
+            if buffer_of[block] in gradients:
+                yield number, f"{computation} finds the gradients of {gradients[buffer_of[block]]}"
+            gradients[buffer_of[block]] = block, microbatch
+        if operation is Operation.REDUCE and gradients:
+            yield number, f"gradients of {gradients} are missing"
+    if started != ended:
+        yield len(schedule), f"{started - ended} are never waited for"
+    aggs = {(one.block, one.microbatch) for one in started if one.operation is Operation.AGG}
+    computed = {step.computation[::4] for step in schedule if step.computation.operation is Operation.BEC}
+    if aggs != {(block, microbatch) for block, microbatch in computed}:
+        yield len(schedule), f"gradients of {computed - aggs} never leave"
+
+
 def _problems(schedule: Schedule) -> Iterator[Problem]:
     # The step at which each action starts, and the step that waits for it
     starts: dict[Action, int] = {}

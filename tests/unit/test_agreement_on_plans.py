@@ -175,21 +175,6 @@ def test_bytes_do_not_grow_with_the_ranks_that_plan_nothing(monkeypatch: pytest.
     assert job.exchanges == 1 and job.num_bytes <= len(LAYERS) * (8 + LEAST_BYTES)
 
 
-def test_some_layers_at_a_moment(job: Job) -> None:
-    """With the exact load, one layer is planned at a time; ranks without a plan take part."""
-    asked = questions(load_policy("top2"))
-
-    def task(group: Any) -> list[tuple]:
-        agreement = Shared(group, LAYERS)
-        found = []
-        for number, question in asked.items():
-            mine = {number: plan_for(question)} if agreement.plans(number) else {}
-            found.append(content(agreement.reach(mine, {number: question})))
-        return found
-
-    assert job.each(task) == [[content({n: Outcome(plan_for(q), True)}) for n, q in asked.items()]] * RANKS
-
-
 def test_loads_are_not_sent() -> None:
     plan = plan_for(questions(load_policy("top2"))[LAYERS[0]])
     assert plan.decision.expected_BDE.shape == (5, RANKS, EXPERTS)

@@ -140,7 +140,7 @@ def test_spans_of_all_components_are_recorded(monkeypatch) -> None:
     world = timed(monkeypatch)
     for state in world.balancer.layers.values():
         expected = {Operation.A2A: 20, Operation.FEC: 5, Operation.BEC: 5}
-        trans = {Operation.TRANS: 1, Operation.AGG: 1} if state.last.plan.rounds else {}
+        trans = {Operation.TRANS: 1, Operation.AGG: 1} if state.last.trans else {}
         assert spans_of(state) == expected | trans
 
 
@@ -154,7 +154,7 @@ def test_exchange_does_not_contain_the_wait_for_slower_ranks(monkeypatch) -> Non
         state.last = dataclasses.replace(last, spans=spans, waits=[])
         reports = [state.finished(rank, factors)() for rank in range(3)]
         cost = state.manager.cost_of(5, factors)
-        slowest = cost.layer_time(condensed(last.counts_BDE, owners(OWNERS)), last.placement)
+        slowest = cost.layer_time(condensed(last.counts_BDE, owners(OWNERS)), last.placements[-1])
         assert max(report.predicted_experts_seconds for report in reports) > 1
         for report in reports:
             waiting = slowest.forward + slowest.backward - report.predicted_experts_seconds

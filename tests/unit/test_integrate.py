@@ -59,8 +59,8 @@ def test_settings_reach_the_builders() -> None:
             "--balance-ownership transfer: .*use --balance-ownership fixed",
         ),
         (
-            *("--balance-policy top2 --balance-overlap blockwise --balance-load exact", {}, {}),
-            "--balance-load exact: not with --balance-overlap blockwise",
+            *("--balance-policy top2 --balance-load exact --balance-interval 2", {}, {}),
+            "--balance-interval: has no effect with --balance-load exact",
         ),
         (
             *("--moe-comm-chunks 2", {}, {"moe_token_dispatcher_type": "allgather"}),

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron_balance.timeline import lower
 from megatron_balance.timeline.actions import Operation, Schedule, grid
 from megatron_balance.timeline.lower import Overlapping, Pass, one_forward_one_backward
-from tests.unit.schedule_rules import validate
+from tests.unit.schedule_rules import validate, validate_ring
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
         table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(self.microbatches, chunks, 2)]
         return one_forward_one_backward(table, chunks, 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1))
 
-    def lowered(self, overlap: Overlapping = "blockwise", **more: bool) -> Schedule:
+    def lowered(self, overlap: Overlapping = "blockwise", **more: int) -> Schedule:
         return lower.lower(self.passes(), self.blocks, overlap, **more)
 
 
@@ -57,7 +57,9 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
     "2_blocks_late": Stage([[1, 2]]).lowered(late=True),
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
-    "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", exact=True),
+    "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2),
+    "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2),
+    "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, reduce_early=True),
 }
 
 
@@ -112,7 +114,7 @@ def stages(draw: st.DrawFn) -> Stage:
 @given(stages(), st.booleans(), st.booleans(), st.booleans())
 def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise: bool) -> None:
     """Each computation overlaps with at most one Trans or one Agg."""
-    schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none", exact=flag)
+    schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none")
     validate(schedule)
     assert len({step.computation for step in schedule}) == len(schedule)
     layers = {number for chunk in stage.blocks for number in chunk}
@@ -126,6 +128,40 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise
         assert len(step.communication) <= 1
         may_overlap = {Operation.FEC, Operation.FNEC, Operation.BNEC, Operation.BEC}
         assert not step.communication or step.computation.operation in may_overlap
+
+
+@given(stages(), st.integers(1, 4), st.booleans(), st.sampled_from(["none", "blockwise"]))
+def test_layers_share_guest_slots(stage: Stage, ring: int, early: bool, overlap: Overlapping) -> None:
+    schedule = stage.lowered(overlap, ring=ring, reduce_early=early)
+    validate_ring(schedule, ring)
+    assert [step.computation for step in schedule] == [step.computation for step in stage.lowered("none")]
+
+
+EXHAUSTIVE = [
+    *(Stage([[1, 2, 3]], 3, stage, 2) for stage in (0, 1)),
+    *(Stage(blocks, microbatches, stage, 2) for blocks in ([[1], [2, 3]], [[1, 2], [3]], [[1], [3], [5]])
+      for microbatches in (2, 4) for stage in (0, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", ["none", "blockwise"])
+@pytest.mark.parametrize("ring", [1, 2, 3])
+def test_what_is_wrong_with_shared_guest_slots_is_found(ring: int, overlap: Overlapping) -> None:
+    """Each schedule is valid, but not without one of its actions, nor if experts do not wait for their weights."""
+    for stage in EXHAUSTIVE:
+        schedule = stage.lowered(overlap, ring=ring)
+        validate_ring(schedule, ring)
+        for number, step in enumerate(schedule):
+            for column in ("communication", "planning", "waits"):
+                for action in getattr(step, column):
+                    without = step._replace(**{column: tuple(one for one in getattr(step, column) if one != action)})
+                    with pytest.raises(AssertionError):
+                        validate_ring((*schedule[:number], without, *schedule[number + 1 :]), ring)
+            if step.computation.operation in (Operation.FEC, Operation.BEC) and step.waits:
+                after = schedule[number + 1]
+                late = step._replace(waits=()), after._replace(waits=(*after.waits, *step.waits))
+                with pytest.raises(AssertionError):
+                    validate_ring((*schedule[:number], *late, *schedule[number + 2 :]), ring)
 
 
 @given(stages(), st.data())

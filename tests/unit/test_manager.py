@@ -83,16 +83,22 @@ def test_what_it_has_seen_is_its_own() -> None:
 
 @pytest.mark.parametrize(("interval", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 3, 5, 7]), (3, [1, 4, 7])])
 def test_plans_are_due_at_intervals(interval: int, due: list[int]) -> None:
-    """Plans are due on the exact load of iteration 1, or after it for iteration 2; then every `interval` iterations."""
+    """The first plan is due after iteration 1, for iteration 2."""
     one = manager(interval=interval)
-    exact = []
-    predicted = []
+    found = []
     for iteration in range(1, 8):
-        exact += [iteration] if one.is_due(ahead=0) else []
         one.observe(load(iteration))
-        predicted += [iteration] if one.is_due(ahead=1) else []
-    assert exact == due
-    assert predicted == due
+        found += [iteration] if one.is_due() else []
+    assert found == due
+
+
+def test_a_plan_for_an_exact_load_depends_on_nothing_else() -> None:
+    one, other = manager(), manager()
+    for iteration in (1, 2, 3):
+        other.observe(load(iteration))
+        other.adopt(other.question(other.expected_BDE, 5).answer())
+    first, second = (one.exact_question(load(4)[0]).answer() for one in (one, other))
+    assert first.placement == second.placement
 
 
 def fail(*_: object) -> Placement:

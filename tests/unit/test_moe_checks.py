@@ -16,7 +16,7 @@ VALUES = {
     **{"balance_guest_slots": "2", "balance_interval": "1", "balance_load": "exact", "balance_predictor": "ema"},
     **{"balance_token_split": "proportional", "balance_profile": "auto", "balance_calibrate": "calibration.jsonl"},
     **{"balance_explain": "", "balance_log_dir": "loads", "balance_overlap": "blockwise"},
-    **{"balance_timeline": "traces", "balance_ownership": "transfer"},
+    **{"balance_timeline": "traces", "balance_ownership": "transfer", "balance_guest_ring": "3"},
 }
 OPTION_VALUES = {
     **{"balance_alpha": "0.5", "balance_threshold": "1.5", "balance_metric": "variance"},
@@ -36,7 +36,8 @@ def test_balance_flags_without_a_policy(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_balance_flags_with_a_policy(name: str) -> None:
-    settings = parse(f"{EP4} --balance-policy pro_prophet {flag_of(name)} {VALUES[name]}").config.balance
+    needed = "--balance-load exact" if name == "balance_guest_ring" else ""
+    settings = parse(f"{EP4} --balance-policy pro_prophet {needed} {flag_of(name)} {VALUES[name]}").config.balance
     assert str(getattr(settings, name)) == (VALUES[name] or "True")
 
 

@@ -37,17 +37,14 @@ from tests.unit.balancers import (
 
 MODES = {
     "blocking": {"overlap": "none"},
-    "exact": {"overlap": "none", "exact": True},
     "blockwise": {"overlap": "blockwise"},
     "late": {"overlap": "blockwise", "late": True},
 }
-AHEAD = {name: mode for name, mode in MODES.items() if name != "exact"}
-
-
-def planned_for(exact: bool, seed: int, layer: int) -> np.ndarray:
-    """Return [B, D, E], the loads that the policy must plan for in iteration `seed`."""
-    load = loads(seed)
-    return load[layer][0][None] * MICROBATCHES if exact else grouped(load, layer)
+EXACT = {
+    "exact": {"overlap": "blockwise", "ring": 2},
+    "exact, one buffer": {"overlap": "blockwise", "ring": 1},
+    "exact, blocking": {"overlap": "none", "ring": 3},
+}
 
 
 def expected_journal(world: World) -> list[tuple]:
@@ -56,13 +53,15 @@ def expected_journal(world: World) -> list[tuple]:
 
     def noted(action: Action, *kind: str) -> list[tuple]:
         if action.operation is Operation.PLAN:
-            return [(*kind, "PLAN", action.block)]
+            # A plan for the exact load is made at once
+            return [] if kind and action.microbatch is not None else [(*kind, "PLAN", action.block)]
         state = copy.copy(world.balancer.layers[action.block])
         assert state.last is not None
         state.manager = copy.copy(state.manager)
-        state.manager.placement = state.last.placement
+        state.manager.placement = state.last.placements[action.microbatch or 0]
         rounds = state.rounds.of(action).rounds
-        return [(*kind, str(action.operation), action.block, rounds)] if rounds else []
+        name = str(action.operation).removeprefix("B")
+        return [(*kind, name, action.block, rounds)] if rounds else []
 
     for step in world.balancer.schedule(MICROBATCHES):
         started = step.planning + step.communication
@@ -87,9 +86,9 @@ def told(entry: tuple) -> tuple:
     return entry[:2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES | EXACT)
 def test_everything_is_started_and_waited_for_where_the_schedule_says(monkeypatch, mode: str) -> None:
-    world = build(monkeypatch, **MODES[mode])
+    world = build(monkeypatch, **(MODES | EXACT)[mode])
     for iteration in (1, 2, 3):
         world.journal.clear()
         world.iterate(iteration, loads(iteration))
@@ -125,29 +124,121 @@ def test_a_plan_is_in_force_from_the_iteration_on_that_it_is_for(monkeypatch, mo
 
     monkeypatch.setattr(Planner, "deadline", waiting)
     world = build(monkeypatch, **MODES[mode], threads=slow, policy=Policy)
-    exact = mode == "exact"
     for iteration in range(1, iterations + 1):
         world.journal.clear()
         waits.clear()
         used = world.iterate(iteration, loads(iteration))
         for layer in LAYERS:
             if not slow:
-                # With the exact load, the first microbatch represents all; otherwise, all are counted
                 ((counts_BDE, _, microbatches),) = world.entries("PLAN", layer)
-                assert np.array_equal(counts_BDE, planned_for(exact, iteration, layer))
+                assert np.array_equal(counts_BDE, grouped(loads(iteration), layer))
                 assert microbatches == MICROBATCHES
-            of = iteration if exact else iteration - 1
-            placement = hottest(planned_for(exact, of, layer)) if of else OWNERS
+            placement = hottest(grouped(loads(iteration - 1), layer)) if iteration > 1 else OWNERS
             assert used[layer] == [placement.trimmed] * MICROBATCHES
             assert world.balancer.loads()[layer][1] == placement
             sent = [entry for kind in ("TRANS", "AGG") for entry in world.entries(kind, layer)]
             assert all(carried == placement for _, carried in sent)
             report = world.balancer.report()[layer]
-            assert report.hosts_added == placement.added_hosts == (2 if of else 0)
+            assert report.hosts_added == placement.added_hosts == (2 if iteration > 1 else 0)
             assert report.plan_seconds >= seconds
         if slow:
             waited = sum(report.plan_wait_seconds for report in world.balancer.report().values())
             assert waited > seconds
+
+
+@pytest.mark.parametrize("mode", EXACT)
+def test_each_microbatch_has_its_own_placement(monkeypatch, mode: str) -> None:
+    world = build(monkeypatch, **EXACT[mode])
+    for iteration, world.microbatches in enumerate((5, 7, 4), 1):
+        load = loads(iteration, world.microbatches)
+        world.journal.clear()
+        used = world.iterate(iteration, load)
+        for layer in LAYERS:
+            planned = [hottest(counts_DE) for counts_DE in load[layer]]
+            assert used[layer] == [placement.trimmed for placement in planned]
+            for (counts_BDE, current, microbatches), counts_DE in zip(
+                world.entries("PLAN", layer), load[layer], strict=True
+            ):
+                assert np.array_equal(counts_BDE, counts_DE[None])
+                assert (current, microbatches) == (OWNERS, 1)
+            # The backward pass has the same order of microbatches
+            assert [placement for _, placement in world.entries("AGG", layer)] == planned
+            trans = [placement for _, placement in world.entries("TRANS", layer)]
+            report = world.balancer.report()[layer]
+            assert report.hosts_added == 2 * world.microbatches
+            assert report.trans_bytes == 2 * len(trans) * COST.param_bytes
+            assert report.agg_bytes == 2 * world.microbatches * COST.grad_bytes
+            cost = dataclasses.replace(COST, microbatches=1)
+            tokens = [
+                np.concatenate([cost.traffic(*one).sum(1) for one in zip(load[layer], placements, strict=True)])
+                for placements in ([OWNERS] * world.microbatches, planned)
+            ]
+            assert (report.ratio_before, report.ratio_after, report.rb) == evenness(*tokens)
+            assert world.balancer.loads()[layer][1] == planned[-1]
+
+
+def test_a_failing_plan_for_an_exact_load_leaves_experts_to_owners(monkeypatch) -> None:
+    class Failing(Hottest):
+        def plan(self, counts_BDE: np.ndarray, *arguments) -> Placement:
+            if counts_BDE[0, 0, 0] % 2:
+                raise ArithmeticError("an odd load")
+            return super().plan(counts_BDE, *arguments)
+
+    world = build(monkeypatch, **EXACT["exact"], policy=Failing)
+    load = loads(1)
+    failed = 0
+    for layer, placements in world.iterate(1, load).items():
+        planned = [OWNERS if counts_DE[0, 0] % 2 else hottest(counts_DE) for counts_DE in load[layer]]
+        failed += planned.count(OWNERS)
+        assert placements == [placement.trimmed for placement in planned]
+    assert 0 < failed < len(LAYERS) * MICROBATCHES
+
+
+def test_recomputation_of_several_layers_at_a_time_brings_their_weights_again(monkeypatch) -> None:
+    """Two layers are repeated before the second one computes backward; with one buffer, this takes more Trans."""
+    world = build(monkeypatch, overlap="blockwise", ring=1)
+    balancer = world.balancer
+    world.microbatches = 1
+    load = loads(1, 1)
+    balancer.begin_iteration(1)
+
+    def enter(computation: Action) -> None:
+        if (computation.operation, computation.part) == (Operation.A2A, 1):
+            counts_DE = torch.from_numpy(load[computation.block][0])
+            used = balancer.host(computation.block, Reading(counts_DE.clone), training=True)
+            assert used == hottest(load[computation.block][0]).trimmed
+        else:
+            balancer.enter(*computation[:4])
+
+    for step in balancer.schedule(1):
+        computation = step.computation
+        if computation.operation in (Operation.REDUCE, Operation.STEP):
+            break
+        with torch.set_grad_enabled(not computation.is_forward):
+            enter(computation)
+        if computation[:2] == (9, Operation.BNEC):
+            world.journal.clear()
+            for block in (5, 9):
+                enter(Action(block, Operation.A2A, 1, 4))
+                enter(Action(block, Operation.FEC))
+                assert world.journal[-1][:3] == ("waited", "TRANS", block)
+    trans = [layer for kind, layer, *_ in world.journal if kind == "TRANS"]
+    assert trans == [5, 9, 5, 4, 3]
+
+
+def test_evaluation_plans_for_its_own_load(monkeypatch) -> None:
+    world = build(monkeypatch, **EXACT["exact"])
+    world.iterate(1, loads(1))
+    world.journal.clear()
+    counts_DE = loads(2)[5][0]
+    balancer = world.balancer
+    balancer.aside = True
+    for _ in range(2):
+        assert (
+            balancer.host(5, Reading(torch.from_numpy(counts_DE).clone), training=False) == hottest(counts_DE).trimmed
+        )
+        assert [entry[:2] for entry in world.journal] == [("PLAN", 5), ("TRANS", 5), ("waited", "TRANS")]
+        world.journal.clear()
 
 
 def test_plans_come_at_intervals(monkeypatch) -> None:
@@ -190,12 +281,12 @@ def test_predictions_are_compared_with_the_iteration_that_they_were_for(monkeypa
         errors.append({layer: report.prediction_error for layer, report in world.balancer.report().items()})
     for iteration, layer in ((iteration, layer) for iteration in (2, 3) for layer in LAYERS):
         load = loads(iteration)
-        expected_DE = load[layer][0] * MICROBATCHES if mode == "exact" else total(loads(iteration - 1), layer)
+        expected_DE = total(loads(iteration - 1), layer)
         wrong = np.abs(expected_DE - total(load, layer)).sum() / (2 * total(load, layer).sum())
         assert errors[iteration - 1][layer] == wrong > 0
 
 
-@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("mode", MODES)
 def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str) -> None:
     """Half a token is rounded up, and all replicas compute the same mean."""
     replicas = [{1: loads(1), 2: loads(2)}, {1: loads(11), 2: loads(12)}]
@@ -219,7 +310,7 @@ def test_replicas_with_one_placement_plan_for_their_mean(monkeypatch, mode: str)
             return torch.from_numpy(np.stack((own if same else other)[iteration][layer]))
 
         stage = Group(2 * RANKS, replica * RANKS + RANK, contribute)
-        world = build(monkeypatch, **AHEAD[mode], mover=SimpleNamespace(group=stage))
+        world = build(monkeypatch, **MODES[mode], mover=SimpleNamespace(group=stage))
         for iteration in (1, 2):
             world.iterate(iteration, own[iteration])
         assert set(calls) == set(LAYERS)
@@ -284,10 +375,10 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_plan_that_is_not_everybodys_leaves_the_placement(monkeypatch, caplog, mode: str, failure: str) -> None:
     policy, digests, rank, said = FAILURES[failure]
-    world = build(monkeypatch, **AHEAD[mode], policy=policy)
+    world = build(monkeypatch, **MODES[mode], policy=policy)
     world.group.rank_ = rank
     change_layer_5(world, digests)
     for iteration in (1, 2, 3, 4):

@@ -123,6 +123,8 @@ class _Search:
         kernels = cost.profile.kernels
         self._slowed = HIDDEN if kernels is None else kernels.occupied
         """Seconds by which a hidden second of Trans or Agg lengthens computation."""
+        self._times = max(1, cost.trans_each)
+        """Number of Trans for one Agg."""
         self._tried = dict[Way, None]()
         self._best: _Plan | None = None
 
@@ -188,7 +190,7 @@ class _Search:
             ways_A = np.array(ways, way_record())
             plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
             time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
-            hidden_A = plans.trans_A + plans.agg_A - time.trans - time.agg
+            hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
             charged_A = time.total + self._slowed * hidden_A
             a = int(charged_A.argmin())
             found = _Plan(
@@ -218,7 +220,7 @@ class _Search:
         most = TUNING // self._current.num_ranks
         exchanging, computed = tune(self._layer, plan.guest_DG, taken_DG, most, *self._cost.prices)
         time = self._cost.time_of(exchanging, computed, plan.trans, plan.agg)
-        hidden = plan.trans + plan.agg - time.trans - time.agg
+        hidden = self._times * plan.trans + plan.agg - time.trans - time.agg
         charged = float(time.total) + self._slowed * float(hidden)
         found = plan._replace(taken_DG=taken_DG, hidden=float(hidden), charged=charged)
         return found if found.charged < plan.charged else plan
@@ -251,7 +253,7 @@ def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
     """Return whether experts may be sent to save messages: they are hidden, or smaller than their tokens."""
     # Tokens travel to experts and back, forward and backward
     experts_bytes = counts.shape[-1] * (cost.param_bytes + cost.grad_bytes)
-    pays = cost.overlap is not None or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
+    pays = cost.sends_ahead or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
     return pays and len(cost.network.first_N) > 1
 
 
