@@ -178,7 +178,7 @@ def each_microbatch(
         PLAN(i, m)    before A2A(i, m), which needs it
         TRANS(i, m)   beside the dispatch A2A(i, m), before FEC(i, m)
         BTRANS(i, m)  beside BNEC(i, m), before BEC(i, m), unless the buffer still has the weights of TRANS(i, m)
-        AGG(i, m)     beside the BNEC after BEC(i, m), before gradients are next written to the buffer
+        AGG(i, m)     beside the BNEC after BEC(i, m), before the next BEC writes gradients to the buffer
 
     Without overlap, TRANS, BTRANS and AGG run where these spans end.
     """
@@ -215,15 +215,14 @@ def _gradients(schedule: Schedule, buffer_of: Mapping[int, int], reduce_early: b
     reduce = len(schedule) - 2
     for number, step in enumerate(schedule):
         block, operation, part, _, microbatch, _ = step.computation
-        if (operation, part) != (Operation.A2A, 4):
-            continue
-        # The last exchange hides the computation of weight gradients
-        if buffer_of[block] in leaving:
+        if operation is Operation.BEC and buffer_of[block] in leaving:
             yield leaving.pop(buffer_of[block])._replace(wait=number)
-        if reduce_early:
-            for buffer in [buffer for buffer, one in leaving.items() if one.action.microbatch == last]:
-                yield leaving.pop(buffer)._replace(wait=number + 1)
-        leaving[buffer_of[block]] = Placed(Action(block, Operation.AGG, microbatch=microbatch), number + 1, reduce)
+        if (operation, part) == (Operation.A2A, 4):
+            # This exchange may hide the computation of weight gradients, so they are complete after it
+            if reduce_early:
+                for buffer in [buffer for buffer, one in leaving.items() if one.action.microbatch == last]:
+                    yield leaving.pop(buffer)._replace(wait=number + 1)
+            leaving[buffer_of[block]] = Placed(Action(block, Operation.AGG, microbatch=microbatch), number + 1, reduce)
     yield from leaving.values()
 
 

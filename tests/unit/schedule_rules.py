@@ -23,8 +23,9 @@ def validate(schedule: Schedule) -> None:
 def validate_ring(schedule: Schedule, ring: int) -> None:
     """Check a schedule in which each microbatch has its own Plan, Trans and Agg, by playing it.
 
-    Experts compute with the weights of their own pass, which have arrived. Gradients are written to a buffer without
-    gradients, leave it after that, and are home before they are reduced and before the buffer is written again.
+    Experts compute with the weights of their own pass, which have arrived. BEC or the exchange after it writes gradients
+    to a buffer without gradients. They leave it after that, and are home before they are reduced and before the buffer
+    is written again.
     """
     problems = list(_ring_problems(schedule, ring))
     assert not problems, (problems[0], grid(schedule))
@@ -37,8 +38,8 @@ def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
     ended: set[Action] = set()
     weights: dict[int, Action] = {}
     """By buffer: the latest Trans that was started."""
-    gradients: dict[int, tuple[int, int | None]] = {}
-    """By buffer: the pass whose gradients it has."""
+    gradients: dict[int, tuple[int, int | None, bool]] = {}
+    """By buffer: the pass whose gradients it has, and whether they are complete."""
     for number, (computation, communication, planning, waits) in enumerate(schedule):
         block, operation, part, _, microbatch, _ = computation
         new = (*planning, *communication)
@@ -50,7 +51,7 @@ def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
                     if Action(action.block, Operation.PLAN, microbatch=action.microbatch) not in started:
                         yield number, f"{action} starts before its plan"
                 elif action.operation is Operation.AGG:
-                    if gradients.get(buffer_of[action.block]) != (action.block, action.microbatch):
+                    if gradients.get(buffer_of[action.block]) != (action.block, action.microbatch, True):
                         yield number, f"{action} starts before its gradients are complete"
                 continue
             if action not in started:
@@ -64,10 +65,12 @@ def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
             holds = weights.get(buffer_of[block])
             if holds is None or (holds.block, holds.microbatch) != (block, microbatch) or holds not in ended:
                 yield number, f"{computation} finds the weights of {holds}"
-        if (operation, part) == (Operation.A2A, 4):
+        if operation is Operation.BEC:
             if buffer_of[block] in gradients:
                 yield number, f"{computation} finds the gradients of {gradients[buffer_of[block]]}"
-            gradients[buffer_of[block]] = block, microbatch
+            gradients[buffer_of[block]] = block, microbatch, False
+        if (operation, part) == (Operation.A2A, 4):
+            gradients[buffer_of[block]] = block, microbatch, True
         if operation is Operation.REDUCE and gradients:
             yield number, f"gradients of {gradients} are missing"
     if started != ended:
