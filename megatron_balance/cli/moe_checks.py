@@ -206,9 +206,6 @@ def _check_load(line: CommandLine) -> None:
     if ":" in line.balance_policy:
         reason = f"not with {line['balance_policy']}, whose plans the ranks compare once per iteration"
         raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted, or a policy of this package")
-    if line.moe_flex_rows == "bound":
-        reason = "not with --moe-flex-rows bound, with which the host does not wait for the load"
-        raise ValueError(f"--balance-load exact: {reason}; use --moe-flex-rows counted")
 
 
 def _check_transfer(line: CommandLine) -> None:

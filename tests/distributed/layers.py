@@ -184,7 +184,8 @@ def in_chunks(chunks: int, seed: int, host: Callable[[BalancedMoELayer], Collect
 
 
 def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoELayer) -> Collect:
-    """Place the layer's experts, with one mistake if `mutation` names it."""
+    """Place the layer's experts, with one mistake if `mutation` names it. With "reused slots", which is none, the guest
+    slots have other weights between the passes."""
     placement = Placement.parse(placement_text)
     generator = np.random.default_rng(list(placement_text.encode()))
     node_size, pieces, route = generator.integers(1, [placement.num_ranks + 1, 17, 4]).tolist()
@@ -204,6 +205,17 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
                 parameter += 1e-3
     else:
         transfer.trans(transfers, placement, experts)
+    if mutation.startswith("reused slots"):
+
+        def begin(name: str) -> None:
+            if name == "combine":
+                for slot in range(len(experts.home_experts), placement.slots_per_rank):
+                    for weight in experts.weights_of(slot):
+                        weight.data.fill_(float("nan"))
+            elif name == "experts_backward" and mutation == "reused slots":
+                transfer.trans(transfers, placement, experts)
+
+        layer.begin = begin
 
     def collect() -> list[torch.Tensor]:
         for parameter in experts.parameters():

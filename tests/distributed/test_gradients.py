@@ -72,6 +72,7 @@ LAYOUT: Mapping[str, Mapping[str, str]] = {
     },
     "layer": {"balanced": "", "megatron's layer": "--moe-layer-impl megatron"},
     "optimizer": {"whole": "", "sharded": "--use-distributed-optimizer"},
+    "balancing": {"owners": "", "exact": "--balance-policy top2 --balance-load exact --balance-overlap blockwise"},
     "initialization": {"initialized": "", "not initialized": "--no-initialization"},
 }
 """Dimension -> choice -> flags that do not change what is learned."""
@@ -117,6 +118,7 @@ QUICK = {
     "no initialization": ("TP2", "ETP2", "not initialized"),
     "sinks": ("TP2", "sinks", "biases"),
     "biases": ("TP2-SP", "sinks", "biases"),
+    "exact": ("EP2", "PP2", "exact", "biases"),
     "megatron's layer": ("TP2-SP", "EP2", "sinks", "biases", "megatron's layer"),
     "megatron's layer alone": ("2-replicas", "sinks", "biases", "megatron's layer"),
 }

@@ -13,7 +13,7 @@ from tests.distributed.layers import ACTIVATIONS, EXPERTS, Collect, all_on_all, 
 from tests.harness import RankFailure
 from tests.unit.placements import random_placement
 
-MUTATIONS = ("skip Agg", "Agg twice", "stale Trans")
+MUTATIONS = ("skip Agg", "Agg twice", "stale Trans", "reused slots, no second Trans")
 
 
 def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer) -> Collect:
@@ -68,6 +68,13 @@ def test_hosts_without_tokens(ranks) -> None:
 )
 def test_megatrons_dispatchers(ranks, dispatcher: str, tokens: str) -> None:
     check(ranks, random_placement(EXPERTS, 4, 2, 1), "local_first", tokens, ACTIVATIONS["gelu"], dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dispatcher", ["", "alltoall"])
+def test_a_second_trans_serves_the_backward_pass(ranks, world_size: int, dispatcher: str) -> None:
+    placement = random_placement(EXPERTS, world_size, 2, 5)
+    check(ranks, placement, "proportional", "uneven", ACTIVATIONS["gelu"], "reused slots", dispatcher)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
