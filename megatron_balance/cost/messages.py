@@ -1,4 +1,4 @@
-"""Seconds of Trans and Agg for a plan's guests: the same as `SendingModel.best`, in a compiled loop.
+"""The fastest way to send a placement's guests, and the seconds of Trans and Agg, in a compiled loop.
 
 The search of `quota` compares many plans and builds no placement for them. In shapes, M counts guests, S stages of a
 route, and X batches of stages that overlap; F and W are as in `cost/sending.py`.
@@ -123,7 +123,7 @@ def _add_expert(amount_SFWD: np.ndarray, number_SFWD: np.ndarray, rank_M: np.nda
 def _batch(
     amount_FWD: np.ndarray, number_FWD: np.ndarray, share_D: np.ndarray, nodes: int, size: int, lines: BatchLines
 ) -> tuple[float, float]:
-    """Return `BatchTimes.total_2X` of one batch."""
+    """Return one batch's latency, and its time in proportion to experts' sizes, if all ranks begin and end together."""
     latency = 0.0
     tensors = 0.0
     longest = 0.0
@@ -221,8 +221,8 @@ def _least_seconds(amount_SFWD: np.ndarray, stages: tuple[int, ...], messages: M
 def _route(
     amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages: tuple[int, ...], messages: Messages, limit: float
 ) -> tuple[float, int]:
-    """Return the seconds of Trans along a route of these stages, and the fastest number of pieces; see
-    `fewest_pieces`. A route that takes at least `limit` seconds may take infinitely long."""
+    """Return the seconds of Trans along a route of these stages, and the fastest number of pieces; ties go to fewer
+    pieces. A route that takes at least `limit` seconds may take infinitely long."""
     if _least_seconds(amount_SFWD, stages, messages) >= limit:
         return np.inf, 1
     times = _batches(amount_SFWD, number_SFWD, stages, messages, messages.trans)
@@ -264,10 +264,11 @@ def _seconds(times: np.ndarray, pieces: int, lines: BatchLines) -> float:
 @compiled(None)
 def send_guests(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages: Messages
-) -> tuple[float, float]:
-    """Return the seconds of Trans and Agg of the fastest route; guests are ordered by expert, then by rank."""
+) -> tuple[float, float, int, int]:
+    """Return the seconds of Trans and Agg of the fastest route, the number of its stages, and the number of pieces. They
+    are upper bounds, for ranks that begin and end every batch together. Guests are ordered by expert, then by rank."""
     if not len(expert_M):
-        return 0.0, 0.0
+        return 0.0, 0.0, 1, 1
     amount_SFWD = np.zeros((STAGES, 2, 2, ranks))
     number_SFWD = np.zeros((STAGES, 2, 2, ranks))
     first = 0
@@ -296,12 +297,12 @@ def send_guests(
         times = _batches(amount_SFWD, number_SFWD, (FIRST, EXCHANGED), messages, messages.agg)
     else:
         times = _batches(amount_SFWD, number_SFWD, (FIRST, BETWEEN_NODES, WITHIN_NODES), messages, messages.agg)
-    return trans, _seconds(times, pieces, messages.agg)
+    return trans, _seconds(times, pieces, messages.agg), stages, pieces
 
 
-@compiled("UniTuple(float64, 2)(int64[::1], int64[::1], int64[::1], int64, Messages[::1])", Messages)
-def sending_seconds(
+@compiled("Tuple((float64, float64, int64, int64))(int64[::1], int64[::1], int64[::1], int64, Messages[::1])", Messages)
+def fastest_sending(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages_1: np.ndarray
-) -> tuple[float, float]:
+) -> tuple[float, float, int, int]:
     """Return `send_guests`, given `SendingModel.messages_1`."""
     return send_guests(expert_M, rank_M, owner_E, ranks, messages_1[0])

@@ -15,6 +15,7 @@ from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_eac
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.flex import FlexModel, Routing
 from megatron_balance.cost.loads import by_microbatch, placement_loads
+from megatron_balance.cost.messages import fastest_sending
 from megatron_balance.cost.network import Network
 from megatron_balance.cost.sending import Sending, SendingModel
 from megatron_balance.device.compiled import packed
@@ -126,7 +127,7 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile the loops of predictions now, so that no plan waits for numba."""
-        for loop in (add_loads, carry, few_batches_each, layer_work, link_times, take_turns):
+        for loop in (add_loads, carry, fastest_sending, few_batches_each, layer_work, link_times, take_turns):
             loop.prepare()
 
     @cached_property

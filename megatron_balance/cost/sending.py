@@ -8,8 +8,6 @@ In the shapes, F is the kind of link (within a node, between nodes), W the direc
 message, and R a message of one round.
 """
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,11 +22,11 @@ from megatron_balance.cost.core import (
     link_times,
     take_turns,
 )
-from megatron_balance.cost.messages import MOST_STAGED, PIECES, BatchLines, Messages
+from megatron_balance.cost.messages import MOST_STAGED, BatchLines, Messages, fastest_sending
 from megatron_balance.cost.network import Network
 from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, Hops, TransPlan, hops, plan_hops
+from megatron_balance.placement.trans_plan import EMPTY_PLAN, ROUTES, TransPlan, hops, plan_hops
 from megatron_balance.profile.cluster_profile import LEVELS, ROUNDS, ClusterProfile, Fit
 
 LEAST_ROUNDS = 2
@@ -79,12 +77,6 @@ class BatchTimes(NamedTuple):
     """Each rank's time on its link within the node, and on its share of the adapters."""
     node_WXN: np.ndarray
     """Time of all adapters of a node, for sending and for receiving."""
-
-    @property
-    def total_2X(self) -> np.ndarray:
-        """[2, X]: latency, and time in proportion to experts' sizes, if all ranks begin and end batches together."""
-        bytes_X = np.maximum(self.byte_FXD.max((0, -1)), self.node_WXN.max((0, -1)))
-        return np.stack([self.latency_XD.max(-1), self.tensor_XD.max(-1) + bytes_X])
 
 
 @dataclass(frozen=True)
@@ -192,38 +184,6 @@ def _carry(carried_WN: np.ndarray, node_WR: np.ndarray, start_R: np.ndarray, sec
     return carried_WN[np.arange(2)[:, None], node_WR].max(0)
 
 
-def fewest_pieces(models: tuple[BatchModel, BatchModel], found: Hops, least_rounds: int) -> tuple[int, float, float]:
-    """Return the number of pieces with the fastest Trans, and the seconds of Trans and of Agg. The seconds are upper
-    bounds, for ranks that begin and end every batch together. `models`: (Trans, Agg). `found` must not be empty."""
-    stages = int(found.stage_M.max()) + 1
-    first_X, after_X, number_AX = _windows(stages)
-    by_stage = BatchLoads.of(models[0].network, found.source_M, found.target_M, 1 / found.parts_M, found.stage_M)
-    sums = [np.insert(array_FWXD.cumsum(2), 0, 0, axis=2) for array_FWXD in by_stage]
-    loads = BatchLoads(*(sum_FWXD[:, :, after_X] - sum_FWXD[:, :, first_X] for sum_FWXD in sums))
-    pieces_A = np.array(PIECES)
-    staged_X = loads.amount_FWXD[:, 0].sum(0).max(-1) * models[1].size
-    staged_A = (staged_X * (number_AX > 0)).max(1) / pieces_A
-    fits_A = (pieces_A + stages - 1 >= least_rounds) & (staged_A <= max(MOST_STAGED, staged_A.min()))
-    trans_A, agg_A = (
-        model.start + number_AX @ latency_X + number_AX @ bytes_X / pieces_A
-        for model, (latency_X, bytes_X) in ((model, model.times(loads).total_2X) for model in models)
-    )
-    best = int(np.where(fits_A, trans_A, np.inf).argmin())
-    return PIECES[best], float(trans_A[best]), float(agg_A[best])
-
-
-@functools.cache
-def _windows(stages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the possible ranges of stages in a batch of `plan_hops`, and [A, X] their numbers for PIECES."""
-    windows = [(first, after) for first in range(stages) for after in range(first + 1, stages + 1)]
-    number_AX = np.zeros((len(PIECES), len(windows)))
-    for row, pieces in zip(number_AX, PIECES, strict=True):
-        for batch in range(pieces + stages - 1):
-            row[windows.index((max(0, batch - pieces + 1), min(batch, stages - 1) + 1))] += 1
-    first_X, after_X = np.array(windows).T
-    return first_X, after_X, number_AX
-
-
 class Sending(NamedTuple):
     """Route and pieces of a placement's experts, and the predicted seconds."""
 
@@ -291,8 +251,8 @@ class SendingModel:
         if not placement.added_hosts:
             return EMPTY_PLAN
         sending, found = self._chosen(placement)
-        if not isinstance(found, TransPlan):
-            found = plan_hops(found or hops(placement, self.profile.node_size, sending.route), sending.pieces)
+        if found is None:
+            found = plan_hops(hops(placement, self.profile.node_size, sending.route), sending.pieces)
             self._keep(placement, sending, found)
         return found
 
@@ -302,31 +262,30 @@ class SendingModel:
             self._keep(placement, sending, None)
 
     @cached_property
-    def _choice_of(self) -> dict[Placement, tuple[Sending, Hops | TransPlan | None]]:
-        """Cached choices for placements, with hops or plans; None if another rank has chosen."""
+    def _choice_of(self) -> dict[Placement, tuple[Sending, TransPlan | None]]:
+        """Cached choices for placements, with their messages if these were needed."""
         return {}
 
-    def _chosen(self, placement: Placement) -> tuple[Sending, Hops | TransPlan | None]:
+    def _chosen(self, placement: Placement) -> tuple[Sending, TransPlan | None]:
         """Return the choice for a placement with guests; several threads may call this."""
         choice = self._choice_of.get(placement)
         if choice is None:
-            choice = min(self._choices(placement), key=lambda each: each[0].trans)
+            choice = self._fastest(placement), None
             self._keep(placement, *choice)
         return choice
 
-    def _keep(self, placement: Placement, sending: Sending, found: Hops | TransPlan | None) -> None:
+    def _fastest(self, placement: Placement) -> Sending:
+        _, expert_M, rank_M = placement.tables.guests
+        order_M = np.lexsort((rank_M, expert_M))
+        owner_E = np.array(placement.owners, np.int64)
+        ends = expert_M[order_M], rank_M[order_M], owner_E
+        trans, agg, stages, pieces = fastest_sending(*ends, placement.num_ranks, self.messages_1)
+        return Sending(ROUTES[stages - 1], pieces, trans, agg)
+
+    def _keep(self, placement: Placement, sending: Sending, found: TransPlan | None) -> None:
         if len(self._choice_of) >= MOST_CHOICES:
             self._choice_of.clear()
         self._choice_of[placement] = sending, found
-
-    def _choices(self, placement: Placement) -> Iterator[tuple[Sending, Hops]]:
-        """Yield the best number of pieces for each route; skip a route without more stages than earlier ones."""
-        stages = 0
-        for route in ROUTES:
-            found = hops(placement, self.profile.node_size, route)
-            if int(found.stage_M.max()) + 1 > stages:
-                stages = int(found.stage_M.max()) + 1
-                yield Sending(route, *fewest_pieces(self.batches, found, self.least_rounds)), found
 
     def seconds_of(self, busy: Any, extra: Any) -> tuple[Any, Any]:
         """Estimate the seconds of Trans and Agg, given the busiest rank's time and the `extra` time after it. Without

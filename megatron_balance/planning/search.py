@@ -351,5 +351,6 @@ def make_plans(
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
         costs[2:, a] = NEVER
         if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
-            costs[2, a], costs[3, a] = send_guests(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1[0])
+            sent = send_guests(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1[0])
+            costs[2, a], costs[3, a] = sent[:2]
     return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])

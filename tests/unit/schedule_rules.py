@@ -23,9 +23,9 @@ def validate(schedule: Schedule) -> None:
 def validate_ring(schedule: Schedule, ring: int) -> None:
     """Check a schedule in which each microbatch has its own Plan, Trans and Agg, by playing it.
 
-    Experts compute with the weights of their own pass, which have arrived. BEC or the exchange after it writes gradients
-    to a buffer without gradients. They leave it after that, and are home before they are reduced and before the buffer
-    is written again.
+    Experts compute with the weights of their own pass, which have arrived. BEC or the exchange after it writes
+    gradients to a buffer without gradients. They leave it after that, and are home before they are reduced and before
+    the buffer is written again.
     """
     problems = list(_ring_problems(schedule, ring))
     assert not problems, (problems[0], grid(schedule))
@@ -50,9 +50,9 @@ def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
                     weights[buffer_of[action.block]] = action
                     if Action(action.block, Operation.PLAN, microbatch=action.microbatch) not in started:
                         yield number, f"{action} starts before its plan"
-                elif action.operation is Operation.AGG:
-                    if gradients.get(buffer_of[action.block]) != (action.block, action.microbatch, True):
-                        yield number, f"{action} starts before its gradients are complete"
+                complete = action.block, action.microbatch, True
+                if action.operation is Operation.AGG and gradients.get(buffer_of[action.block]) != complete:
+                    yield number, f"{action} starts before its gradients are complete"
                 continue
             if action not in started:
                 yield number, f"{action} is waited for before it is started"

@@ -291,7 +291,7 @@ def test_who_follows_another_rank_sends_the_same_messages(
     leader, follower = (SendingModel(links, 100, 300, in_parts) for _ in range(2))
     copied = pickle.loads(pickle.dumps(placement))
     follower.follow(copied, leader.best(placement))
-    with mock.patch.object(SendingModel, "_choices", side_effect=AssertionError("it searches again")):
+    with mock.patch.object(SendingModel, "_fastest", side_effect=AssertionError("it searches again")):
         assert follower.plan(copied) == leader.plan(placement)
         assert follower.best(copied) == leader.best(placement)
 
