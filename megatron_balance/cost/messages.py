@@ -265,8 +265,9 @@ def _seconds(times: np.ndarray, pieces: int, lines: BatchLines) -> float:
 def send_guests(
     expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages: Messages
 ) -> tuple[float, float, int, int]:
-    """Return the seconds of Trans and Agg of the fastest route, the number of its stages, and the number of pieces. They
-    are upper bounds, for ranks that begin and end every batch together. Guests are ordered by expert, then by rank."""
+    """Return the seconds of Trans and Agg of the fastest route, the number of its stages, and the number of pieces. The
+    seconds are upper bounds, for ranks that begin and end every batch together. Guests are ordered by expert, then by
+    rank."""
     if not len(expert_M):
         return 0.0, 0.0, 1, 1
     amount_SFWD = np.zeros((STAGES, 2, 2, ranks))

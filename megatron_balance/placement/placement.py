@@ -242,9 +242,13 @@ class Placement:
     def _check_hosts(self) -> None:
         hosted: list[list[int]] = [[] for _ in self.home]
         rows = zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
-        for expert, (ranks, alone, primary, owner) in enumerate(rows):
-            if ranks == alone and primary == owner:
-                continue
+        # Most experts are computed by their owner alone; a comprehension passes over them quickly
+        shared = [
+            (expert, ranks, primary, owner)
+            for expert, (ranks, alone, primary, owner) in enumerate(rows)
+            if primary != owner or (ranks is not alone and ranks != alone)
+        ]
+        for expert, ranks, primary, owner in shared:
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):

@@ -46,13 +46,20 @@ WORK = 600
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
 
+QUICK_TARGETS = (1.0, 1.01, 1.05, 1.2)
+"""Targets that are tried while a forward pass waits for the plan."""
+
+LEAST_EXCESS = 0.005
+"""Smallest excess of a target that is changed by a factor."""
+
 
 class Quota(Policy):
     """Gives each guest the number of tokens that makes the layer fastest by the cost model.
 
     `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. The first
     ways differ in how many experts are localized. Each further step changes one number of the fastest way so far, so
-    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan.
+    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan. A plan for
+    a load that has just been observed, for which the forward pass waits, is the fastest of few ways.
     """
 
     name = "quota"
@@ -71,7 +78,7 @@ class Quota(Policy):
         search = _Search(counts, current, cost)
         if search.is_even and not search.can_localize:
             return alone
-        best = search.best()
+        best = search.quick() if cost.trans_each else search.best()
         if best.charged >= search.alone_seconds * (1 - NEGLIGIBLE):
             return alone
         return search.placement(best)
@@ -159,6 +166,16 @@ class _Search:
             orders = [best.way._replace(order=order) for order in (FILLING, WHOLE, BUSIEST)]
             best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
         return self._tuned(best)
+
+    def quick(self) -> _Plan:
+        """Return the fastest plan of a fixed number of ways that localize nothing."""
+        costs = [PARTS]
+        if len(self._cost.network.first_N) > 1:
+            costs = [0, PARTS, round(self._cost.transport.far * PARTS)]
+        best = self._fastest(Way(0.0, PART, target, FILLING, far) for far in costs for target in QUICK_TARGETS)
+        way = best.way._replace(target=max(best.way.target, 1 + LEAST_EXCESS))
+        orders = [way._replace(order=order) for order in (WHOLE, BUSIEST)]
+        return self._fastest([*orders, *self._level(way, (0.5, 2.0))])
 
     def _localize(self, way: Way) -> list[Way]:
         """Return ways that localize more or fewer experts."""
