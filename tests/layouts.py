@@ -61,6 +61,8 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "blockwise": "--balance-overlap blockwise",
         "exact": "--balance-overlap blockwise --balance-load exact",
         "exact-blocking": "--balance-load exact",
+        "two-scales": "--balance-overlap blockwise --balance-inner-policy quota",
+        "two-scales-blocking": "--balance-inner-policy quota",
     },
     "ownership": {"lend": "", "transfer": "--balance-ownership transfer"},
     "optimizer": {
@@ -221,6 +223,8 @@ QUICK = {
     "interleaved-exact": layout_of("PP2-interleaved", "quota", "exact", *GATHER),
     "stages-exact": layout_of("PP2", "3-microbatches", "flexmoe", "exact", "whole-reduce", "recompute-full"),
     "replicas-exact": layout_of(*REPLICAS, "top2", "exact", *GATHER, "recompute-moe", "3-chunks"),
+    "interleaved-two-scales": layout_of("PP2-interleaved", "top2", "two-scales", *GATHER),
+    "replicas-two-scales": layout_of(*REPLICAS, "flexmoe", "two-scales", *GATHER, "recompute-full", "3-chunks"),
     "8-ranks-shards-exact": layout_of(*REPLICAS, "ETP2", "quota", "exact", *GATHER),
     "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
 }

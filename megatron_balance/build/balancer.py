@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -36,7 +37,7 @@ from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Operation, Schedule
 from megatron_balance.timeline.guest_ring import GuestRing
-from megatron_balance.timeline.layer_state import LayerState
+from megatron_balance.timeline.layer_state import InnerLevel, LayerState
 from megatron_balance.timeline.lower import lower
 from megatron_balance.timeline.planner import Planner
 from megatron_balance.timeline.runtime import Balancer
@@ -78,12 +79,14 @@ def build_balancer(
     # A rank needs no more guest slots than there are experts that it does not own
     slots = min(settings.balance_guest_slots, num_experts - num_experts // groups.ep.size())
     owners = Placement.identity(num_experts, groups.ep.size(), slots)
-    exact = settings.balance_load == "exact"
-    ring = settings.balance_guest_ring if exact else max(1, len(layers))
+    ahead = settings.balance_load == "predicted"
+    each = not ahead or settings.balance_inner_policy != "none"
+    ring = settings.balance_guest_ring if each else 0
     ordered = [layers[number].experts for number in sorted(layers)]
-    buffer_of = {experts: position % ring for position, experts in enumerate(ordered)}
-    shared = [None] * ring + ordered
-    guest_bytes = sum(experts.allocate_guests(slots, one) for experts, one in zip(ordered, shared, strict=False))
+    guest_bytes = sum(experts.allocate_guests(slots) for experts in ordered) if ahead else 0
+    if each:
+        shared = [None] * ring + ordered
+        guest_bytes += sum(experts.allocate_guests(slots, one) for experts, one in zip(ordered, shared, strict=False))
     policy, planner = _planning(config, policy)
     # Measuring a profile is collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
@@ -95,12 +98,13 @@ def build_balancer(
             hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
             [list(chunk) for chunk in by_chunk],
             settings.balance_overlap,
-            ring=ring if exact else 0,
+            ring=ring,
+            ahead=ahead,
             late=settings.moe_flex_rows == "bound",
             reduce_early=config.ddp.overlap_grad_reduce,
         )
 
-    trans_each = _trans_each(schedule(_usual_microbatches(config.transformer))) if exact else {}
+    trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
     states = {
         number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
         for number, layer in layers.items()
@@ -120,7 +124,8 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ring=GuestRing(buffer_of) if exact else None,
+        ring=GuestRing({experts: place % ring for place, experts in enumerate(ordered)}) if each else None,
+        ahead=ahead,
         mover=mover,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
@@ -165,7 +170,9 @@ def _layer_state(
     transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
     split = settings.balance_token_split
-    layer.split = cast(Split, split_of(policy)) if split == "policy" else split
+    chosen = cast(Split, split_of(policy)) if split == "policy" else split
+    # Exact plans set quotas
+    layer.split = chosen if settings.balance_inner_policy == "none" else "proportional"
     layer.node_size = profile.node_size
     parameters = list(layer.experts.parameters())
     fields = tuple
@@ -181,10 +188,10 @@ def _layer_state(
         grad_bytes=sum(parameter.main_grad.nbytes for parameter in parameters) / owners.home_slots,
         state_bytes=state,
         coding=exchange.compressed_share * (codec.encode.seconds_per_token + codec.decode.seconds_per_token),
-        split=layer.split,
+        split=chosen,
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
-        trans_each=trans_each,
+        trans_each=0 if settings.balance_load == "predicted" else trans_each,
         routing=_routing(transformer) if transformer.moe_token_dispatcher_type == "flex" else None,
     )
     if owners.guest_slots:
@@ -198,7 +205,10 @@ def _layer_state(
         interval=settings.balance_interval,
         transfers=settings.balance_ownership == "transfer",
     )
-    return LayerState(manager, layer.experts, overlap, fields)
+    inner = None
+    if settings.balance_inner_policy != "none":
+        inner = InnerLevel(replace(cost, trans_each=trans_each), owners.guest_slots)
+    return LayerState(manager, layer.experts, overlap, fields, inner)
 
 
 def _routing(config: TransformerConfig) -> Routing:
@@ -213,8 +223,8 @@ def _usual_microbatches(config: TransformerConfig) -> int:
 
 
 def _trans_each(schedule: Schedule) -> dict[int, int]:
-    """Return, by layer, `CostModel.trans_each` for a schedule in which each microbatch has its own Trans."""
-    sent = [action for step in schedule for action in step.communication]
+    """Return, by layer, `CostModel.trans_each` of microbatches that have their own Trans."""
+    sent = [action for step in schedule for action in step.communication if action.microbatch is not None]
     again = {action.block for action in sent if action.operation is Operation.BTRANS}
     return {action.block: 1 + (action.block in again) for action in sent}
 

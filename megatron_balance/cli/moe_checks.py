@@ -196,10 +196,14 @@ def _check_policy(line: CommandLine) -> None:
 
 
 def _check_load(line: CommandLine) -> None:
+    inner = line.balance_inner_policy
     if line.balance_load != "exact":
-        if "balance_guest_ring" in line.given:
+        if "balance_guest_ring" in line.given and inner == "none":
             raise ValueError("--balance-guest-ring: has no effect with --balance-load predicted; leave it out")
         return
+    if inner != "none":
+        reason = f"not with {line['balance_inner_policy']}, which adds exact plans to predicted ones"
+        raise ValueError(f"--balance-load exact: {reason}; leave one of them out")
     for name in ("balance_interval", "balance_predictor"):
         if name in line.given:
             raise ValueError(f"{flag_of(name)}: has no effect with --balance-load exact; leave it out")

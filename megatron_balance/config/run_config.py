@@ -60,9 +60,13 @@ class BalanceConfig:
     """Load that a plan is for. predicted: the next iteration's load, predicted from earlier iterations. exact: the load
     of one microbatch, which gets its own plan, copies and gradients of copies."""
 
+    balance_inner_policy: Literal["none", "quota"] = "none"
+    """Policy that levels the ranks of each node for the exact load of each microbatch, on top of the placement by
+    --balance-policy for the predicted load. quota: guests take over exact numbers of tokens."""
+
     balance_guest_ring: int = 2
-    """With --balance-load exact, the number of layers of a pipeline stage that have guest slots at the same time. All
-    layers share this memory."""
+    """Number of layers of a pipeline stage that can have guests for a microbatch at the same time (--balance-load
+    exact, --balance-inner-policy). All layers share these guest slots."""
 
     balance_predictor: Literal["last", "ema", "linear"] = "last"
     """How the next iteration's load is predicted."""

@@ -165,7 +165,7 @@ class GroupedExperts(MegatronModule):
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
 
     def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None) -> int:
-        """Allocate guest slots, after DDP has wrapped the model, or share those of another layer; return the new
+        """Add guest slots, after DDP has wrapped the model, or the latest ones of another layer; return the new
         bytes."""
         first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1)
         return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2)

@@ -33,6 +33,10 @@ class Projection(NamedTuple):
         """Return the weight and, if there is one, the bias."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
+    def first(self, slots: int) -> "Projection":
+        """Return the first slots."""
+        return Projection(self.weight[:slots], None if self.bias is None else self.bias[:slots])
+
 
 class GroupedWeights(torch.nn.Module):
     """One linear layer in all slots of a rank; the home slots are `weight` [S, O, I] and `bias` [S, O] or None."""
@@ -48,36 +52,38 @@ class GroupedWeights(torch.nn.Module):
         for parameter in self.parameters():
             # DDP and the optimizer group parameters by this mark: whether they are replicated like other parameters
             parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
-        self.guests: Projection | None = None
-        """Guest slots [G, ...]: plain tensors, unknown to the optimizer, checkpoints and module conversions."""
+        self.guests: list[Projection] = []
+        """Guest slots: plain tensors, unknown to the optimizer, checkpoints and module conversions."""
 
     def allocate_guests(self, slots: int, shared: "GroupedWeights | None" = None) -> int:
-        """Allocate guest slots after DDP has set the parameters' `main_grad`, or share those of another layer; return
+        """Add guest slots after DDP has set the parameters' `main_grad`, or the latest ones of another layer; return
         the new bytes."""
         if shared is not None:
-            self.guests = shared.guests
+            self.guests.append(shared.guests[-1])
             return 0
         bias = None if self.bias is None else _guest_like(self.bias, slots)
-        self.guests = Projection(_guest_like(self.weight, slots), bias)
-        return sum(guest.nbytes + main_grad(guest).nbytes for guest in self.guests.tensors())
+        self.guests.append(Projection(_guest_like(self.weight, slots), bias))
+        return sum(guest.nbytes + main_grad(guest).nbytes for guest in self.guests[-1].tensors())
 
     def forward(self, guests: int = 0) -> list[Projection]:
         """Return the weights to compute with: home slots, and the first `guests` guest slots. This is a forward pass
         because DDP's `--overlap-param-gather` waits for parameters in a module's forward pre-hook."""
-        home = Projection(self.weight, self.bias)
-        if not guests:
-            return [home]
-        assert self.guests is not None, "guests need room: allocate_guests"
-        weight, bias = self.guests
-        return [home, Projection(weight[:guests], None if bias is None else bias[:guests])]
+        found = [Projection(self.weight, self.bias)]
+        for projection in self.guests:
+            if guests:
+                found.append(projection.first(guests))
+                guests -= len(found[-1].weight)
+        assert not guests, "guests need room: allocate_guests"
+        return found
 
     def tensors_of(self, slot: int) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them."""
-        home = len(self.weight)
-        projection = Projection(self.weight, self.bias) if slot < home else self.guests
-        assert projection is not None, "guests need room: allocate_guests"
-        for tensor in projection.tensors():
-            yield tensor, slot if slot < home else slot - home
+        for projection in (Projection(self.weight, self.bias), *self.guests):
+            if slot < len(projection.weight):
+                yield from ((tensor, slot) for tensor in projection.tensors())
+                return
+            slot -= len(projection.weight)
+        raise AssertionError("guests need room: allocate_guests")
 
 
 def main_grad(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,9 +155,11 @@ class LinearGradients:
         home = len(self.linear.weight)
         if self.linear.weight.requires_grad:
             self._sums[0].add_(gradient_SOI[:home])
-        if len(gradient_SOI) > home:
-            assert self.linear.guests is not None
-            main_grad(self.linear.guests.weight)[: len(gradient_SOI) - home].add_(gradient_SOI[home:])
+        left_SOI = gradient_SOI[home:]
+        for projection in self.linear.guests:
+            total_SOI = main_grad(projection.weight)[: len(left_SOI)]
+            total_SOI.add_(left_SOI[: len(total_SOI)])
+            left_SOI = left_SOI[len(total_SOI) :]
 
     @functools.cached_property
     def _sums(self) -> list[torch.Tensor]:
@@ -168,10 +176,9 @@ class LinearGradients:
     @functools.cached_property
     def _totals(self) -> list[list[torch.Tensor]]:
         """Each slot's sum of gradients: of the weight and, if there is one, of the bias."""
-        guests = self.linear.guests
-        copies = [] if guests is None else [main_grad(tensor) for tensor in guests.tensors()]
+        copies = [[main_grad(tensor) for tensor in projection.tensors()] for projection in self.linear.guests]
         return [
-            [*slots_of([sums, *copies[number : number + 1]])] if len(sums) else []
+            [*slots_of([sums, *(each[number] for each in copies)])] if len(sums) else []
             for number, sums in enumerate(self._sums)
         ]
 

@@ -24,6 +24,8 @@ class FinishedIteration:
 
     placements: Sequence[Placement]
     """The placement of all microbatches, or of each one."""
+    sending: Callable[[], tuple[float, float]]
+    """Returns the predicted seconds of one Trans and one Agg of each placement, without overlap; not calibrated."""
     trans: Sequence[TransPlan]
     """Rounds of every Trans that was executed."""
     agg: Sequence[TransPlan]
@@ -85,10 +87,8 @@ def layer_report(
     after_BD = after_FBD[COMPUTED]
     before, after, gain = evenness(before_FBD[COMPUTED], after_BD)
     least, most, deviation = spread(all_BDE.sum((0, 1)))
-    sendings = [plain.sending(placement) for placement in last.placements]
-    trans = factors.trans * sum(sending.trans for sending in sendings)
-    agg = factors.agg * sum(sending.agg for sending in sendings)
-    time = calibrated.time_of(*calibrated.work_of(after_FBD), trans, agg)
+    trans, agg = last.sending()
+    time = calibrated.time_of(*calibrated.work_of(after_FBD), factors.trans * trans, factors.agg * agg)
     computing = _seconds(last.spans, "FEC", "BEC")
     exchanging = _seconds(last.spans, "A2A")
     own = float((after_BD[:, rank] / calibrated.rate_D[rank]).sum())

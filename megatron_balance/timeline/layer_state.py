@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import owners_host
+from megatron_balance.planning.within import level_nodes
 from megatron_balance.timeline.actions import Action, Operation
-from megatron_balance.timeline.planner import Plan
+from megatron_balance.timeline.planner import plan_for
 
 
 def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> TransPlan:
@@ -52,11 +54,21 @@ class PlacementRounds:
     """Forward and backward seconds of the non-MoE computation that overlaps with a part of Trans and of Agg."""
     counted: tuple[int, int] | None = None
     """Rounds of Trans and of Agg that fit the non-MoE computation, if counted by the planning rank."""
+    own: TransPlan | None = None
+    """The rounds of a pass that has guests besides those of the iteration; None: those that `transport` chooses."""
 
     @cached_property
     def plan(self) -> TransPlan:
         """All rounds of Trans; Agg runs them in reverse."""
-        return self.transport.plan(self.placement)
+        return self.transport.plan(self.placement) if self.own is None else self.own
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of Trans and of Agg without overlap; not calibrated."""
+        if self.own is None:
+            return self.transport.best(self.placement)[2:]
+        trans_D, agg_D = self.rank_seconds
+        return float(trans_D.max()), float(agg_D.max())
 
     @cached_property
     def _parts(self) -> dict[tuple[Operation, int], TransPlan]:
@@ -74,6 +86,13 @@ class PlacementRounds:
         return self.plan if action.parts == 1 else self._parts[action.operation, action.part]
 
 
+class InnerLevel(NamedTuple):
+    """Arguments of `level_nodes`."""
+
+    cost: CostModel
+    slots: int
+
+
 @dataclass(eq=False)
 class LayerState:
     """Manager and slots of one MoE layer, and its state in the current iteration."""
@@ -84,6 +103,8 @@ class LayerState:
     """Seconds of the non-MoE part before this layer, which hides a part of its Trans and Agg."""
     fields: Callable[[], Sequence[Field]] = tuple
     """Returns the state that moves with an expert to a new owner."""
+    inner: InnerLevel | None = None
+    """How the ranks of each node are leveled for the exact load of each microbatch; None: they are not."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -127,11 +148,16 @@ class LayerState:
         """Return the rounds of a microbatch's placement; None: of the iteration's placement."""
         return self.rounds if microbatch is None else self.passes[microbatch]
 
-    def plan_pass(self, plan: Plan) -> PlacementRounds:
-        """Return the rounds of a plan for one pass; owners compute alone if the plan has no placement."""
-        self.plan_seconds += plan.end - plan.start
-        placement = plan.decision.placement or owners_host(self.placement)
-        return PlacementRounds(placement, self.manager.cost.transport, self.overlap[:2])
+    def plan_pass(self, counts_DE: np.ndarray) -> tuple[PlacementRounds, str | None]:
+        """Return the rounds of a new plan for the load [D, E] of one pass, and the policy's problem. If it has one,
+        only owners compute."""
+        transport = self.manager.cost.transport
+        if self.inner is not None:
+            placement, plan = level_nodes(counts_DE, self.placement, *self.inner)
+            return PlacementRounds(placement, transport, self.overlap[:2], own=plan), None
+        decision = plan_for(self.manager.exact_question(counts_DE)).decision
+        placement = decision.placement or owners_host(self.placement)
+        return PlacementRounds(placement, transport, self.overlap[:2]), decision.problem
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
         """Use the decisions of the rank that planned the current, new placement: how its experts are sent."""
@@ -166,6 +192,7 @@ class LayerState:
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
             placements=[one.placement for one in self.passes or [used]],
+            sending=partial(_sending, [*self.passes, *([used] if self.inner is not None or not self.passes else [])]),
             trans=[one.plan for operation, one in executed if operation is not Operation.AGG],
             agg=[one.plan for operation, one in executed if operation is Operation.AGG],
             rank_seconds=partial(_rank_seconds, executed),
@@ -194,6 +221,12 @@ class LayerState:
         cost = self.manager.cost
         calibrated = self.manager.cost_of(len(self.last.loads), factors)
         return partial(layer_report, self.last, cost, calibrated, self.initial, rank=rank, factors=factors)
+
+
+def _sending(used: Sequence[PlacementRounds]) -> tuple[float, float]:
+    """Return the seconds of Trans and of Agg of some placements."""
+    trans, agg = zip(*(one.seconds for one in used), strict=True)
+    return sum(trans), sum(agg)
 
 
 def _rank_seconds(

@@ -68,6 +68,7 @@ def lower(
     overlap: Overlapping,
     *,
     ring: int = 0,
+    ahead: bool = True,
     late: bool = False,
     reduce_early: bool = False,
 ) -> Schedule:
@@ -75,8 +76,9 @@ def lower(
 
     Args:
         passes, blocks: see `compute_order`.
-        ring: number of guest buffers (`each_microbatch`) if plans are for the exact load of a microbatch; 0: plans are
-            for the next iteration.
+        ring: number of guest buffers if there are plans for the exact load of each microbatch (`each_microbatch`); 0:
+            there are none.
+        ahead: whether there are plans for the next iteration.
         late: whether the forward pass does not wait for its load; then planning the next iteration must not wait for it
             either.
         reduce_early: whether the reduction of experts' gradients overlaps with the backward pass. The schedule then
@@ -85,16 +87,16 @@ def lower(
     schedule = compute_order(passes, blocks)
     layers = sorted(number for chunk in blocks for number in chunk)
     first, last = places(schedule)
+    added: list[Placed] = []
     if ring:
-        added = [*each_microbatch(schedule, layers, ring, overlap, reduce_early)]
-    elif overlap == "blockwise":
-        added = [
-            *plan_ahead(schedule, layers, last, late),
-            *trans_blockwise(schedule, layers, first),
-            *agg_blockwise(schedule, layers, last, reduce_early),
-        ]
-    else:
-        added = [*blocking(schedule, layers, first)]
+        # First, because guests of the iteration pass on the gradients of guests of its last microbatch
+        added += each_microbatch(schedule, layers, ring, overlap, reduce_early)
+    if ahead and overlap == "blockwise":
+        added += plan_ahead(schedule, layers, last, late)
+        added += trans_blockwise(schedule, layers, first)
+        added += agg_blockwise(schedule, layers, last, reduce_early)
+    elif ahead:
+        added += blocking(schedule, layers, first)
     return _with(schedule, added)
 
 

@@ -16,6 +16,7 @@ finds the placement unchanged.
 
 import functools
 import logging
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from megatron_balance.timeline.actions import EXPERTS, Action, Operation, Schedu
 from megatron_balance.timeline.agreement import Compared, Outcome, Shared
 from megatron_balance.timeline.guest_ring import GuestRing
 from megatron_balance.timeline.layer_state import LayerState, PlacementRounds, sent_bytes
-from megatron_balance.timeline.planner import Asked, Plan, Planner, plan_for
+from megatron_balance.timeline.planner import Asked, Plan, Planner
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class Balancer:
     guest_bytes: int
     """Bytes of this rank's guest slots, weights and gradients, in all layers."""
     ring: GuestRing | None = None
-    """The guest slots that layers share if each microbatch has its own placement; None: each layer has guest slots."""
+    """The guest slots that layers share if each microbatch has its own placement; None: it has not."""
+    ahead: bool = True
+    """Whether there are plans for the next iteration."""
     mover: ExpertMover | None = None
     """Executes Transfer; data-parallel replicas then share a placement, by their mean load. None: owners stay."""
     explain: bool = False
@@ -156,17 +159,17 @@ class Balancer:
         if computation is not None:
             state.coming.append(load)
             self._begin(computation)
+        if self.ahead and not self._steps and not state.fresh:
+            # Evaluation, or a search for faults
+            self._bring(state, state.rounds)
+            state.fresh = True
         if self.ring is None:
-            if not self._steps and not state.fresh:
-                # Evaluation, or a search for faults
-                self._bring(state, state.rounds)
-                state.fresh = True
             return state.placement.trimmed
         if computation is not None:
             return state.passes[-1].placement.trimmed
         if self._steps:
             return state.passes[self._returning(number)].placement.trimmed
-        rounds = state.plan_pass(plan_for(state.manager.exact_question(_numbers(load))))
+        rounds, _ = state.plan_pass(_numbers(load))
         self._bring(state, rounds)
         return rounds.placement.trimmed
 
@@ -180,7 +183,7 @@ class Balancer:
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
-            if not state.observed and self.ring is None:
+            if not state.observed and self.ahead:
                 self._observe(state)
             state.close(executed[number])
 
@@ -266,7 +269,7 @@ class Balancer:
         self._started[action] = rounds, start(state, whole, rounds)
 
     def _start_trans(self, state: LayerState, whole: PlacementRounds, rounds: TransPlan) -> AsyncWork | None:
-        if self.ring is not None and not self.ring.take(state.slots, whole):
+        if self.ring is not None and whole is not state.rounds and not self.ring.take(state.slots, whole):
             return None
         # Start even an empty Trans: `ready` may start a gather that replicas with other plans take part in
         with record_function("Trans"):
@@ -302,12 +305,16 @@ class Balancer:
         state = self.layers[action.block]
         load = _numbers(state.coming[-1])
         start = clock.mark()
-        plan = plan_for(state.manager.exact_question(load))
-        state.passes.append(state.plan_pass(plan))
-        if plan.decision.problem is not None and self.group.rank() == 0:
-            self._log_once(action.block, plan.decision.problem)
+        began = time.perf_counter()
+        with record_function("Plan"):
+            rounds, problem = state.plan_pass(load)
+        ended = time.perf_counter()
+        state.passes.append(rounds)
+        state.plan_seconds += ended - began
+        if problem is not None and self.group.rank() == 0:
+            self._log_once(action.block, problem)
         self._record_wait(action, start, clock.mark())
-        self._record("planning", action, plan.start, plan.end)
+        self._record("planning", action, began, ended)
 
     def _start_plan(self, number: int) -> Asked | None:
         """If a plan for the next iteration is due, ask the policy for it."""
@@ -364,7 +371,7 @@ class Balancer:
             whole = state.rounds_in(action.microbatch)
             if len(whole.plan) and (work is not None or kind is Operation.AGG):
                 state.executed.append((kind, whole))
-            if kind is Operation.AGG and action.microbatch in (None, self.microbatches() - 1):
+            if kind is Operation.AGG and action.microbatch == (None if self.ahead else self.microbatches() - 1):
                 self.aggregated(action.block)
         return end
 

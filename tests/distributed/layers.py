@@ -234,7 +234,7 @@ def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoE
 
 
 def guest_gradients(layer: BalancedMoELayer) -> list[torch.Tensor]:
-    projections = (layer.experts.linear_fc1.guests, layer.experts.linear_fc2.guests)
+    projections = (*layer.experts.linear_fc1.guests, *layer.experts.linear_fc2.guests)
     guests = (tensor for projection in projections for tensor in (projection.weight, projection.bias))
     return [guest.main_grad for guest in guests if guest is not None]
 

@@ -115,7 +115,7 @@ def precisions(flags: str) -> tuple[Curve, set[torch.dtype], set[torch.dtype]]:
     found: list[Run] = []
     curve = runs.train_curve(flags, 3, found.append)
     experts = experts_of(found[0])
-    slots = range(len(experts.home_experts) + experts.linear_fc1.guests.weight.shape[0])
+    slots = range(len(experts.home_experts) + experts.linear_fc1.guests[0].weight.shape[0])
     weights = {tensor.dtype for slot in slots for tensor in experts.weights_of(slot)}
     return curve, weights, {tensor.dtype for slot in slots for tensor in experts.gradients_of(slot)}
 

@@ -180,8 +180,8 @@ def test_what_free_memory_holds_has_no_influence(
     linear = new_linear(home, *widths, dtype, bias=False)
     linear.weight.main_grad = torch.zeros_like(linear.weight, dtype=torch.float32)
     linear.allocate_guests(3)
-    linear.guests.weight.normal_()
-    weight = torch.cat([linear.weight, linear.guests.weight[:guests]]).detach().double().requires_grad_()
+    linear.guests[0].weight.normal_()
+    weight = torch.cat([linear.weight, linear.guests[0].weight[:guests]]).detach().double().requires_grad_()
     rows, gradient = (random(used, width, dtype=dtype) for width in widths)
     expected = results(lambda: loop_linear(rows, weight, sizes), [rows, weight], gradient)
 
@@ -198,7 +198,7 @@ def test_what_free_memory_holds_has_no_influence(
     output = layer(inputs, RowSplit(sizes, DEVICE) if tail is None else DeviceSplit(ends))
     output.backward(output_gradient)
     (home_gradient,) = gradients.finish()
-    guest_gradient = linear.guests.weight.main_grad
+    guest_gradient = linear.guests[0].weight.main_grad
     weight_gradient = torch.cat([home_gradient, guest_gradient[:guests].to(dtype)])
     found = [output[:used], inputs.grad[:used], weight_gradient]
     assert {one.dtype for one in found} == {dtype}
@@ -294,7 +294,7 @@ def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -
     for number, parameter in enumerate(linear.parameters()):
         assert parameter.grad_added_to_main_grad
         assert placeholders[number].data_ptr() == parameter.data_ptr() and not placeholders[number].requires_grad
-        found = torch.cat([parameter.main_grad, linear.guests.tensors()[number].main_grad])
+        found = torch.cat([parameter.main_grad, linear.guests[0].tensors()[number].main_grad])
         torch.testing.assert_close(found.double(), expected[number], rtol=1e-6, atol=1e-5)
 
 

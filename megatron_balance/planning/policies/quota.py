@@ -58,8 +58,8 @@ class Quota(Policy):
 
     `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. The first
     ways differ in how many experts are localized. Each further step changes one number of the fastest way so far, so
-    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan. A plan for
-    a load that has just been observed, for which the forward pass waits, is the fastest of few ways.
+    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan. A plan
+    for a load that has just been observed, for which the forward pass waits, is the fastest of few ways.
     """
 
     name = "quota"
