@@ -104,20 +104,20 @@ def test_a_newer_megatron_core_adds_no_flags() -> None:
     assert [flag for flag, action in ACTIONS.items() if action.dest in fields and flag not in SPELLINGS] == []
 
 
-@pytest.mark.parametrize("flag", SUPPORTED)
-def test_supported_flags_are_upstreams(flag: str) -> None:
-    action = ACTIONS[flag]
-    facts = UPSTREAM[flag]
-    assert sorted(action.option_strings) == sorted(facts["all"])
-    assert action.nargs == facts.get("nargs")
-    # A switch has no visible default: upstream's is None, False or, under another name, True
-    assert action.nargs == 0 or (str(action.default) == facts["default"]) == (flag not in OTHER_DEFAULTS)
-    kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else None
-    expected = facts.get("type", "str") if facts.get("nargs") != 0 else None
-    assert (kind == expected) == (flag not in OTHER_TYPES), f"{kind} here, {expected} upstream"
-    choices = {str(choice) for choice in action.choices or ()}
-    choices |= refused_values(flag, choices).keys()
-    assert (choices == set(facts["choices"])) == (flag not in OTHER_CHOICES)
+def test_supported_flags_are_upstreams() -> None:
+    for flag in SUPPORTED:
+        action = ACTIONS[flag]
+        facts = UPSTREAM[flag]
+        assert sorted(action.option_strings) == sorted(facts["all"]), flag
+        assert action.nargs == facts.get("nargs"), flag
+        # A switch has no visible default: upstream's is None, False or, under another name, True
+        assert action.nargs == 0 or (str(action.default) == facts["default"]) == (flag not in OTHER_DEFAULTS), flag
+        kind = getattr(action.type, "__name__", "str") if action.nargs != 0 else None
+        expected = facts.get("type", "str") if facts.get("nargs") != 0 else None
+        assert (kind == expected) == (flag not in OTHER_TYPES), f"{flag}: {kind} here, {expected} upstream"
+        choices = {str(choice) for choice in action.choices or ()}
+        choices |= refused_values(flag, choices).keys()
+        assert (choices == set(facts["choices"])) == (flag not in OTHER_CHOICES), flag
 
 
 def test_exceptions_are_about_supported_flags() -> None:
