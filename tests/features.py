@@ -98,6 +98,11 @@ def refusal(*names: str) -> str | None:
     return None
 
 
+def together() -> list[tuple[str, str]]:
+    """Return the pairs of features that train together."""
+    return [pair for pair in PAIRS if not alternatives(*pair) and refusal(*pair) is None]
+
+
 def table() -> list[str]:
     """Return Markdown: a row and a column for each feature, followed by the refusals."""
     names = list(FEATURES)

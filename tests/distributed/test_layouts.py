@@ -109,12 +109,15 @@ def check(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Compute the covering array, which takes seconds, only when it is trained."""
+    """Compute the covering array and the pairs, which takes seconds, only when they are trained."""
+    is_slow = metafunc.config.getoption("--slow")
     if "layout" in metafunc.fixturenames:
-        slow = layouts.array()[0][len(QUICK) :] if metafunc.config.getoption("--slow") else []
+        slow = layouts.array()[0][len(QUICK) :] if is_slow else []
         rows = variants(QUICK, layouts.FEWEST)
         rows += [pytest.param(layout, id=layouts.name_of(layout), marks=pytest.mark.slow) for layout in slow]
         metafunc.parametrize("layout", rows)
+    if "pair" in metafunc.fixturenames:
+        metafunc.parametrize("pair", features.together() if is_slow else [], ids="-".join)
 
 
 def test_layouts_follow_the_plain_run(ranks, curve_of, profiles, layout: Layout) -> None:
@@ -152,11 +155,7 @@ def test_many_iterations_without_a_stop(
     assert deviation(curve[:COMPARED], curve_of(LONG, COMPARED)) <= TOLERANCE
 
 
-TOGETHER = [pair for pair in features.PAIRS if not features.alternatives(*pair) and features.refusal(*pair) is None]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", TOGETHER, ids="-".join)
 def test_pairs_of_features_follow_the_plain_run(ranks, curve_of, profiles, pair: tuple[str, str]) -> None:
     flags = features.flags_of(*pair)
     world_size = features.world_size(*pair)

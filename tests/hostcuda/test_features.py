@@ -15,13 +15,13 @@ PRECISIONS = {"bf16": "--bf16", "float32": ""}
 NEED_ENGINE = {"context parallelism"}
 """Features that need Transformer Engine, which rounds differently: test_program.py trains them."""
 
-FEATURES = [name for name in features.FEATURES if name not in NEED_ENGINE]
 
-TOGETHER = [
-    pair
-    for pair in features.PAIRS
-    if not features.alternatives(*pair) and features.refusal(*pair) is None and NEED_ENGINE.isdisjoint(pair)
-]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Find the features and pairs, which takes seconds, only when they are trained."""
+    if "alone_or_paired" in metafunc.fixturenames:
+        found = [*((name,) for name in features.FEATURES), *features.together()]
+        found = [names for names in found if NEED_ENGINE.isdisjoint(names)]
+        metafunc.parametrize("alone_or_paired", found if metafunc.config.getoption("--slow") else [], ids="-".join)
 
 
 @pytest.fixture
@@ -70,6 +70,5 @@ def test_features_at_once(check, names: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("names", [*((name,) for name in FEATURES), *TOGETHER], ids="-".join)
-def test_each_feature_and_pair(check, names: tuple[str, ...], precision: str) -> None:
-    check(names, precision)
+def test_each_feature_and_pair(check, alone_or_paired: tuple[str, ...], precision: str) -> None:
+    check(alone_or_paired, precision)

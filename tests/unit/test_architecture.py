@@ -1,6 +1,7 @@
 """Architecture of the package: which part may import which, and how long files and functions may be."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,6 @@ MAX_FUNCTION_LINES = 80
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/**/__init__.py"))
-every_file = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 
 
 def part_of(path: Path) -> str:
@@ -85,9 +85,9 @@ def long_functions(source: str, limit: int) -> list[str]:
     return [f"{name}: {length} lines" for name, length in lengths.items() if length > limit]
 
 
-@every_file
-def test_imports_point_down(path: Path) -> None:
-    assert forbidden(part_of(path), path.read_text(encoding="utf-8")) == []
+def test_imports_point_down() -> None:
+    for path in FILES:
+        assert forbidden(part_of(path), path.read_text(encoding="utf-8")) == [], path
 
 
 def circles(imported: Mapping[str, Iterable[str]]) -> list[list[str]]:
@@ -98,6 +98,7 @@ def circles(imported: Mapping[str, Iterable[str]]) -> list[list[str]]:
     )
 
 
+@functools.cache
 def modules_imported() -> dict[str, set[str]]:
     """Return every module of the package with its imports, including imports only for types."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
@@ -131,19 +132,18 @@ def test_the_root_has_no_modules_of_its_own() -> None:
     assert len([path for path in FILES if path.parent == PACKAGE]) <= MAX_ROOT_MODULES
 
 
-@every_file
-def test_sizes(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= MAX_FILE_LINES
-    assert long_functions(source, MAX_FUNCTION_LINES) == []
+def test_sizes() -> None:
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        assert len(source.splitlines()) <= MAX_FILE_LINES, path
+        assert long_functions(source, MAX_FUNCTION_LINES) == [], path
 
 
 PURE = [path for room in ("placement", "cost", "planning") for path in sorted((PACKAGE / room).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", PURE, ids=[str(path.relative_to(PACKAGE)) for path in PURE])
-def test_decisions_are_pure(path: Path) -> None:
-    assert not uses_distributed(path.read_text(encoding="utf-8"))
+def test_decisions_are_pure() -> None:
+    assert [path for path in PURE if uses_distributed(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize(

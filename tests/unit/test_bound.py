@@ -1,6 +1,7 @@
 """The lower bound of a layer's seconds: no placement is below it, and it is reached where nothing stands in the way."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -71,10 +72,12 @@ def least_by_search(tokens_E: np.ndarray, owner_E: np.ndarray, slots: int, ranks
     """
     best = np.inf
     subsets = [np.array([mask >> rank & 1 for rank in range(ranks)], bool) for mask in range(1, 2**ranks)]
-    for choice in np.ndindex(*(2,) * (len(owner_E) * ranks)):
-        guest_ED = np.array(choice, bool).reshape(len(owner_E), ranks)
-        is_owner_ED = owner_E[:, None] == np.arange(ranks)
-        if (guest_ED & is_owner_ED).any() or guest_ED.sum(0).max() > slots:
+    is_owner_ED = owner_E[:, None] == np.arange(ranks)
+    # An expert may be a guest of any ranks but its owner
+    choices = [[guest_D for guest_D in np.ndindex(*(2,) * ranks) if not guest_D[owner]] for owner in owner_E.tolist()]
+    for choice in itertools.product(*choices):
+        guest_ED = np.array(choice, bool)
+        if guest_ED.sum(0).max() > slots:
             continue
         may_ED = guest_ED | is_owner_ED
         loads = [tokens_E[~may_ED[:, ~subset].any(1)].sum() / subset.sum() for subset in subsets]

@@ -1,5 +1,6 @@
 """flow/experts.py: grouped products compared with one slot after another."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -30,9 +31,16 @@ SIZES = {
 }
 WIDTHS = {"aligned": (16, 32), "odd": (7, 5), "odd in": (7, 16), "odd out": (16, 5), "single": (1, 1)}
 
-sizes_cases = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-width_cases = pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
-dtype_cases = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+KINDS = ("no bias", "bias", "scaled bias", "bias scaled in float32")
+
+PRODUCTS = [
+    pytest.param(sizes, widths, kind, dtype, id=f"{size}-{width}-{kind}-{dtype}")
+    for (number, (size, sizes)), (place, (width, widths)), (index, kind) in itertools.product(
+        enumerate(SIZES.items()), enumerate(WIDTHS.items()), enumerate(KINDS)
+    )
+    for dtype in [list(TOLERANCE)[(number + place + index) % len(TOLERANCE)]]
+]
+"""All sizes, widths and kinds of bias; every two of these with every data type."""
 
 DEVICE = torch.cuda.current_device()
 
@@ -109,11 +117,8 @@ def loop_layer(linear: GroupedWeights, rows: torch.Tensor, sizes: list[int], sca
     return output + (bias if scale is None else bias * scale.double().unsqueeze(1))
 
 
-@sizes_cases
-@width_cases
-@dtype_cases
-@pytest.mark.parametrize("kind", ["no bias", "bias", "scaled bias", "bias scaled in float32"])
-def test_products(dtype: torch.dtype, widths: tuple[int, int], sizes: list[int], kind: str) -> None:
+@pytest.mark.parametrize(("sizes", "widths", "kind", "dtype"), PRODUCTS)
+def test_products(sizes: list[int], widths: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
     """Combine weights, which scale the bias, are float32 while the experts compute in bfloat16."""
     torch.manual_seed(0)
     linear = new_linear(len(sizes), *widths, dtype, bias=not kind.startswith("no"))
