@@ -32,12 +32,13 @@ from megatron_balance.planning.policies import policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
+from megatron_balance.planning.within import plan_within
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import Operation, Schedule
 from megatron_balance.timeline.guest_ring import GuestRing
-from megatron_balance.timeline.layer_state import InnerLevel, LayerState
+from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import lower
 from megatron_balance.timeline.planner import Planner
 from megatron_balance.timeline.runtime import Balancer
@@ -205,10 +206,11 @@ def _layer_state(
         interval=settings.balance_interval,
         transfers=settings.balance_ownership == "transfer",
     )
-    inner = None
+    within = None
     if settings.balance_inner_policy != "none":
-        inner = InnerLevel(replace(cost, trans_each=trans_each), owners.guest_slots)
-    return LayerState(manager, layer.experts, overlap, fields, inner)
+        each = replace(cost, trans_each=trans_each, split="proportional")
+        within = functools.partial(plan_within, split=cost.split, slots=owners.guest_slots, cost=each)
+    return LayerState(manager, layer.experts, overlap, fields, within)
 
 
 def _routing(config: TransformerConfig) -> Routing:

@@ -1,25 +1,22 @@
-"""Plans that level the ranks of each node for the exact load of one microbatch.
+"""Plans for the exact load of one microbatch, on top of the placement of an iteration.
 
-They are made on top of a placement for a whole iteration, which has spread the experts over nodes. Every host of an
-expert may give tokens to guests on its node, so no copy of a microbatch crosses nodes.
+The placement of the iteration is for a predicted load, so its hosts have some tokens too many or too few. Every host
+may give tokens of its experts to guests of this microbatch. In the search for these guests, each host of an expert
+counts as an expert of its own that belongs to the host's rank.
 
-In shapes, P counts the physical experts of the placement for the iteration, S those of a rank, and M guests.
+In shapes, P counts the physical experts of the iteration's placement, and S those of a rank.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.messages import fastest_sending
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import HostRules, tokens_of
 from megatron_balance.placement.text import EMPTY
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, ExpertPiece, TransPlan
-from megatron_balance.planning.fit import FILLING, WHOLE, Overload, TokenMoves, fit
-
-TARGETS = ((1.0, FILLING), (1.01, WHOLE), (1.05, WHOLE), (1.2, WHOLE))
-"""Tokens of a node's busiest rank over the node's mean, and the order of moves, that are tried."""
+from megatron_balance.planning.policies.quota import Search
 
 
 class PassPlan(NamedTuple):
@@ -29,76 +26,45 @@ class PassPlan(NamedTuple):
     plan: TransPlan
 
 
-def level_nodes(counts_DE: np.ndarray, placement: Placement, cost: CostModel, slots: int) -> PassPlan:
-    """Return the fastest of some plans, by the cost model.
+def plan_within(counts_DE: np.ndarray, placement: Placement, split: str, slots: int, cost: CostModel) -> PassPlan:
+    """Return the fastest of some plans, by the cost model; the split `proportional` executes it.
 
     Args:
         counts_DE: int64, the load of the microbatch.
         placement: the iteration's placement; its guest slots are followed by those of the pass.
-        cost: prices a Trans and an Agg for this microbatch (`CostModel.trans_each`).
+        split: how the hosts of the iteration's placement share tokens.
         slots: number of guest slots of a rank for the pass.
+        cost: prices a Trans and an Agg for this microbatch (`CostModel.trans_each`).
     """
-    ranks = placement.num_ranks
-    node_size = cost.network.node_size
-    rules = HostRules.of(placement, cost.split, node_size)
-    tokens_DS = tokens_of(counts_DE, placement, rules).sum(0).reshape(ranks, -1)
-    names_DS = np.arange(tokens_DS.size).reshape(tokens_DS.shape)
-    loads_D = tokens_DS.sum(1)
-    best: tuple[float, TokenMoves | None] = _seconds(loads_D, None, cost, tokens_DS), None
-    for target, order in TARGETS:
-        above_D = loads_D - _capacities(loads_D, target, cost)
-        if (above_D <= 0).all():
-            continue
-        overload = Overload(tokens_DS.copy(), names_DS, above_D, np.full(ranks, slots), node_size, 0)
-        moves = fit(overload, order).moves
-        seconds = _seconds(loads_D, moves, cost, tokens_DS)
-        if seconds < best[0]:
-            best = seconds, moves
-    return _pass_plan(placement, best[1], tokens_DS, cost, slots)
-
-
-def _capacities(loads_D: np.ndarray, target: float, cost: CostModel) -> np.ndarray:
-    """Return [D] int64: the most tokens of each rank, at least its share of its node's tokens."""
-    network = cost.network
-    tokens_N = np.add.reduceat(loads_D, network.first_N)
-    mean_D = (tokens_N / np.add.reduceat(cost.rate_D, network.first_N))[network.node_D] * cost.rate_D
-    return np.maximum(np.ceil(mean_D), np.floor(target * mean_D)).astype(np.int64)
-
-
-def _seconds(loads_D: np.ndarray, moves: TokenMoves | None, cost: CostModel, tokens_DS: np.ndarray) -> float:
-    """Return the seconds of the experts, Trans and Agg. The exchange between nodes is the same for all plans."""
-    after_D = loads_D.astype(np.float64)
-    trans = agg = 0.0
-    if moves is not None:
-        np.subtract.at(after_D, moves.source_M, moves.tokens_M)
-        np.add.at(after_D, moves.target_M, moves.tokens_M)
-        order_M = np.lexsort((moves.target_M, moves.expert_M))
-        owner_P = np.arange(tokens_DS.size) // tokens_DS.shape[1]
-        ends = moves.expert_M[order_M], moves.target_M[order_M], owner_P
-        trans, agg, _, _ = fastest_sending(*ends, len(loads_D), cost.transport.messages_1)
-    computed = float((after_D / cost.rate_D).max())
-    trans, agg = cost.exposed(computed, trans, agg)
-    return cost.forward_seconds(computed) + cost.backward_seconds(computed) + float(trans + agg)
-
-
-def _pass_plan(
-    placement: Placement, moves: TokenMoves | None, tokens_DS: np.ndarray, cost: CostModel, slots: int
-) -> PassPlan:
-    """Return the plan with these moves, which the split `proportional` executes. A host keeps its slot, so it keeps a
-    token if it gives away all of them."""
-    expert_P = placement.tables.expert_P
+    rules = HostRules.of(placement, split, cost.network.node_size)
+    tokens_DP = tokens_of(counts_DE, placement, rules)
+    names_DS = np.arange(tokens_DP.shape[1]).reshape(placement.num_ranks, -1)
+    rank_P = names_DS.ravel() // placement.slots_per_rank
+    search = Search(tokens_DP[None], rank_P, names_DS, slots, cost)
+    best = search.quick()
+    tokens_P = tokens_DP.sum(0)
+    quotas = {} if split == "proportional" else _shared(placement, tokens_P)
     guests: list[list[int]] = [[] for _ in placement.home]
     messages = []
-    quotas = {} if cost.split == "proportional" else _quotas(placement, tokens_DS)
-    columns = () if moves is None else zip(*(column_M.tolist() for column_M in moves), strict=True)
-    for physical, source, target, tokens in columns:
-        expert = int(expert_P[physical])
-        own = quotas.setdefault(expert, _quotas_of(expert, placement, tokens_DS))
+    found = zip(*(column_M.tolist() for column_M in best.guests), strict=True) if search.pays(best) else ()
+    for name, target, tokens in found:
+        expert = int(placement.tables.expert_P[name])
+        source = int(rank_P[name])
+        own = quotas.setdefault(expert, _quotas(expert, placement, tokens_P))
         if target not in own and target != placement.owner(expert):
             guests[target].append(expert)
             messages.append(ExpertPiece(expert, source, target, 0))
         own[source] -= tokens
         own[target] = own.get(target, 0) + tokens
+    plan = TransPlan.of([sorted(messages)]) if messages else EMPTY_PLAN
+    return PassPlan(_with_guests(placement, guests, quotas, slots), plan)
+
+
+def _with_guests(
+    placement: Placement, guests: list[list[int]], quotas: dict[int, dict[int, int]], slots: int
+) -> Placement:
+    """Return the placement with more guest slots, guests and quotas. A host that gives away all of its tokens keeps
+    one, because it keeps its slot."""
     hosts = [*placement.hosts]
     shares = [*placement.quotas] or [()] * placement.num_experts
     for expert, own in quotas.items():
@@ -106,7 +72,7 @@ def _pass_plan(
         hosts[expert] = (*ranks,)
         shares[expert] = (*(max(1, own[rank]) for rank in ranks),)
     rows = ((*row, *more, *[EMPTY] * (slots - len(more))) for row, more in zip(placement.guests, guests, strict=True))
-    changed = Placement(
+    return Placement(
         num_experts=placement.num_experts,
         home=placement.home,
         guests=tuple(rows),
@@ -114,15 +80,15 @@ def _pass_plan(
         primary=placement.primary,
         quotas=tuple(shares) if any(shares) else (),
     )
-    return PassPlan(changed, TransPlan.of([sorted(messages)]) if messages else EMPTY_PLAN)
 
 
-def _quotas(placement: Placement, tokens_DS: np.ndarray) -> dict[int, dict[int, int]]:
+def _shared(placement: Placement, tokens_P: np.ndarray) -> dict[int, dict[int, int]]:
     """Return, by expert and host, the tokens of experts with several hosts."""
     shared = (expert for expert, hosts in enumerate(placement.hosts) if len({*hosts}) > 1)
-    return {expert: _quotas_of(expert, placement, tokens_DS) for expert in shared}
+    return {expert: _quotas(expert, placement, tokens_P) for expert in shared}
 
 
-def _quotas_of(expert: int, placement: Placement, tokens_DS: np.ndarray) -> dict[int, int]:
+def _quotas(expert: int, placement: Placement, tokens_P: np.ndarray) -> dict[int, int]:
+    """Return the tokens of each host of an expert."""
     hosts = dict.fromkeys(placement.hosts[expert])
-    return {rank: int(tokens_DS[rank, placement.slot(rank, expert)]) for rank in hosts}
+    return {rank: int(tokens_P[placement.physical(rank, expert)]) for rank in hosts}

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import owners_host
-from megatron_balance.planning.within import level_nodes
+from megatron_balance.planning.within import PassPlan
 from megatron_balance.timeline.actions import Action, Operation
 from megatron_balance.timeline.planner import plan_for
 
@@ -86,13 +85,6 @@ class PlacementRounds:
         return self.plan if action.parts == 1 else self._parts[action.operation, action.part]
 
 
-class InnerLevel(NamedTuple):
-    """Arguments of `level_nodes`."""
-
-    cost: CostModel
-    slots: int
-
-
 @dataclass(eq=False)
 class LayerState:
     """Manager and slots of one MoE layer, and its state in the current iteration."""
@@ -103,8 +95,8 @@ class LayerState:
     """Seconds of the non-MoE part before this layer, which hides a part of its Trans and Agg."""
     fields: Callable[[], Sequence[Field]] = tuple
     """Returns the state that moves with an expert to a new owner."""
-    inner: InnerLevel | None = None
-    """How the ranks of each node are leveled for the exact load of each microbatch; None: they are not."""
+    within: Callable[[np.ndarray, Placement], PassPlan] | None = None
+    """Plans for the exact load [D, E] of a microbatch on top of a placement; None: there are no such plans."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -152,8 +144,8 @@ class LayerState:
         """Return the rounds of a new plan for the load [D, E] of one pass, and the policy's problem. If it has one,
         only owners compute."""
         transport = self.manager.cost.transport
-        if self.inner is not None:
-            placement, plan = level_nodes(counts_DE, self.placement, *self.inner)
+        if self.within is not None:
+            placement, plan = self.within(counts_DE, self.placement)
             return PlacementRounds(placement, transport, self.overlap[:2], own=plan), None
         decision = plan_for(self.manager.exact_question(counts_DE)).decision
         placement = decision.placement or owners_host(self.placement)
@@ -192,7 +184,7 @@ class LayerState:
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
             placements=[one.placement for one in self.passes or [used]],
-            sending=partial(_sending, [*self.passes, *([used] if self.inner is not None or not self.passes else [])]),
+            sending=partial(_sending, [*self.passes, *([used] if self.within is not None or not self.passes else [])]),
             trans=[one.plan for operation, one in executed if operation is not Operation.AGG],
             agg=[one.plan for operation, one in executed if operation is Operation.AGG],
             rank_seconds=partial(_rank_seconds, executed),

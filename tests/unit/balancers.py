@@ -230,6 +230,7 @@ def build(
     monkeypatch: pytest.MonkeyPatch,
     overlap: Overlapping = "blockwise",
     ring: int = 0,
+    ahead: bool = True,
     late: bool = False,
     threads: bool = False,
     policy: Callable[[int, Journal], Policy] = Hottest,
@@ -264,12 +265,15 @@ def build(
             group=group,
             trans_agg=JournaledTransAgg(journal),
             layers=states,
-            schedule=lambda microbatches: lower(passes(microbatches), BLOCKS, overlap, ring=ring, late=late),
+            schedule=lambda microbatches: lower(
+                passes(microbatches), BLOCKS, overlap, ring=ring, ahead=ahead, late=late
+            ),
             microbatches=lambda: world.microbatches,
             guest_bytes=0,
             ring=GuestRing({states[layer].slots: number % ring for number, layer in enumerate(LAYERS)})
             if ring
             else None,
+            ahead=ahead,
             **more,
         )
     world = World(balancer, journal, group)

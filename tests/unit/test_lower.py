@@ -57,9 +57,9 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
     "2_blocks_late": Stage([[1, 2]]).lowered(late=True),
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
-    "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2),
-    "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2),
-    "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, reduce_early=True),
+    "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2, ahead=False),
+    "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2, ahead=False),
+    "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, ahead=False, reduce_early=True),
 }
 
 
@@ -132,9 +132,13 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise
 
 @given(stages(), st.integers(1, 4), st.booleans(), st.sampled_from(["none", "blockwise"]))
 def test_layers_share_guest_slots(stage: Stage, ring: int, early: bool, overlap: Overlapping) -> None:
-    schedule = stage.lowered(overlap, ring=ring, reduce_early=early)
+    schedule = stage.lowered(overlap, ring=ring, ahead=False, reduce_early=early)
     validate_ring(schedule, ring)
     assert [step.computation for step in schedule] == [step.computation for step in stage.lowered("none")]
+    # Plans for the next iteration add their own actions, after those of a microbatch
+    alone = stage.lowered(overlap, reduce_early=early)
+    for both, one, other in zip(stage.lowered(overlap, ring=ring, reduce_early=early), schedule, alone, strict=True):
+        assert all(both[column] == one[column] + other[column] for column in (1, 2, 3))
 
 
 EXHAUSTIVE = [
@@ -149,7 +153,7 @@ EXHAUSTIVE = [
 def test_what_is_wrong_with_shared_guest_slots_is_found(ring: int, overlap: Overlapping) -> None:
     """Each schedule is valid, but not without one of its actions, nor if experts do not wait for their weights."""
     for stage in EXHAUSTIVE:
-        schedule = stage.lowered(overlap, ring=ring)
+        schedule = stage.lowered(overlap, ring=ring, ahead=False)
         validate_ring(schedule, ring)
         for number, step in enumerate(schedule):
             for column in ("communication", "planning", "waits"):

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, HIDDEN, Quota, _Search
+from megatron_balance.planning.policies.quota import EVEN, HIDDEN, Quota, Search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from megatron_balance.profile.kernel_times import Kernels, Passes
 from tests.unit.placements import UNSHRUNK, loads, placements
@@ -96,7 +96,7 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
 
 
 def test_even_loads_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Search, "best", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(Search, "best", lambda *_: pytest.fail("searched"))
     counts_DE = np.full((4, 8), 1000)
     counts_DE[0, 0] += 60
     current = Placement.identity(8, 4, 2)
@@ -161,7 +161,7 @@ def test_plans_are_never_slower_than_owners_alone(
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
     # The search counts the seconds of the model
     if current.guest_slots and current.num_ranks > 1:
-        search = _Search(counts_BDE, current, cost)
+        search = Search(counts_BDE, owners(current), np.array(current.home), current.guest_slots, cost)
         best = search.best()
-        seconds = cost.layer_seconds(counts_BDE, search.placement(best))
+        seconds = cost.layer_seconds(counts_BDE, search.placement(best, current))
         assert best.charged == pytest.approx(seconds + HIDDEN * best.hidden, rel=1e-9)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -14,7 +15,9 @@ import torch
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.observe.balance import evenness
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.trans_plan import ExpertPiece, TransPlan
 from megatron_balance.planning.manager import INVALID, Decision
+from megatron_balance.planning.within import PassPlan
 from megatron_balance.timeline.actions import Action, Operation
 from megatron_balance.timeline.planner import Plan, Planner
 from tests.unit.balancers import (
@@ -41,9 +44,13 @@ MODES = {
     "late": {"overlap": "blockwise", "late": True},
 }
 EXACT = {
-    "exact": {"overlap": "blockwise", "ring": 2},
-    "exact, one buffer": {"overlap": "blockwise", "ring": 1},
-    "exact, blocking": {"overlap": "none", "ring": 3},
+    "exact": {"overlap": "blockwise", "ring": 2, "ahead": False},
+    "exact, one buffer": {"overlap": "blockwise", "ring": 1, "ahead": False},
+    "exact, blocking": {"overlap": "none", "ring": 3, "ahead": False},
+}
+TWO_SCALES = {
+    "two scales": {"overlap": "blockwise", "ring": 2},
+    "two scales, blocking": {"overlap": "none", "ring": 1},
 }
 
 
@@ -177,6 +184,43 @@ def test_each_microbatch_has_its_own_placement(monkeypatch, mode: str) -> None:
             assert world.balancer.loads()[layer][1] == planned[-1]
 
 
+@pytest.mark.parametrize("mode", TWO_SCALES)
+def test_each_microbatch_adds_guests_to_the_placement_of_the_iteration(monkeypatch, mode: str) -> None:
+    """Its gradients are home before those of the iteration's guests leave, because these may pass them on."""
+    world = build(monkeypatch, **TWO_SCALES[mode])
+    for number, state in world.balancer.layers.items():
+        state.within = functools.partial(added, number, world.journal)
+    for iteration in (1, 2, 3):
+        load = loads(iteration)
+        world.journal.clear()
+        used = world.iterate(iteration, load)
+        for layer in LAYERS:
+            before = hottest(grouped(loads(iteration - 1), layer)) if iteration > 1 else OWNERS
+            planned = [added(layer, [], counts_DE, before) for counts_DE in load[layer]]
+            assert used[layer] == [one.placement.trimmed for one in planned]
+            assert [counts for counts, _ in world.entries("within", layer)] == [one.tolist() for one in load[layer]]
+            sent = [placement for _, placement in world.entries("AGG", layer)]
+            assert sent[:MICROBATCHES] == [one.placement for one in planned]
+            assert all(placement == before for placement in sent[MICROBATCHES:])
+            assert (len(sent) > MICROBATCHES) == (iteration > 1)
+            report = world.balancer.report()[layer]
+            assert report.agg_bytes == (before.added_hosts + MICROBATCHES) * COST.grad_bytes
+
+
+def added(number: int, journal: list[tuple], counts_DE: np.ndarray, placement: Placement) -> PassPlan:
+    """Return a plan with one more guest: the expert with most tokens that a rank does not compute."""
+    journal.append(("within", number, counts_DE.tolist(), placement))
+    order = np.argsort(-counts_DE.sum(0), kind="stable").tolist()
+    expert, rank = next(
+        (expert, rank) for expert in order for rank in range(RANKS) if rank not in placement.hosts[expert]
+    )
+    guests = tuple((*row, expert if place == rank else -1) for place, row in enumerate(placement.guests))
+    hosts = [*placement.hosts]
+    hosts[expert] = (*sorted((*hosts[expert], rank)),)
+    changed = dataclasses.replace(placement, guests=guests, hosts=tuple(hosts))
+    return PassPlan(changed, TransPlan.of([[ExpertPiece(expert, placement.hosts[expert][0], rank, 0)]]))
+
+
 def test_a_failing_plan_for_an_exact_load_leaves_experts_to_owners(monkeypatch) -> None:
     class Failing(Hottest):
         def plan(self, counts_BDE: np.ndarray, *arguments) -> Placement:
@@ -196,7 +240,7 @@ def test_a_failing_plan_for_an_exact_load_leaves_experts_to_owners(monkeypatch) 
 
 def test_recomputation_of_several_layers_at_a_time_brings_their_weights_again(monkeypatch) -> None:
     """Two layers are repeated before the second one computes backward; with one buffer, this takes more Trans."""
-    world = build(monkeypatch, overlap="blockwise", ring=1)
+    world = build(monkeypatch, **EXACT["exact, one buffer"])
     balancer = world.balancer
     world.microbatches = 1
     load = loads(1, 1)

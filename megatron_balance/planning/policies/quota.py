@@ -75,16 +75,16 @@ class Quota(Policy):
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
-        search = _Search(counts, current, cost)
+        search = Search(by_microbatch(counts), owners(current), np.array(current.home), current.guest_slots, cost)
         if search.is_even and not search.can_localize:
             return alone
         best = search.quick() if cost.trans_each else search.best()
-        if best.charged >= search.alone_seconds * (1 - NEGLIGIBLE):
-            return alone
-        return search.placement(best)
+        return search.placement(best, current) if search.pays(best) else alone
 
 
-class _Plan(NamedTuple):
+class GuestPlan(NamedTuple):
+    """A plan of guests, and its seconds."""
+
     way: Way
     guest_DG: np.ndarray
     taken_DG: np.ndarray
@@ -97,32 +97,44 @@ class _Plan(NamedTuple):
     agg: float
     """Seconds of Trans and Agg without overlap."""
 
+    @property
+    def guests(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[M] the expert, the rank and the tokens of each guest."""
+        rank_M, slot_M = (self.guest_DG != NOBODY).nonzero()
+        return self.guest_DG[rank_M, slot_M], rank_M, self.taken_DG[rank_M, slot_M]
 
-class _Search:
+
+class Search:
     """A search for the fastest plan."""
 
-    def __init__(self, counts: np.ndarray, current: Placement, cost: CostModel) -> None:
-        counts_BDE = by_microbatch(counts)
+    def __init__(
+        self, counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, cost: CostModel
+    ) -> None:
+        """
+        Args:
+            counts_BDE: the loads, as in `Policy.plan`.
+            owner_E, home_DS: int64, the owner of each expert, and the experts of each rank.
+            slots: number of guest slots of a rank.
+            cost: seconds of a plan.
+        """
         counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), np.float64)
         tokens_EB = counts_EBD.sum(2)
-        owner_E = owners(current)
         owned_FBD = owner_loads(cost.network, counts_EBD, owner_E)
         busy_BD = owned_FBD[COMPUTED] / cost.rate_D
         mean_B = owned_FBD[COMPUTED].sum(1) / cost.rate_D.sum()
         self.is_even = bool((busy_BD.max(1) <= EVEN * mean_B).all())
         """Whether owners' loads are even."""
-        self.can_localize = _can_localize(counts, cost)
+        self.can_localize = _can_localize(counts_BDE, cost)
         self._cost = cost
-        self._current = current
         self._layer = Layer(
             counts_EBD=counts_EBD,
             tokens_EB=tokens_EB,
             total_E=tokens_EB.sum(1).astype(np.int64),
             owner_E=owner_E,
-            home_DS=np.array(current.home),
+            home_DS=home_DS,
             owned_FBD=owned_FBD,
             **_pairs(counts_BDE, owner_E, cost),
-            slots=current.guest_slots,
+            slots=slots,
         )
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
         self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
@@ -133,14 +145,18 @@ class _Search:
         self._times = max(1, cost.trans_each)
         """Number of Trans for one Agg."""
         self._tried = dict[Way, None]()
-        self._best: _Plan | None = None
+        self._best: GuestPlan | None = None
 
     @property
-    def alone_seconds(self) -> float:
-        """Seconds of the layer without guests."""
-        return float(self._cost.time_of(*self._cost.work_of(self._layer.owned_FBD), 0.0, 0.0).total)
+    def num_ranks(self) -> int:
+        return len(self._layer.home_DS)
 
-    def best(self) -> _Plan:
+    def pays(self, plan: GuestPlan) -> bool:
+        """Return whether a plan makes the layer faster than it is without guests."""
+        alone = float(self._cost.time_of(*self._cost.work_of(self._layer.owned_FBD), 0.0, 0.0).total)
+        return plan.charged < alone * (1 - NEGLIGIBLE)
+
+    def best(self) -> GuestPlan:
         """Return the fastest plan."""
         far = self._cost.transport.far
         start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS))
@@ -159,7 +175,7 @@ class _Search:
             first = best.way.target
             best = self._fastest(self._level(best.way, (2.0, 5.0)))
         found = None
-        while found != best.way and len(self._tried) * self._current.num_ranks < WORK:
+        while found != best.way and len(self._tried) * self.num_ranks < WORK:
             found = best.way
             best = self._fastest(self._localize(best.way))
             best = self._fastest(self._reach(best.way, fine=True))
@@ -167,7 +183,7 @@ class _Search:
             best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
         return self._tuned(best)
 
-    def quick(self) -> _Plan:
+    def quick(self) -> GuestPlan:
         """Return the fastest plan of a fixed number of ways that localize nothing."""
         costs = [PARTS]
         if len(self._cost.network.first_N) > 1:
@@ -199,7 +215,7 @@ class _Search:
         """Return ways with other targets, by the excess over the mean."""
         return [way._replace(target=1 + (way.target - 1) * factor) for factor in factors]
 
-    def _fastest(self, ways: Iterable[Way]) -> _Plan:
+    def _fastest(self, ways: Iterable[Way]) -> GuestPlan:
         """Return the fastest plan so far, after trying these ways."""
         ways = [way for way in dict.fromkeys(ways) if way not in self._tried]
         self._tried.update(dict.fromkeys(ways))
@@ -210,7 +226,7 @@ class _Search:
             hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
             charged_A = time.total + self._slowed * hidden_A
             a = int(charged_A.argmin())
-            found = _Plan(
+            found = GuestPlan(
                 way=ways[a],
                 guest_DG=plans.guest_ADG[a],
                 taken_DG=plans.taken_ADG[a],
@@ -231,10 +247,10 @@ class _Search:
             return np.inf
         return self._best.charged - self._overhead
 
-    def _tuned(self, plan: _Plan) -> _Plan:
+    def _tuned(self, plan: GuestPlan) -> GuestPlan:
         """Return the plan with other numbers of tokens, if that is faster."""
         taken_DG = plan.taken_DG.copy()
-        most = TUNING // self._current.num_ranks
+        most = TUNING // self.num_ranks
         exchanging, computed = tune(self._layer, plan.guest_DG, taken_DG, most, *self._cost.prices)
         time = self._cost.time_of(exchanging, computed, plan.trans, plan.agg)
         hidden = self._times * plan.trans + plan.agg - time.trans - time.agg
@@ -242,15 +258,13 @@ class _Search:
         found = plan._replace(taken_DG=taken_DG, hidden=float(hidden), charged=charged)
         return found if found.charged < plan.charged else plan
 
-    def placement(self, plan: _Plan) -> Placement:
+    def placement(self, plan: GuestPlan, current: Placement) -> Placement:
         """Return the placement with these guests; owners compute the remaining tokens."""
-        owned = self._current.owners
+        owned = current.owners
         hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
         quotas = list[tuple[int, ...]]([()]) * len(owned)
         primary = [*owned]
-        rank_M, slot_M = (plan.guest_DG != NOBODY).nonzero()
-        expert_M = plan.guest_DG[rank_M, slot_M]
-        taken_M = plan.taken_DG[rank_M, slot_M]
+        expert_M, rank_M, taken_M = plan.guests
         left_E = self._layer.total_E - np.bincount(expert_M, taken_M, len(owned)).astype(np.int64)
         for expert, rank, tokens in zip(expert_M.tolist(), rank_M.tolist(), taken_M.tolist(), strict=True):
             if quotas[expert]:
@@ -263,7 +277,7 @@ class _Search:
                 hosts[expert] = (rank,)
                 quotas[expert] = (tokens,)
                 primary[expert] = rank
-        return self._current.rehost(hosts, primary, quotas=quotas)
+        return current.rehost(hosts, primary, quotas=quotas)
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
