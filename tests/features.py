@@ -37,6 +37,7 @@ FEATURES = {
     "chunks": Feature("--moe-comm-chunks 3 --moe-comm-order interleaved"),
     "policy": Feature("--balance-policy top2"),
     "exact plans": Feature("--balance-policy top2 --balance-load exact"),
+    "two time scales": Feature("--balance-policy top2 --balance-inner-policy quota"),
     "blockwise overlap": Feature("--balance-policy top2 --balance-overlap blockwise"),
     "calibrated plans": Feature("--balance-policy top2 --balance-calibrate on --balance-log-dir unused"),
     "ownership": Feature("--balance-policy demi --balance-ownership transfer"),

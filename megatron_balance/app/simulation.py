@@ -107,8 +107,7 @@ def simulated_job(
         fabric=fabric,
         stages=built,
         microbatches=microbatches,
-        plans=has_policy,
-        exact=config.balance.balance_load == "exact",
+        plans=has_policy and config.balance.balance_load == "predicted",
         moves_owners=has_policy and config.balance.balance_ownership == "transfer",
         plan_seconds=plan_seconds,
     )
@@ -166,11 +165,14 @@ class _StageBuilder:
         if not states:
             return SimulatedStage(stage=stage, ranks=ranks)
         cost = next(iter(states.values())).manager.cost
+        if self.config.balance.balance_inner_policy != "none":
+            cost = dataclasses.replace(cost, split="proportional")
         return SimulatedStage(
             stage=stage,
             ranks=ranks,
             models=[self._model(cost, ranks_D) for ranks_D in ranks],
             managers={number: state.manager for number, state in states.items()},
+            within={} if not self.has_policy else {n: state.within for n, state in states.items() if state.within},
             overlaps={number: state.overlap[:2] for number, state in states.items()},
         )
 

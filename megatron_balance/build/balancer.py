@@ -32,7 +32,7 @@ from megatron_balance.planning.policies import policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
-from megatron_balance.planning.within import plan_within
+from megatron_balance.planning.within import plan_exactly, plan_within
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
@@ -207,7 +207,9 @@ def _layer_state(
         transfers=settings.balance_ownership == "transfer",
     )
     within = None
-    if settings.balance_inner_policy != "none":
+    if settings.balance_load == "exact":
+        within = functools.partial(plan_exactly, manager=manager)
+    elif settings.balance_inner_policy != "none":
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within)

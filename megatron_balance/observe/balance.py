@@ -31,6 +31,8 @@ class LayerReport(NamedTuple):
     """Heaviest rank's tokens over the mean (FlexMoE Eq. 6) if the initial owners computed all tokens; 1 is even."""
     ratio_after: float
     """The same ratio with the iteration's placement."""
+    ratio_planned: float
+    """The same ratio with the load that this placement was planned for."""
     rb: float
     """Pro-Prophet's RB: standard deviation before balancing over that after it; at most LARGEST_GAIN."""
     hosts_added: float
@@ -150,6 +152,7 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]], lengths: Sequenc
     waited = "/".join(f"{summed(f'{name}_wait_seconds') * 1e3:.1f}" for name in ("plan", "trans", "agg"))
     return (
         f" max/mean load: {averaged('ratio_before'):.2f} -> {averaged('ratio_after'):.2f} |"
+        f" planned: {averaged('ratio_planned'):.2f} |"
         f" hosts added: {_count(summed('hosts_added'))} | experts moved: {_count(summed('experts_moved'))} |"
         f" plan (ms): {summed('plan_seconds') * 1e3:.1f} |"
         f" trans+agg (MB): {summed('trans_bytes', 'agg_bytes') / 1e6:.1f} |"

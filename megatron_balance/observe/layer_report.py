@@ -24,6 +24,8 @@ class FinishedIteration:
 
     placements: Sequence[Placement]
     """The placement of all microbatches, or of each one."""
+    planned_ratio: float | None
+    """`LayerReport.ratio_planned`; None: there was no plan, or plans were for the exact loads."""
     sending: Callable[[], tuple[float, float]]
     """Returns the predicted seconds of one Trans and one Agg of each placement, without overlap; not calibrated."""
     trans: Sequence[TransPlan]
@@ -99,6 +101,7 @@ def layer_report(
     return LayerReport(
         ratio_before=before,
         ratio_after=after,
+        ratio_planned=after if last.planned_ratio is None else last.planned_ratio,
         rb=gain,
         expert_load_min=least,
         expert_load_max=most,

@@ -7,6 +7,7 @@
     leveling         Pro-Prophet's greedy search for even loads
     fit              moves of tokens from ranks above their capacity to ranks below it, with few guests
     search           plans of the policy `quota`, made in many ways, and their costs
+    within           plans for the exact load of one microbatch
     tuning           shifts of tokens between the hosts of a plan
     policies/        one file per policy
     demi/            DEMI's scheduling problem: linear program, search, list scheduling

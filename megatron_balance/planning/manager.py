@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.calibration import UNCALIBRATED, Factors, calibrated
+from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import condensed
-from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.cost.model import CostModel, balance_ratio, owners
 from megatron_balance.cost.sending import SendingModel
 from megatron_balance.messages import cleaned, described
 from megatron_balance.placement.placement import Placement
@@ -86,6 +87,8 @@ class Decision:
     """Whether the policy must not be asked again."""
     last_plan: LastPlan = NO_PLAN
     """The policy's plan, even if it is not used because earlier plans did not pay."""
+    ratio: float = 1.0
+    """Tokens of the busiest rank over the mean under the expected loads (FlexMoE Eq. 6)."""
 
     @property
     def digest(self) -> bytes:
@@ -134,10 +137,14 @@ class Question:
             gains = self.last_plan.gains_with(self.latest_BDE, self.cost)
         last_plan = LastPlan(planned, gains)
         placement = planned if pays(gains) else owners_host(planned)
-        if not self.transfers:
-            return Decision(self.expected_BDE, placement, last_plan=last_plan)
-        placement, settlement, wanted = settle(placement, self.expected_BDE, self.held, self.cost, self.ages)
-        return Decision(self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan)
+        settlement = None
+        wanted: frozenset[int] = frozenset()
+        if self.transfers:
+            placement, settlement, wanted = settle(placement, self.expected_BDE, self.held, self.cost, self.ages)
+        ratio = balance_ratio(self.cost.loads(self.expected_BDE, placement)[COMPUTED])
+        return Decision(
+            self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan, ratio=ratio
+        )
 
     def _planned(self) -> Placement:
         try:
@@ -195,6 +202,8 @@ class Manager:
         self.latest_BDE: np.ndarray | None = None
         """[B, D, E] the loads of the latest iteration."""
         self.last_plan = NO_PLAN
+        self.planned_ratio: float | None = None
+        """`Decision.ratio` of the placement; None: no plan has been adopted."""
         self.iterations = 0
 
     def observe(self, counts_BDE: np.ndarray) -> float | None:
@@ -253,6 +262,7 @@ class Manager:
         assert decision.placement is not None
         self.wanted = {expert: self.wanted.get(expert, self.iterations) for expert in sorted(decision.wanted)}
         self.last_plan = decision.last_plan
+        self.planned_ratio = decision.ratio
         if decision.placement != self.placement:
             # Keep the object if nothing changes: it caches prepared values
             self.placement = decision.placement
@@ -268,6 +278,7 @@ class Manager:
             "wanted": [*self.wanted.items()],
             "tried": None if self.last_plan.placement is None else str(self.last_plan.placement),
             "gains": [*self.last_plan.gains],
+            "planned": self.planned_ratio,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -280,3 +291,4 @@ class Manager:
         self.held = {(expert, rank): iterations for expert, rank, iterations in state["held"]}
         self.wanted = dict(state["wanted"])
         self.last_plan = LastPlan(state["tried"] and Placement.parse(state["tried"]), tuple(state["gains"]))
+        self.planned_ratio = state["planned"]

@@ -1,4 +1,4 @@
-"""Plans for the exact load of one microbatch, on top of the placement of an iteration.
+"""Plans for the exact load of one microbatch, alone or on top of the placement of an iteration.
 
 The placement of the iteration is for a predicted load, so its hosts have some tokens too many or too few. Every host
 may give tokens of its experts to guests of this microbatch. In the search for these guests, each host of an expert
@@ -7,6 +7,7 @@ counts as an expert of its own that belongs to the host's rank.
 In shapes, P counts the physical experts of the iteration's placement, and S those of a rank.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import HostRules, tokens_of
 from megatron_balance.placement.text import EMPTY
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, ExpertPiece, TransPlan
+from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.policies.interface import owners_host
 from megatron_balance.planning.policies.quota import Search
 
 
@@ -24,9 +27,22 @@ class PassPlan(NamedTuple):
 
     placement: Placement
     plan: TransPlan
+    problem: str | None = None
+    """Why only owners compute; see `PolicyFailure`."""
 
 
-def plan_within(counts_DE: np.ndarray, placement: Placement, split: str, slots: int, cost: CostModel) -> PassPlan:
+PlanPass = Callable[[np.ndarray, Placement], PassPlan]
+"""(the load [D, E] of a pass, the iteration's placement) -> the plan of the pass."""
+
+
+def plan_exactly(counts_DE: np.ndarray, placement: Placement, *, manager: Manager) -> PassPlan:
+    """Return the plan of the manager's policy. It does not depend on the iteration's placement."""
+    decision = manager.exact_question(counts_DE).answer()
+    found = decision.placement or owners_host(placement)
+    return PassPlan(found, manager.cost.transport.plan(found), decision.problem)
+
+
+def plan_within(counts_DE: np.ndarray, placement: Placement, *, split: str, slots: int, cost: CostModel) -> PassPlan:
     """Return the fastest of some plans, by the cost model; the split `proportional` executes it.
 
     Args:

@@ -6,15 +6,15 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, TransPlan
-from megatron_balance.planning.manager import Manager, Question
+from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.ownership import OwnerChange, owner_changes
-from megatron_balance.planning.policies.interface import owners_host
+from megatron_balance.planning.within import PassPlan, PlanPass
 from megatron_balance.simulate.engine import NOTHING, Engine, Work
 from megatron_balance.simulate.layers import LayerModel
 from megatron_balance.simulate.network import Fabric, at_once
@@ -22,7 +22,9 @@ from megatron_balance.simulate.programs import LayerWork, StageSchedule, TeamPro
 from megatron_balance.simulate.result import Recorder
 from megatron_balance.timeline.actions import Action
 from megatron_balance.timeline.layer_state import rounds_of
-from megatron_balance.timeline.planner import Plan, plan_for
+from megatron_balance.timeline.planner import plan_for
+
+Made = TypeVar("Made")
 
 Key = tuple[int, int, int]
 """Number of the pipeline stage, team in the stage, MoE layer."""
@@ -47,6 +49,8 @@ class SimulatedStage:
     """Model of each team's MoE layers; empty if the stage has none."""
     managers: Mapping[int, Manager] = field(default_factory=dict)
     """A manager for each MoE layer, before the first iteration; in a run without a policy, it makes no plans."""
+    within: Mapping[int, PlanPass] = field(default_factory=dict)
+    """Plans for the exact load of each microbatch, by MoE layer; empty if there are none."""
     overlaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of the computation that can hide a layer's Trans and Agg, as in `rounds_of`."""
 
@@ -59,9 +63,7 @@ class SimulatedJob:
     stages: Sequence[SimulatedStage]
     microbatches: int
     plans: bool
-    """Whether there is a policy."""
-    exact: bool = False
-    """Whether each microbatch has its own plan, which is ready before its rows are sent."""
+    """Whether placements are planned for the next iteration."""
     moves_owners: bool = False
     """Whether experts may change owners; if so, all teams of a stage share a placement, for their mean load."""
     plan_seconds: float | None = None
@@ -141,25 +143,32 @@ class Simulation:
         if job.moves_owners:
             total_BDE = np.sum(loads, axis=0)
             teams = len(loads)
-            keys, decided = keys[:1] * teams, [self._decided(keys[0], (total_BDE + teams // 2) // teams)] * teams
-            ends.append(decided[0].end)
-            transfer = self._transfer(stage, keys[0], decided[0].moves)
+            first = self._decided(keys[0], (total_BDE + teams // 2) // teams)
+            keys, decided = keys[:1] * teams, [first] * teams
+            ends.append(first.end)
+            transfer = self._transfer(stage, keys[0], first.moves)
         else:
             decided = [self._decided(*one) for one in zip(keys, loads, strict=True)]
             transfer = NOTHING
             ends += [one.end for one in decided]
         for key, one, model, counts_BDE in zip(keys, decided, stage.models, loads, strict=True):
-            parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], one.transfers)
+            passes = [PassPlan(one.placement, EMPTY_PLAN)] * len(counts_BDE)
+            planned_each = NOTHING
+            if layer in stage.within:
+                timed = [self._timed(stage.within[layer], counts_DE, one.placement) for counts_DE in counts_BDE]
+                passes = [plan for plan, _ in timed]
+                planned_each = NOTHING._replace(latency=sum(seconds for _, seconds in timed) / len(timed))
+            plans = {None: one.transfers, **{microbatch: plan for microbatch, (_, plan, _) in enumerate(passes)}}
+            parts = functools.partial(_part, self._managers[key], stage.overlaps[layer], plans)
+            work = model.work(counts_BDE, [placement for placement, *_ in passes], parts)
             planner = index % len(model.rows.network.ranks_D)
-            work = model.work(counts_BDE, one.placements, parts, one.planned, planner)
-            works.append(dataclasses.replace(work, transfer=transfer))
+            more = {"plan": one.planned, "plan_each": planned_each, "planner": planner, "transfer": transfer}
+            works.append(dataclasses.replace(work, **more))
         return works, ends
 
     def _decided(self, key: Key, counts_BDE: np.ndarray) -> "_Decided":
         job = self.job
         manager = self._managers[key]
-        if job.plans and job.exact:
-            return self._exactly(manager, counts_BDE)
         end: Callable[[], object] = functools.partial(manager.observe, counts_BDE)
         planned = NOTHING
         after = None
@@ -169,21 +178,12 @@ class Simulation:
             end()
             planned, end, after = self._plan(key, manager)
         changes = () if after is None else owner_changes(placement.home, after.home)
-        microbatches = len(counts_BDE)
-        return _Decided([placement] * microbatches, [transfers] * microbatches, planned, end, changes)
+        return _Decided(placement, transfers, planned, end, changes)
 
-    def _exactly(self, manager: Manager, counts_BDE: np.ndarray) -> "_Decided":
-        """Plan each microbatch for its load."""
-        timed = [self._timed(manager.exact_question(counts_DE)) for counts_DE in counts_BDE]
-        placements = [plan.decision.placement or owners_host(manager.placement) for plan, _ in timed]
-        transfers = [manager.cost.transport.plan(placement) for placement in placements]
-        planned = NOTHING._replace(latency=sum(seconds for _, seconds in timed) / len(timed))
-        return _Decided(placements, transfers, planned, lambda: None, ())
-
-    def _timed(self, question: Question) -> tuple[Plan, float]:
+    def _timed(self, make: Callable[..., Made], *inputs: Any) -> tuple[Made, float]:
         """Return a plan and its seconds."""
         start = time.thread_time()
-        plan = plan_for(question)
+        plan = make(*inputs)
         return plan, time.thread_time() - start if self.job.plan_seconds is None else self.job.plan_seconds
 
     def _transfer(self, stage: SimulatedStage, key: Key, changes: Sequence[OwnerChange]) -> Work:
@@ -201,7 +201,8 @@ class Simulation:
         if not manager.is_due():
             return NOTHING, lambda: None, None
         assert manager.expected_BDE is not None
-        plan, seconds = self._timed(manager.question(manager.expected_BDE, self.job.microbatches))
+        question = manager.question(manager.expected_BDE, self.job.microbatches)
+        plan, seconds = self._timed(plan_for, question)
 
         def adopt() -> None:
             if plan.decision.placement is not None:
@@ -213,19 +214,20 @@ class Simulation:
 
 
 class _Decided(NamedTuple):
-    placements: Sequence[Placement]
-    """The placement of each microbatch."""
-    transfers: Sequence[TransPlan]
-    """Trans of these placements."""
+    placement: Placement
+    transfers: TransPlan
+    """Trans of the placement in force."""
     planned: Work
-    """Time of a plan."""
+    """Time of the next plan."""
     end: Callable[[], object]
     """Ends the iteration and adopts the plan."""
     moves: Sequence[OwnerChange]
     """Experts with other owners after the iteration."""
 
 
-def _part(manager: Manager, others: tuple[float, float], plans: Sequence[TransPlan], action: Action) -> TransPlan:
-    plan = plans[action.microbatch or 0]
+def _part(
+    manager: Manager, others: tuple[float, float], plans: Mapping[int | None, TransPlan], action: Action
+) -> TransPlan:
+    plan = plans[action.microbatch]
     beside = (0, 0) if action.parts == 1 else manager.cost.transport.rounds_beside(plan, others)
     return rounds_of(action, plan, beside)

@@ -124,11 +124,8 @@ class LayerModel:
     scheduler: Scheduler
     repeats: bool
 
-    def work(
-        self, counts_BHE: np.ndarray, placements: Sequence[Placement], parts: Parts, plan: Work, planner: int
-    ) -> LayerWork:
-        """Return the layer's work, given each microbatch's placement; the thread of rank `planner` spends `plan` on a
-        plan."""
+    def work(self, counts_BHE: np.ndarray, placements: Sequence[Placement], parts: Parts) -> LayerWork:
+        """Return the layer's work without its plans, given each microbatch's placement."""
         loads = zip(counts_BHE, placements, strict=True)
         traffic_BHH = np.concatenate([self.cost.traffic(*one) for one in loads]).astype(np.float64)
         transport = self.cost.transport
@@ -138,8 +135,6 @@ class LayerModel:
             backward_B=self._directions(traffic_BHH, self.cost.profile.backward),
             repeats=self.repeats,
             moves=lambda action: network.sending(transport, parts(action), backward=action.operation is Operation.AGG),
-            plan=plan,
-            planner=planner,
         )
 
     def _directions(self, traffic_BHH: np.ndarray, line: Throughput) -> list[Direction]:

@@ -51,6 +51,8 @@ class LayerWork:
     """Returns the work of a Trans, an Agg or a part of one."""
     plan: Work = NOTHING
     """Time of the next plan, on the lane of the thread that makes it."""
+    plan_each: Work = NOTHING
+    """Time of the plan for a microbatch's load, for which all ranks wait."""
     planner: int = 0
     """Number of the rank that plans the layer."""
     transfer: Work = NOTHING
@@ -265,15 +267,18 @@ class TeamProgram:
 
     def _begin(self, step: Step) -> Iterator[Command]:
         yield from (self._wait(action) for action in step.waits if action in self.started)
-        self.asked += step.planning
+        for action in step.planning:
+            if action.microbatch is None:
+                self.asked.append(action)
+            else:
+                # The messages of this step depend on the plan
+                yield self._start(action, self.layers[action.block].plan_each, "plan of a microbatch")
+                yield self._wait(action)
         if not step.computation.is_forward or any(action in step.waits for action in self.asked):
             # Plans begin in a backward pass (`timeline/planner.py`)
             for action in self.asked:
                 layer = self.layers[action.block]
                 yield self._start(action, layer.plan, f"plan {layer.planner}")
-                if action.microbatch is not None:
-                    # The messages of this step depend on the plan
-                    yield self._wait(action)
             self.asked.clear()
         for action in step.communication:
             yield self._start(action, self.layers[action.block].moves(action), "moves")

@@ -17,10 +17,8 @@ from megatron_balance.observe.layer_report import FinishedIteration, Interval, l
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.policies.interface import owners_host
-from megatron_balance.planning.within import PassPlan
+from megatron_balance.planning.within import PlanPass
 from megatron_balance.timeline.actions import Action, Operation
-from megatron_balance.timeline.planner import plan_for
 
 
 def rounds_of(action: Action, plan: TransPlan, beside: tuple[int, int]) -> TransPlan:
@@ -54,7 +52,7 @@ class PlacementRounds:
     counted: tuple[int, int] | None = None
     """Rounds of Trans and of Agg that fit the non-MoE computation, if counted by the planning rank."""
     own: TransPlan | None = None
-    """The rounds of a pass that has guests besides those of the iteration; None: those that `transport` chooses."""
+    """The rounds of a pass with its own guests; None: those that `transport` chooses."""
 
     @cached_property
     def plan(self) -> TransPlan:
@@ -95,8 +93,8 @@ class LayerState:
     """Seconds of the non-MoE part before this layer, which hides a part of its Trans and Agg."""
     fields: Callable[[], Sequence[Field]] = tuple
     """Returns the state that moves with an expert to a new owner."""
-    within: Callable[[np.ndarray, Placement], PassPlan] | None = None
-    """Plans for the exact load [D, E] of a microbatch on top of a placement; None: there are no such plans."""
+    within: PlanPass | None = None
+    """Plans for the exact load of each microbatch; None: there are no such plans."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -143,13 +141,9 @@ class LayerState:
     def plan_pass(self, counts_DE: np.ndarray) -> tuple[PlacementRounds, str | None]:
         """Return the rounds of a new plan for the load [D, E] of one pass, and the policy's problem. If it has one,
         only owners compute."""
-        transport = self.manager.cost.transport
-        if self.within is not None:
-            placement, plan = self.within(counts_DE, self.placement)
-            return PlacementRounds(placement, transport, self.overlap[:2], own=plan), None
-        decision = plan_for(self.manager.exact_question(counts_DE)).decision
-        placement = decision.placement or owners_host(self.placement)
-        return PlacementRounds(placement, transport, self.overlap[:2]), decision.problem
+        assert self.within is not None
+        placement, plan, problem = self.within(counts_DE, self.placement)
+        return PlacementRounds(placement, self.manager.cost.transport, self.overlap[:2], own=plan), problem
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
         """Use the decisions of the rank that planned the current, new placement: how its experts are sent."""
@@ -177,17 +171,19 @@ class LayerState:
         self.prediction_error = self.manager.observe(counts_BDE) or 0.0
         self.observed = True
 
-    def close(self, used: PlacementRounds) -> None:
-        """Record the finished iteration, and the placement that all microbatches used unless each had its own. The
-        device has finished the previous iteration, because the host has waited for this iteration's loads."""
+    def close(self, used: PlacementRounds, planned_ratio: float | None) -> None:
+        """Record the finished iteration, and the placement that all microbatches used unless each had its own, with its
+        `Manager.planned_ratio`. The device has finished the previous iteration, because the host has waited for this
+        iteration's loads."""
         executed = self.executed
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
             placements=[one.placement for one in self.passes or [used]],
-            sending=partial(_sending, [*self.passes, *([used] if self.within is not None or not self.passes else [])]),
+            sending=partial(_sending, [*self.passes, used]),
             trans=[one.plan for operation, one in executed if operation is not Operation.AGG],
             agg=[one.plan for operation, one in executed if operation is Operation.AGG],
             rank_seconds=partial(_rank_seconds, executed),
+            planned_ratio=None if self.passes else planned_ratio,
             loads=self.loads,
             spans=self.spans,
             waits=self.waits,

@@ -179,13 +179,13 @@ class Balancer:
 
     def finish_iteration(self) -> None:
         """Put the next placements in force and record the finished iteration."""
-        executed = {number: state.rounds for number, state in self.layers.items()}
+        executed = {number: (state.rounds, state.manager.planned_ratio) for number, state in self.layers.items()}
         self._begin(Action(0, Operation.STEP))
         assert not (self._steps or self._started or self._plans), "a schedule is executed to its end"
         for number, state in self.layers.items():
             if not state.observed and self.ahead:
                 self._observe(state)
-            state.close(executed[number])
+            state.close(*executed[number])
 
     def transfer_owners(self) -> None:
         """After the optimizer's step, transfer experts to the owners in new placements, and put these in force."""

@@ -3,6 +3,7 @@
 No two sizes are equal: 2 model chunks, 3 ranks, 4 layers, 5 microbatches, 12 experts.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager, Question
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.predictor import Predictor
+from megatron_balance.planning.within import plan_exactly
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.timeline import agreement, runtime
 from megatron_balance.timeline.actions import Operation
@@ -260,6 +262,9 @@ def build(
             )
             for number in LAYERS
         }
+        if not ahead:
+            for state in states.values():
+                state.within = functools.partial(plan_exactly, manager=state.manager)
         group = Group()
         balancer = Balancer(
             group=group,

@@ -17,8 +17,8 @@ from megatron_balance.observe.balance import (
 
 
 def report(**changes: float) -> LayerReport:
-    values = dict.fromkeys(LayerReport._fields, 0.0) | {"ratio_before": 1.0, "ratio_after": 1.0, "rb": 1.0}
-    return LayerReport(**(values | changes))
+    ratios = dict.fromkeys(("ratio_before", "ratio_after", "ratio_planned", "rb"), 1.0)
+    return LayerReport(**(dict.fromkeys(LayerReport._fields, 0.0) | ratios | changes))
 
 
 def test_log_fields_are_means_over_iterations() -> None:
@@ -32,8 +32,8 @@ def test_log_fields_are_means_over_iterations() -> None:
         ]
     )
     assert line == (
-        " max/mean load: 1.50 -> 1.25 | hosts added: 1.5 | experts moved: 2 | plan (ms): 3.0 | trans+agg (MB): 2.5 |"
-        " waited for plan/trans/agg (ms): 0.1/2.5/2.0 |"
+        " max/mean load: 1.50 -> 1.25 | planned: 1.00 | hosts added: 1.5 | experts moved: 2 | plan (ms): 3.0 |"
+        " trans+agg (MB): 2.5 | waited for plan/trans/agg (ms): 0.1/2.5/2.0 |"
     )
 
 

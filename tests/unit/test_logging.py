@@ -64,7 +64,7 @@ LINE = re.compile(
     r"( grad norm: (?P<norm>\d+\.\d{3}) \|)?"
     r" number of skipped iterations: (?P<skipped>[ \d]{3}) \|"
     r" number of nan iterations: (?P<nan>[ \d]{3}) \|"
-    r"( max/mean load: (?P<before>\d+\.\d\d) -> (?P<after>\d+\.\d\d) \|"
+    r"( max/mean load: (?P<before>\d+\.\d\d) -> (?P<after>\d+\.\d\d) \| planned: (?P<planned>\d+\.\d\d) \|"
     r" hosts added: (?P<hosts>\d+(\.\d+)?) \| experts moved: (?P<moved>\d+(\.\d+)?) \|"
     r" plan \(ms\): (?P<plan>\d+\.\d) \| trans\+agg \(MB\): (?P<megabytes>\d+\.\d) \|"
     r" waited for plan/trans/agg \(ms\): \d+\.\d/\d+\.\d/\d+\.\d \|"
@@ -95,7 +95,14 @@ def test_log_line(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
 def balance(**changes: float) -> LayerReport:
     """Return the report of a layer that balancing improved."""
     numbers = dict.fromkeys(LayerReport._fields, 0.0)
-    numbers |= {"ratio_before": 2.5, "ratio_after": 1.25, "rb": 4.0, "hosts_added": 3.0, "plan_seconds": 2e-4}
+    numbers |= {
+        "ratio_before": 2.5,
+        "ratio_after": 1.25,
+        "ratio_planned": 1.02,
+        "rb": 4.0,
+        "hosts_added": 3.0,
+        "plan_seconds": 2e-4,
+    }
     return LayerReport(**(numbers | {"trans_bytes": 4e6, "agg_bytes": 2e6} | changes))
 
 
@@ -171,13 +178,13 @@ def test_balance_comes_after_upstreams_fields(alone: None, capsys: pytest.Captur
     ]
     with_policy, without = printed(RunLog(run_config(), 5, 128), reports, Progress(), capsys)
     assert with_policy.split(" number of nan iterations:   0 |")[1] == (
-        " max/mean load: 2.75 -> 1.25 | hosts added: 6.5 | experts moved: 1 | plan (ms): 0.4 | trans+agg (MB): 12.0 |"
-        " waited for plan/trans/agg (ms): 0.0/0.0/0.0 |"
+        " max/mean load: 2.75 -> 1.25 | planned: 1.02 | hosts added: 6.5 | experts moved: 1 | plan (ms): 0.4 |"
+        " trans+agg (MB): 12.0 | waited for plan/trans/agg (ms): 0.0/0.0/0.0 |"
         " measured/predicted exchange/experts/trans/agg: 1.5/2/1/0.25 |"
     )
-    names = ("before", "after", "hosts", "moved", "plan", "megabytes")
-    assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "6.5", "1", "0.4", "12.0"]
-    assert [fields(without)[name] for name in names] == [None] * 6
+    names = ("before", "after", "planned", "hosts", "moved", "plan", "megabytes")
+    assert [fields(with_policy)[name] for name in names] == ["2.75", "1.25", "1.02", "6.5", "1", "0.4", "12.0"]
+    assert [fields(without)[name] for name in names] == [None] * 7
 
 
 def test_evaluation(alone: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,7 +265,7 @@ def steps(one: Manager, seeds: list[int]) -> list[tuple[float | None, str]]:
     taken = []
     for seed in seeds:
         error = one.observe(load(seed))
-        if one.is_due(ahead=1):
+        if one.is_due():
             assert one.expected_BDE is not None
             decision = one.question(one.expected_BDE, 1).answer()
             if decision.placement is not None:

@@ -1,0 +1,125 @@
+"""Plans for the exact load of a microbatch on top of a placement: who computes what, and how weights get there."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
+from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.within import PassPlan, plan_within
+from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
+from tests.unit.placements import placements
+
+SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
+NEAR = Fit(1.0, 1e-3, 0.0, 0.0)
+
+
+def cost_of(ranks: int, node_size: int, far: float = 1.0, size: float = 1.0, again: int = 2) -> CostModel:
+    """Return the cost model of a cluster that computes a token in a second, and sends an expert faster."""
+    line = Fit(far, far * 1e-3, 0.0, 0.0)
+    links = from_links(ranks, node_size, NEAR, line, shared=line, forward=SPEED, backward=SPEED)
+    return CostModel(
+        links,
+        token_bytes=1e-3,
+        param_bytes=size,
+        grad_bytes=2 * size,
+        split="proportional",
+        overlap=Overlap(0.0, 1.0),
+        trans_each=again,
+    )
+
+
+def computed(cost: CostModel, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
+    return cost.traffic(counts_DE, placement)[0].sum(0)
+
+
+def check(found: PassPlan, outer: Placement, slots: int) -> None:
+    """Check that the placement of the iteration is still there, and that messages bring its new guests, once each."""
+    placement, plan, problem = found
+    assert problem is None
+    assert placement.home == outer.home and placement.primary == outer.primary
+    assert placement.guest_slots == outer.guest_slots + slots
+    assert all(row[: outer.guest_slots] == old for row, old in zip(placement.guests, outer.guests, strict=True))
+    new = {
+        (expert, rank)
+        for rank, row in enumerate(placement.guests)
+        for expert in row[outer.guest_slots :]
+        if expert >= 0
+    }
+    sent = [message for messages in plan.rounds for message in messages]
+    assert sorted((message.expert, message.target) for message in sent) == sorted(new)
+    for expert, hosts in enumerate(outer.hosts):
+        # Every host keeps its slot, and so its weights
+        assert {*hosts} <= {*placement.hosts[expert]}
+    for message in sent:
+        assert message.source in outer.hosts[message.expert] and message.pieces == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    placements(),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 10**6),
+    st.sampled_from(["local_first", "proportional"]),
+)
+def test_plans_are_executable_and_no_slower(
+    outer: Placement, node_size: int, slots: int, seed: int, split: str
+) -> None:
+    ranks, experts = outer.num_ranks, outer.num_experts
+    generator = np.random.default_rng(seed)
+    counts_DE = generator.integers(0, 200, (ranks, experts)) * generator.integers(0, 3, experts)
+    cost = cost_of(ranks, min(node_size, ranks))
+    found = plan_within(counts_DE, outer, split=split, slots=slots, cost=cost)
+    check(found, outer, slots)
+    before_D = computed(dataclasses.replace(cost, split=split), counts_DE, outer)
+    after_D = computed(cost, counts_DE, found.placement)
+    assert after_D.sum() == before_D.sum() == counts_DE.sum()
+    # Hosts without tokens keep one each
+    assert after_D.max() <= before_D.max() + experts
+
+
+def test_ranks_are_leveled() -> None:
+    """The iteration's placement was for another load: rank 0 has twice the mean."""
+    outer = Placement.identity(8, 4, 1).with_hosts([(7, 0)])
+    counts_DE = np.full((4, 8), 10)
+    counts_DE[:, :2] = 50
+    cost = cost_of(4, 4)
+    found = plan_within(counts_DE, outer, split="proportional", slots=2, cost=cost)
+    check(found, outer, 2)
+    assert balance_ratio(computed(cost, counts_DE, outer)) > 1.7
+    assert balance_ratio(computed(cost, counts_DE, found.placement)) <= 1.01
+
+
+@pytest.mark.parametrize(("far", "crosses"), [(1.0, True), (1e6, False)])
+def test_copies_cross_nodes_only_if_that_pays(far: float, crosses: bool) -> None:
+    outer = Placement.identity(8, 4, 1)
+    counts_DE = np.full((4, 8), 10)
+    counts_DE[:, :4] = 50
+    found = plan_within(counts_DE, outer, split="proportional", slots=2, cost=cost_of(4, 2, far))
+    sent = [message for messages in found.plan.rounds for message in messages]
+    assert any(message.source // 2 != message.target // 2 for message in sent) == crosses
+
+
+def test_nothing_is_sent_that_does_not_pay() -> None:
+    outer = Placement.identity(8, 4, 1).with_hosts([(7, 0)])
+    counts_DE = np.full((4, 8), 10)
+    counts_DE[:, 0] = 30
+    found = plan_within(counts_DE, outer, split="proportional", slots=1, cost=cost_of(4, 4, size=1e9))
+    check(found, outer, 1)
+    assert not len(found.plan)
+    assert found.placement.trimmed == outer.trimmed
+
+
+@pytest.mark.parametrize(
+    ("again", "overlap", "pays"), [(1, None, True), (2, None, False), (2, Overlap(0.0, 50.0), True)]
+)
+def test_a_second_trans_is_paid_for_unless_it_is_hidden(again: int, overlap: Overlap | None, pays: bool) -> None:
+    """A guest saves 120 s of computation. A Trans takes 66 s, of which the second one may be hidden; an Agg takes 1 s."""
+    outer = Placement.identity(2, 2, 1)
+    counts_DE = np.array([[60, 0], [60, 0]])
+    cost = dataclasses.replace(cost_of(2, 2, size=65e3, again=again), overlap=overlap, grad_bytes=0.0)
+    assert (len(plan_within(counts_DE, outer, split="proportional", slots=1, cost=cost).plan) > 0) == pays
