@@ -259,8 +259,8 @@ def _balancing(run: Run) -> str:
         return f"{stage}every expert stays on its owner"
     schedule = run.balancer.schedule(run.batches.get())
     started = Counter(one.operation for step in schedule for one in (*step.planning, *step.communication))
-    moves = (Operation.PLAN, Operation.TRANS, Operation.AGG)
-    counts = ", ".join(f"{started[operation]} {operation}" for operation in moves)
+    moves = (Operation.PLAN, Operation.TRANS, Operation.BTRANS, Operation.AGG)
+    counts = ", ".join(f"{started[operation]} {operation}" for operation in moves if started[operation])
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 

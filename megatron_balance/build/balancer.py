@@ -32,6 +32,7 @@ from megatron_balance.planning.policies import policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
+from megatron_balance.planning.search import make_plans
 from megatron_balance.planning.within import plan_exactly, plan_within
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
@@ -210,6 +211,7 @@ def _layer_state(
     if settings.balance_load == "exact":
         within = functools.partial(plan_exactly, manager=manager)
     elif settings.balance_inner_policy != "none":
+        make_plans.prepare()
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within)

@@ -11,6 +11,7 @@ TOLERANCE = 1e-5
 MODES = {
     "predicted": "--balance-load predicted",
     "exact": "--balance-load exact --balance-overlap blockwise",
+    "two scales": "--balance-inner-policy quota --balance-overlap blockwise",
     "blocking exact": "--balance-load exact",
     "blockwise": "--balance-overlap blockwise",
 }

@@ -25,6 +25,7 @@ POLICIES = ("quota", "pro_prophet", "fastermoe", "top2", "top3", "flexmoe", "dem
 
 CASES = [
     (f"{EP4} {HOT}", "exact", "pro_prophet"),
+    (f"{EP2} --moe-router-force-workload rotating_hotspot --global-batch-size 16", "two scales", "flexmoe"),
     # A first, a middle and a last microbatch
     (f"{EP4} --moe-router-force-workload rotating_hotspot --global-batch-size 24", "blockwise", "demi"),
     (f"{EP2} {HOT} --num-layers 4 --moe-layer-freq [0]*1+[1,0]*1+[1]", "blockwise", "quota"),
@@ -152,10 +153,15 @@ def compiled_late(flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["quota", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", *POLICIES[1:]))]
+    ("policy", "mode"),
+    [
+        ("quota", "blockwise"),
+        ("top2", "two scales"),
+        *(pytest.param(name, "blockwise", marks=pytest.mark.slow) for name in ("none", *POLICIES[1:])),
+    ],
 )
-def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str) -> None:
+def test_no_iteration_waits_for_a_compiler(ranks, profiles, policy: str, mode: str) -> None:
     flags = f"{EP2} {HOT}"
     if policy != "none":
-        flags = with_policy(flags, policy, "blockwise", profiles)
+        flags = with_policy(flags, policy, mode, profiles)
     assert ranks(2).run(compiled_late, flags) == [[], []]

@@ -43,6 +43,8 @@ CASES = {
     "float32": Case(""),
     "megatron": Case("--bf16 --moe-layer-impl megatron"),
     "blockwise": Case(f"--bf16 {BLOCKWISE} {OPTIMIZER}"),
+    "exact": Case(f"--bf16 --balance-policy top2 --balance-load exact --balance-overlap blockwise {OPTIMIZER}"),
+    "two_scales": Case(f"--bf16 {BLOCKWISE} --balance-inner-policy quota {OPTIMIZER}"),
     "chunks": Case("--bf16 --moe-comm-chunks 4 --moe-comm-order interleaved"),
     "recomputation": Case("--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "transformer_engine": Case("--bf16 --moe-permute-fusion", "te and apex"),

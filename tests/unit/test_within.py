@@ -118,7 +118,7 @@ def test_nothing_is_sent_that_does_not_pay() -> None:
     ("again", "overlap", "pays"), [(1, None, True), (2, None, False), (2, Overlap(0.0, 50.0), True)]
 )
 def test_a_second_trans_is_paid_for_unless_it_is_hidden(again: int, overlap: Overlap | None, pays: bool) -> None:
-    """A guest saves 120 s of computation. A Trans takes 66 s, of which the second one may be hidden; an Agg takes 1 s."""
+    """A guest saves 120 s of computation. A Trans takes 66 s, and the second one may be hidden; an Agg takes 1 s."""
     outer = Placement.identity(2, 2, 1)
     counts_DE = np.array([[60, 0], [60, 0]])
     cost = dataclasses.replace(cost_of(2, 2, size=65e3, again=again), overlap=overlap, grad_bytes=0.0)

@@ -46,11 +46,8 @@ WORK = 600
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
 
-QUICK_TARGETS = (1.0, 1.01, 1.05, 1.2)
+QUICK_TARGETS = (1.005, 1.03, 1.15)
 """Targets that are tried while a forward pass waits for the plan."""
-
-LEAST_EXCESS = 0.005
-"""Smallest excess of a target that is changed by a factor."""
 
 
 class Quota(Policy):
@@ -133,7 +130,7 @@ class Search:
             owner_E=owner_E,
             home_DS=home_DS,
             owned_FBD=owned_FBD,
-            **_pairs(counts_BDE, owner_E, cost),
+            **_pairs(counts_BDE if self.can_localize else counts_BDE[:0], owner_E, cost),
             slots=slots,
         )
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
@@ -187,11 +184,9 @@ class Search:
         """Return the fastest plan of a fixed number of ways that localize nothing."""
         costs = [PARTS]
         if len(self._cost.network.first_N) > 1:
-            costs = [0, PARTS, round(self._cost.transport.far * PARTS)]
+            costs = [0, round(self._cost.transport.far * PARTS)]
         best = self._fastest(Way(0.0, PART, target, FILLING, far) for far in costs for target in QUICK_TARGETS)
-        way = best.way._replace(target=max(best.way.target, 1 + LEAST_EXCESS))
-        orders = [way._replace(order=order) for order in (WHOLE, BUSIEST)]
-        return self._fastest([*orders, *self._level(way, (0.5, 2.0))])
+        return self._fastest([best.way._replace(order=WHOLE), *self._level(best.way, (0.4, 2.0))])
 
     def _localize(self, way: Way) -> list[Way]:
         """Return ways that localize more or fewer experts."""
