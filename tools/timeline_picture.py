@@ -27,13 +27,14 @@ COLORS = {
     "BNEC": "#a8dcbc",
     "A2A": "#f2a33a",
     "TRANS": "#8a5bb8",
-    "BTRANS": "#8a5bb8",
+    "BTRANS": "#b493d6",
     "AGG": "#cf4a5e",
     "PLAN": "#8c6d46",
     "wait": "#d4d4d4",
     "other": "#7d8790",
 }
-"""Colors by operation: forward and backward of experts and of other layers, all-to-alls, Trans, Agg, plans, waits."""
+"""Colors by operation: forward and backward of experts and of other layers, all-to-alls, Trans for the two passes, Agg,
+plans, waits."""
 
 _OPERATION = re.compile(r"\b(FEC|FNEC|BEC|BNEC|A2A|B?TRANS|AGG|PLAN)\b")
 

@@ -1,8 +1,9 @@
 """Builds the Balancer, which keeps a built model's experts where the policy wants them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from megatron_balance.cost.flex import Routing
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
+from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
@@ -28,11 +30,10 @@ from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import tokens_loop
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.policies import policy_options, split_of
+from megatron_balance.planning.policies import load_policy, policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
-from megatron_balance.planning.search import make_plans
 from megatron_balance.planning.within import plan_exactly, plan_within
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
@@ -84,28 +85,14 @@ def build_balancer(
     ahead = settings.balance_load == "predicted"
     each = not ahead or settings.balance_inner_policy != "none"
     ring = settings.balance_guest_ring if each else 0
-    ordered = [layers[number].experts for number in sorted(layers)]
-    guest_bytes = sum(experts.allocate_guests(slots) for experts in ordered) if ahead else 0
-    if each:
-        shared = [None] * ring + ordered
-        guest_bytes += sum(experts.allocate_guests(slots, one) for experts, one in zip(ordered, shared, strict=False))
+    experts = [layers[number].experts for number in sorted(layers)]
+    guest_bytes = _allocate_guests(experts, slots, ahead, ring)
     policy, planner = _planning(config, policy)
     # Measuring a profile is collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
     overlaps = _overlaps(config, profile, model)
 
-    @functools.cache
-    def schedule(microbatches: int) -> Schedule:
-        return lower(
-            hooks.stage_passes(config.transformer, groups.pp.rank(), microbatches),
-            [list(chunk) for chunk in by_chunk],
-            settings.balance_overlap,
-            ring=ring,
-            ahead=ahead,
-            late=settings.moe_flex_rows == "bound",
-            reduce_early=config.ddp.overlap_grad_reduce,
-        )
-
+    schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, ahead)
     trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
     states = {
         number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
@@ -126,7 +113,7 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ring=GuestRing({experts: place % ring for place, experts in enumerate(ordered)}) if each else None,
+        ring=GuestRing({one: place % ring for place, one in enumerate(experts)}) if each else None,
         ahead=ahead,
         mover=mover,
         explain=settings.balance_explain,
@@ -138,6 +125,37 @@ def build_balancer(
     )
     hooks.install(balancer, layers, model, config.transformer)
     return balancer
+
+
+def _schedules(
+    config: RunConfig, by_chunk: Sequence[Iterable[int]], stage: int, ring: int, ahead: bool
+) -> Callable[[int], Schedule]:
+    """Return the function that gives `Balancer.schedule` for the layers in each chunk of a pipeline stage."""
+    settings = config.balance
+
+    @functools.cache
+    def schedule(microbatches: int) -> Schedule:
+        return lower(
+            hooks.stage_passes(config.transformer, stage, microbatches),
+            [list(chunk) for chunk in by_chunk],
+            settings.balance_overlap,
+            ring=ring,
+            ahead=ahead,
+            late=settings.moe_flex_rows == "bound",
+            reduce_early=config.ddp.overlap_grad_reduce,
+        )
+
+    return schedule
+
+
+def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool, ring: int) -> int:
+    """Allocate guest slots for the iteration, if there are plans `ahead`, and for microbatches, in a ring; return their
+    bytes. The n-th layer has buffer n % ring."""
+    num_bytes = sum(one.allocate_guests(slots) for one in experts) if ahead else 0
+    if ring:
+        num_bytes += sum(one.allocate_guests(slots) for one in experts[:ring])
+        num_bytes += sum(map(GroupedExperts.allocate_guests, experts[ring:], repeat(slots), experts))
+    return num_bytes
 
 
 def calibrated_job(config: RunConfig) -> Job:
@@ -211,9 +229,9 @@ def _layer_state(
     if settings.balance_load == "exact":
         within = functools.partial(plan_exactly, manager=manager)
     elif settings.balance_inner_policy != "none":
-        make_plans.prepare()
+        inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
-        within = functools.partial(plan_within, split=cost.split, slots=owners.guest_slots, cost=each)
+        within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within)
 
 

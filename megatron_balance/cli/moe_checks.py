@@ -10,7 +10,7 @@ from megatron_balance.config.run_config import CommConfig
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies import load_policy, option_fields, policy_options
+from megatron_balance.planning.policies import load_policy, option_fields, policy_options, registered
 from megatron_balance.profile.cluster_profile import RANGES
 
 NOT_BALANCED = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "use_te_activation_func")
@@ -197,6 +197,9 @@ def _check_policy(line: CommandLine) -> None:
 
 def _check_load(line: CommandLine) -> None:
     inner = line.balance_inner_policy
+    able = [name for name, policy in registered().items() if policy.adds_guests]
+    if inner not in ("none", *able):
+        raise ValueError(f"--balance-inner-policy {inner}: choose from none, {', '.join(able)}")
     if line.balance_load != "exact":
         if "balance_guest_ring" in line.given and inner == "none":
             raise ValueError("--balance-guest-ring: has no effect with --balance-load predicted; leave it out")

@@ -60,9 +60,9 @@ class BalanceConfig:
     """Load that a plan is for. predicted: the next iteration's load, predicted from earlier iterations. exact: the load
     of one microbatch, which gets its own plan, copies and gradients of copies."""
 
-    balance_inner_policy: Literal["none", "quota"] = "none"
-    """Policy that levels the ranks of each node for the exact load of each microbatch, on top of the placement by
-    --balance-policy for the predicted load. quota: guests take over exact numbers of tokens."""
+    balance_inner_policy: str = "none"
+    """Policy that adds guests for the exact load of each microbatch to the placement that --balance-policy has planned
+    for the predicted load."""
 
     balance_guest_ring: int = 2
     """Number of layers of a pipeline stage that can have guests for a microbatch at the same time (--balance-load

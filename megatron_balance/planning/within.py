@@ -1,8 +1,8 @@
 """Plans for the exact load of one microbatch, alone or on top of the placement of an iteration.
 
 The placement of the iteration is for a predicted load, so its hosts have some tokens too many or too few. Every host
-may give tokens of its experts to guests of this microbatch. In the search for these guests, each host of an expert
-counts as an expert of its own that belongs to the host's rank.
+may give tokens of its experts to guests of this microbatch. To the policy that chooses these guests, each host of an
+expert is an expert of its own that belongs to the host's rank.
 
 In shapes, P counts the physical experts of the iteration's placement, and S those of a rank.
 """
@@ -18,8 +18,7 @@ from megatron_balance.placement.splits import HostRules, tokens_of
 from megatron_balance.placement.text import EMPTY
 from megatron_balance.placement.trans_plan import EMPTY_PLAN, ExpertPiece, TransPlan
 from megatron_balance.planning.manager import Manager
-from megatron_balance.planning.policies.interface import owners_host
-from megatron_balance.planning.policies.quota import Search
+from megatron_balance.planning.policies.interface import Policy, owners_host
 
 
 class PassPlan(NamedTuple):
@@ -42,8 +41,10 @@ def plan_exactly(counts_DE: np.ndarray, placement: Placement, *, manager: Manage
     return PassPlan(found, manager.cost.transport.plan(found), decision.problem)
 
 
-def plan_within(counts_DE: np.ndarray, placement: Placement, *, split: str, slots: int, cost: CostModel) -> PassPlan:
-    """Return the fastest of some plans, by the cost model; the split `proportional` executes it.
+def plan_within(
+    counts_DE: np.ndarray, placement: Placement, *, policy: Policy, split: str, slots: int, cost: CostModel
+) -> PassPlan:
+    """Return the plan with the guests that a policy adds; the split `proportional` executes it.
 
     Args:
         counts_DE: int64, the load of the microbatch.
@@ -56,14 +57,12 @@ def plan_within(counts_DE: np.ndarray, placement: Placement, *, split: str, slot
     tokens_DP = tokens_of(counts_DE, placement, rules)
     names_DS = np.arange(tokens_DP.shape[1]).reshape(placement.num_ranks, -1)
     rank_P = names_DS.ravel() // placement.slots_per_rank
-    search = Search(tokens_DP[None], rank_P, names_DS, slots, cost)
-    best = search.quick()
+    added = policy.guests(tokens_DP, rank_P, names_DS, slots, cost)
     tokens_P = tokens_DP.sum(0)
     quotas = {} if split == "proportional" else _shared(placement, tokens_P)
     guests: list[list[int]] = [[] for _ in placement.home]
     messages = []
-    found = zip(*(column_M.tolist() for column_M in best.guests), strict=True) if search.pays(best) else ()
-    for name, target, tokens in found:
+    for name, target, tokens in zip(*(column_M.tolist() for column_M in added), strict=True):
         expert = int(placement.tables.expert_P[name])
         source = int(rank_P[name])
         own = quotas.setdefault(expert, _quotas(expert, placement, tokens_P))

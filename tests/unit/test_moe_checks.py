@@ -17,6 +17,7 @@ VALUES = {
     **{"balance_token_split": "proportional", "balance_profile": "auto", "balance_calibrate": "calibration.jsonl"},
     **{"balance_explain": "", "balance_log_dir": "loads", "balance_overlap": "blockwise"},
     **{"balance_timeline": "traces", "balance_ownership": "transfer", "balance_guest_ring": "3"},
+    **{"balance_inner_policy": "quota"},
 }
 OPTION_VALUES = {
     **{"balance_alpha": "0.5", "balance_threshold": "1.5", "balance_metric": "variance"},

@@ -36,7 +36,7 @@ def counts(iteration: int) -> np.ndarray:
 
 def figures(iteration: int, layer: int) -> LayerReport:
     return LayerReport(
-        *(1.6, 1.2, 3.0, 2, 4e6, 8e6, 3e-3, 0.0, 1e-4, 0.0, 0.01, 0.012 + 0.001 * layer, 0.1),
+        *(1.6, 1.2, 1.1, 3.0, 2, 4e6, 8e6, 3e-3, 0.0, 1e-4, 0.0, 0.01, 0.012 + 0.001 * layer, 0.1),
         experts_moved=1.0,
         transfer_bytes=5e5,
     )

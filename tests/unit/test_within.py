@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.within import PassPlan, plan_within
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import placements
 
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 NEAR = Fit(1.0, 1e-3, 0.0, 0.0)
+
+POLICY = load_policy("quota")
 
 
 def cost_of(ranks: int, node_size: int, far: float = 1.0, size: float = 1.0, again: int = 2) -> CostModel:
@@ -73,7 +76,7 @@ def test_plans_are_executable_and_no_slower(
     generator = np.random.default_rng(seed)
     counts_DE = generator.integers(0, 200, (ranks, experts)) * generator.integers(0, 3, experts)
     cost = cost_of(ranks, min(node_size, ranks))
-    found = plan_within(counts_DE, outer, split=split, slots=slots, cost=cost)
+    found = plan_within(counts_DE, outer, policy=POLICY, split=split, slots=slots, cost=cost)
     check(found, outer, slots)
     before_D = computed(dataclasses.replace(cost, split=split), counts_DE, outer)
     after_D = computed(cost, counts_DE, found.placement)
@@ -88,7 +91,7 @@ def test_ranks_are_leveled() -> None:
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, :2] = 50
     cost = cost_of(4, 4)
-    found = plan_within(counts_DE, outer, split="proportional", slots=2, cost=cost)
+    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=2, cost=cost)
     check(found, outer, 2)
     assert balance_ratio(computed(cost, counts_DE, outer)) > 1.7
     assert balance_ratio(computed(cost, counts_DE, found.placement)) <= 1.01
@@ -99,7 +102,7 @@ def test_copies_cross_nodes_only_if_that_pays(far: float, crosses: bool) -> None
     outer = Placement.identity(8, 4, 1)
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, :4] = 50
-    found = plan_within(counts_DE, outer, split="proportional", slots=2, cost=cost_of(4, 2, far))
+    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=2, cost=cost_of(4, 2, far))
     sent = [message for messages in found.plan.rounds for message in messages]
     assert any(message.source // 2 != message.target // 2 for message in sent) == crosses
 
@@ -108,7 +111,7 @@ def test_nothing_is_sent_that_does_not_pay() -> None:
     outer = Placement.identity(8, 4, 1).with_hosts([(7, 0)])
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, 0] = 30
-    found = plan_within(counts_DE, outer, split="proportional", slots=1, cost=cost_of(4, 4, size=1e9))
+    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost_of(4, 4, size=1e9))
     check(found, outer, 1)
     assert not len(found.plan)
     assert found.placement.trimmed == outer.trimmed
@@ -122,4 +125,6 @@ def test_a_second_trans_is_paid_for_unless_it_is_hidden(again: int, overlap: Ove
     outer = Placement.identity(2, 2, 1)
     counts_DE = np.array([[60, 0], [60, 0]])
     cost = dataclasses.replace(cost_of(2, 2, size=65e3, again=again), overlap=overlap, grad_bytes=0.0)
-    assert (len(plan_within(counts_DE, outer, split="proportional", slots=1, cost=cost).plan) > 0) == pays
+    assert (
+        len(plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost).plan) > 0
+    ) == pays

@@ -119,7 +119,7 @@ class Received:
                 self.state.rounds.of(Action(1, operation, part, 2))
 
     def close(self) -> None:
-        self.state.close(self.state.rounds)
+        self.state.close(self.state.rounds, self.manager.planned_ratio)
 
     def columns(self, repeats: int) -> list[float]:
         """Return the milliseconds of receiving, adopting, observing, closing, and preparing."""

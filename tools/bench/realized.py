@@ -100,7 +100,7 @@ def outcomes(cluster: str, ranks: int, popularity: str, drift: float) -> dict[st
                 exact = policy.plan(counts_DE, owners, each)
                 time = each.layer_time(counts_DE, exact)
                 add("exact", exact, time.trans, time.agg)
-                both = plan_within(counts_DE, predicted, split="proportional", slots=SLOTS, cost=each)
+                both = plan_within(counts_DE, predicted, policy=policy, split="proportional", slots=SLOTS, cost=each)
                 sent = ahead.sending(predicted)
                 own = [float(one.max(initial=0.0)) for one in each.transport.rank_seconds(both.plan)]
                 computed = ahead.work(counts_DE, both.placement)[1]

@@ -27,6 +27,8 @@ class Policy(ABC):
     """Whether plans have quotas, which only the split `proportional` respects."""
     must_pay: ClassVar[bool] = False
     """Whether owners compute alone while the last plans cost more than they saved (`manager.LastPlan`)."""
+    adds_guests: ClassVar[bool] = False
+    """Whether the policy implements `guests`, so that `--balance-inner-policy` accepts its name."""
     orders_chunks: ClassVar[bool] = False
     """Whether the policy implements `schedule`, so that `--moe-comm-order` accepts its name."""
 
@@ -46,6 +48,23 @@ class Policy(ABC):
     def check(self, owners: Placement) -> None:  # noqa: B027, most policies can plan for any layout
         """Raise a ValueError before the run starts if the policy cannot plan for this layout. `owners` is the placement
         without guests, which gives the guest slots to fill."""
+
+    def guests(
+        self, counts_DE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, cost: CostModel
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return [M] the expert, the rank and the tokens of each guest that makes a microbatch faster. A forward pass
+        waits for the result.
+
+        Args:
+            counts_DE: int64, the microbatch's load.
+            owner_E, home_DS: int64, the rank of each expert, and the experts of each rank.
+            slots: number of guests that a rank can take.
+            cost: seconds of the layer.
+
+        Raises:
+            NotImplementedError: the policy adds no guests (`adds_guests`).
+        """
+        raise NotImplementedError
 
     def schedule(self, tokens_DP: np.ndarray, placement: Placement, cost: CostModel) -> MiniTaskSchedule:
         """Return the order of a layer's mini-tasks under `placement`.

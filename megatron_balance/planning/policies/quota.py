@@ -63,6 +63,7 @@ class Quota(Policy):
     split = "proportional"
     sets_quotas = True
     must_pay = True
+    adds_guests = True
 
     def __init__(self) -> None:
         make_plans.prepare()
@@ -77,6 +78,14 @@ class Quota(Policy):
             return alone
         best = search.quick() if cost.trans_each else search.best()
         return search.placement(best, current) if search.pays(best) else alone
+
+    def guests(
+        self, counts_DE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, cost: CostModel
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        search = Search(counts_DE[None], owner_E, home_DS, slots, cost)
+        best = search.quick()
+        nothing = np.zeros(0, np.int64)
+        return best.guests if search.pays(best) else (nothing, nothing, nothing)
 
 
 class GuestPlan(NamedTuple):
