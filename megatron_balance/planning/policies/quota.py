@@ -83,9 +83,10 @@ class Quota(Policy):
         self, counts_DE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, cost: CostModel
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         search = Search(counts_DE[None], owner_E, home_DS, slots, cost)
-        best = search.quick()
+        if not search.is_even and search.pays(best := search.quick()):
+            return best.guests
         nothing = np.zeros(0, np.int64)
-        return best.guests if search.pays(best) else (nothing, nothing, nothing)
+        return nothing, nothing, nothing
 
 
 class GuestPlan(NamedTuple):
