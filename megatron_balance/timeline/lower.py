@@ -88,15 +88,17 @@ def lower(
     layers = sorted(number for chunk in blocks for number in chunk)
     first, last = places(schedule)
     added: list[Placed] = []
-    if ring:
-        # First, because guests of the iteration pass on the gradients of guests of its last microbatch
-        added += each_microbatch(schedule, layers, ring, overlap, reduce_early)
     if ahead and overlap == "blockwise":
         added += plan_ahead(schedule, layers, last, late)
         added += trans_blockwise(schedule, layers, first)
         added += agg_blockwise(schedule, layers, last, reduce_early)
     elif ahead:
         added += blocking(schedule, layers, first)
+    if ring:
+        each = each_microbatch(schedule, layers, ring, overlap, reduce_early)
+        # Guests of the iteration pass on their weights to guests of a microbatch, and these pass on their gradients
+        aggs = [one for one in added if one.action.operation is Operation.AGG]
+        added = [*(one for one in added if one not in aggs), *each, *aggs]
     return _with(schedule, added)
 
 

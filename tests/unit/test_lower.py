@@ -135,10 +135,14 @@ def test_layers_share_guest_slots(stage: Stage, ring: int, early: bool, overlap:
     schedule = stage.lowered(overlap, ring=ring, ahead=False, reduce_early=early)
     validate_ring(schedule, ring)
     assert [step.computation for step in schedule] == [step.computation for step in stage.lowered("none")]
-    # Plans for the next iteration add their own actions, after those of a microbatch
-    alone = stage.lowered(overlap, reduce_early=early)
-    for both, one, other in zip(stage.lowered(overlap, ring=ring, reduce_early=early), schedule, alone, strict=True):
-        assert all(both[column] == one[column] + other[column] for column in (1, 2, 3))
+    # Plans for the next iteration add their own actions: Trans before those of a microbatch, Agg after them
+    both = stage.lowered(overlap, ring=ring, reduce_early=early)
+    for step, one, other in zip(both, schedule, stage.lowered(overlap, reduce_early=early), strict=True):
+        aggs = tuple(action for action in other.communication if action.operation is Operation.AGG)
+        trans = tuple(action for action in other.communication if action.operation is Operation.TRANS)
+        assert step.communication == trans + one.communication + aggs
+        assert step.planning == other.planning + one.planning
+        assert {*step.waits} == {*one.waits, *other.waits}
 
 
 EXHAUSTIVE = [
