@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import cast
 
 import torch
@@ -152,9 +151,8 @@ def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool,
     """Allocate guest slots for the iteration, if there are plans `ahead`, and for microbatches, in a ring; return their
     bytes. The n-th layer has buffer n % ring."""
     num_bytes = sum(one.allocate_guests(slots) for one in experts) if ahead else 0
-    if ring:
-        num_bytes += sum(one.allocate_guests(slots) for one in experts[:ring])
-        num_bytes += sum(map(GroupedExperts.allocate_guests, experts[ring:], repeat(slots), experts))
+    for number, one in enumerate(experts if ring else ()):
+        num_bytes += one.allocate_guests(slots, experts[number - ring] if number >= ring else None)
     return num_bytes
 
 

@@ -144,7 +144,8 @@ class Simulation:
             total_BDE = np.sum(loads, axis=0)
             teams = len(loads)
             first = self._decided(keys[0], (total_BDE + teams // 2) // teams)
-            keys, decided = keys[:1] * teams, [first] * teams
+            keys = keys[:1] * teams
+            decided = [first] * teams
             ends.append(first.end)
             transfer = self._transfer(stage, keys[0], first.moves)
         else:

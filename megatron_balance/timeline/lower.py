@@ -180,9 +180,9 @@ def each_microbatch(
     The blocks of a stage share `ring` buffers of guest slots: the n-th block, counted from 0, has buffer n % ring.
 
         PLAN(i, m)    before A2A(i, m), which needs it
-        TRANS(i, m)   beside the dispatch A2A(i, m), before FEC(i, m)
-        BTRANS(i, m)  beside BNEC(i, m), before BEC(i, m), unless the buffer still has the weights of TRANS(i, m)
-        AGG(i, m)     beside the BNEC after BEC(i, m), before the next BEC writes gradients to the buffer
+        TRANS(i, m)   starts with the dispatch A2A(i, m) and ends before FEC(i, m)
+        BTRANS(i, m)  starts with BNEC(i, m) and ends before BEC(i, m); left out if the buffer still has the weights
+        AGG(i, m)     starts with the BNEC after BEC(i, m) and ends before the next BEC that writes to the buffer
 
     Without overlap, TRANS, BTRANS and AGG run where these spans end.
     """

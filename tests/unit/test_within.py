@@ -72,7 +72,8 @@ def check(found: PassPlan, outer: Placement, slots: int) -> None:
 def test_plans_are_executable_and_no_slower(
     outer: Placement, node_size: int, slots: int, seed: int, split: str
 ) -> None:
-    ranks, experts = outer.num_ranks, outer.num_experts
+    ranks = outer.num_ranks
+    experts = outer.num_experts
     generator = np.random.default_rng(seed)
     counts_DE = generator.integers(0, 200, (ranks, experts)) * generator.integers(0, 3, experts)
     cost = cost_of(ranks, min(node_size, ranks))
