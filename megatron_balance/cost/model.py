@@ -11,7 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_each, layer_work, link_times, take_turns
+from megatron_balance.cost.core import (
+    Prices,
+    add_loads,
+    add_owners,
+    carry,
+    few_batches_each,
+    layer_work,
+    link_times,
+    take_turns,
+)
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.flex import FlexModel, Routing
 from megatron_balance.cost.loads import by_microbatch, placement_loads
@@ -127,7 +136,8 @@ class CostModel:
 
     def prepare(self) -> None:
         """Compile the loops of predictions now, so that no plan waits for numba."""
-        for loop in (add_loads, carry, fastest_sending, few_batches_each, layer_work, link_times, take_turns):
+        loops = add_loads, add_owners, carry, fastest_sending, few_batches_each, layer_work, link_times, take_turns
+        for loop in loops:
             loop.prepare()
 
     @cached_property
