@@ -159,10 +159,11 @@ EACH_MICROBATCH = (
 @pytest.mark.parametrize(
     ("kills", "balance"), [(10, ""), (20, EACH_MICROBATCH)], ids=["without a policy", "with plans of each microbatch"]
 )
-def test_torchrun_restarts_a_killed_job(kills, balance, tmp_path, ranks):
+def test_torchrun_restarts_a_killed_job(kills, balance, tmp_path, ranks, profiles):
     iterations = 20 * kills
     flags = f"{BASE} --expert-model-parallel-size 2 --num-layers 1 --hidden-dropout 0.1 --log-interval 1 --async-save"
     flags += f" --train-iters {iterations} --save-interval 5 --keep-last 2 {balance}"
+    flags += f" --balance-profile {profiles[RANKS]}" if balance else ""
     directories = [tmp_path / "undisturbed", tmp_path / "killed"]
     outputs = []
     for directory, number in zip(directories, (0, kills), strict=True):
