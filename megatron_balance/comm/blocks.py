@@ -56,8 +56,18 @@ class Gather:
         rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
         return Gather(place_R.index_put_((self.index_R,), rows_R))
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.index_R is None else rows.index_select(0, self.index_R)
+    def __call__(self, rows: torch.Tensor, room: int = 0) -> torch.Tensor:
+        """Return the moved rows. If there are fewer than `room`, undefined rows follow them, `room` rows in all."""
+        if self.index_R is None and len(rows) >= room:
+            return rows
+        if not room:
+            return rows.index_select(0, self.index_R)
+        buffer = rows.new_empty((room, *rows.shape[1:]))
+        if self.index_R is None:
+            buffer[: len(rows)] = rows
+        else:
+            torch.index_select(rows, 0, self.index_R, out=buffer[: len(self.index_R)])
+        return buffer
 
 
 STAYS = Gather()
