@@ -83,6 +83,8 @@ def check_moe(line: CommandLine) -> None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
     line.moe_token_dispatcher_type = _token_dispatcher(line)
+    if line.balance_certify is not None:
+        _check_certificate(line)
 
 
 def _check_rows_bound(line: CommandLine) -> None:
@@ -213,6 +215,27 @@ def _check_load(line: CommandLine) -> None:
     if ":" in line.balance_policy:
         reason = f"not with {line['balance_policy']}, whose plans the ranks compare once per iteration"
         raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted, or a policy of this package")
+
+
+def _check_certificate(line: CommandLine) -> None:
+    flag = line["balance_certify"]
+    most = line.expert_model_parallel_size - 1
+    if not 0 < line.balance_certify <= most:
+        raise ValueError(f"{flag}: choose a number above 0, at most {most}, with which one rank may get all rows")
+    if line.balance_load != "exact" and line.balance_inner_policy == "none":
+        reason = "a plan for a predicted load proves nothing about the rows that arrive"
+        raise ValueError(f"{flag}: {reason}; also give --balance-load exact or --balance-inner-policy quota")
+    alternatives = {
+        "moe_token_dispatcher_type": (
+            "allocates its own memory; use alltoall",
+            line.moe_token_dispatcher_type != "alltoall",
+        ),
+        "moe_comm_chunks": ("splits the rows whose number a plan bounds; use 1", line.moe_comm_chunks != "1"),
+        "moe_comm_alltoall": ("allocates its own memory; use default", ":" in line.moe_comm_alltoall),
+    }
+    for name, (reason, found) in alternatives.items():
+        if found:
+            raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
 
 
 def _check_transfer(line: CommandLine) -> None:

@@ -170,7 +170,8 @@ def post_rows(
     tag: int = 0,
 ) -> list[dist.Work]:
     """Post a message for each other rank of `group` (None: this rank alone), and copy the rows that stay on this rank.
-    `received` may have more rows; messages fill the first ones. In step k, a rank sends to rank + k and receives from rank - k, so no two ranks send to the same rank."""
+    `received` may have more rows; messages fill the first ones. In step k, a rank sends to rank + k and receives from
+    rank - k, so no two ranks send to the same rank."""
     targets = rows.split(list(input_splits))
     sources = first_blocks(received, output_splits)
     size = len(targets)

@@ -58,16 +58,14 @@ class Gather:
 
     def __call__(self, rows: torch.Tensor, room: int = 0) -> torch.Tensor:
         """Return the moved rows. If there are fewer than `room`, undefined rows follow them, `room` rows in all."""
-        if self.index_R is None and len(rows) >= room:
-            return rows
+        if self.index_R is None:
+            missing = room - len(rows)
+            return rows if missing <= 0 else torch.cat([rows, rows.new_empty((missing, *rows.shape[1:]))])
         if not room:
             return rows.index_select(0, self.index_R)
-        buffer = rows.new_empty((room, *rows.shape[1:]))
-        if self.index_R is None:
-            buffer[: len(rows)] = rows
-        else:
-            torch.index_select(rows, 0, self.index_R, out=buffer[: len(self.index_R)])
-        return buffer
+        moved = rows.new_empty((room, *rows.shape[1:]))
+        torch.index_select(rows, 0, self.index_R, out=moved[: len(self.index_R)])
+        return moved
 
 
 STAYS = Gather()

@@ -34,7 +34,7 @@ GROUPED_MM_MAJORS = (9, 10)
 
 @dataclass(frozen=True, eq=False)
 class RowSplit:
-    """Numbers of rows of consecutive slots, known to the host; may be zero. Rows after the last slot's are undefined."""
+    """Numbers of rows of consecutive slots, known to the host; may be zero. More rows may follow, undefined."""
 
     sizes: Sequence[int]
     device: torch.device

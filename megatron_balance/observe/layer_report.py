@@ -1,5 +1,6 @@
 """Report about one MoE layer's finished iteration, for the log."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class FinishedIteration:
     """The placement of all microbatches, or of each one."""
     planned_ratio: float | None
     """`LayerReport.ratio_planned`; None: there was no plan, or plans were for the exact loads."""
+    limit: int | None
+    """Most rows of a rank in a certified pass; None: passes need no certificate."""
     sending: Callable[[], tuple[float, float]]
     """Returns the predicted seconds of one Trans and one Agg of each placement, without overlap; not calibrated."""
     trans: Sequence[TransPlan]
@@ -103,6 +106,7 @@ def layer_report(
         ratio_after=after,
         ratio_planned=after if last.planned_ratio is None else last.planned_ratio,
         rb=gain,
+        certified=math.nan if last.limit is None else float((after_BD.max(1) <= last.limit).mean()),
         expert_load_min=least,
         expert_load_max=most,
         expert_load_std=deviation,

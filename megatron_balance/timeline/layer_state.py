@@ -95,6 +95,8 @@ class LayerState:
     """Returns the state that moves with an expert to a new owner."""
     within: PlanPass | None = None
     """Plans for the exact load of each microbatch; None: there are no such plans."""
+    limit: int | None = None
+    """Most rows of a rank in a certified pass; None: passes need no certificate."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -184,6 +186,7 @@ class LayerState:
             agg=[one.plan for operation, one in executed if operation is Operation.AGG],
             rank_seconds=partial(_rank_seconds, executed),
             planned_ratio=None if self.passes else planned_ratio,
+            limit=self.limit,
             loads=self.loads,
             spans=self.spans,
             waits=self.waits,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_balance.app import launch
-from megatron_balance.app.dry_run import balanced_tokens, held, imagined_run, model_chunk
+from megatron_balance.app.dry_run import held, imagined_run, model_chunk, reserved_tokens
 from megatron_balance.app.memory import chunk_activations
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -113,7 +113,7 @@ def keep(flags: str) -> tuple[int, int]:
     assert loss.requires_grad
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in known)
     chunk = model_chunk(run.model[0])
-    return kept, chunk_activations(run.config, chunk, balanced_tokens(run.config, run), run.vocab_size).stored
+    return kept, chunk_activations(run.config, chunk, reserved_tokens(run.config, run), run.vocab_size).stored
 
 
 @pytest.mark.parametrize("flags", ACTIVATIONS.values(), ids=ACTIVATIONS)
