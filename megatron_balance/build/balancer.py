@@ -232,7 +232,7 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(manager, layer.experts, overlap, fields, within, layer.limit)
+    return LayerState(manager, layer.experts, overlap, fields, within, layer.limit, layer.split)
 
 
 def _routing(config: TransformerConfig) -> Routing:

@@ -1,7 +1,7 @@
 """State of one MoE layer during an iteration, and the rounds of its placement's Trans and Agg."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -97,6 +97,8 @@ class LayerState:
     """Plans for the exact load of each microbatch; None: there are no such plans."""
     limit: int | None = None
     """Most rows of a rank in a certified pass; None: passes need no certificate."""
+    split: str | None = None
+    """How hosts share tokens in each microbatch; None: as the manager's cost model assumes."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -211,6 +213,8 @@ class LayerState:
         self.reported = True
         cost = self.manager.cost
         calibrated = self.manager.cost_of(len(self.last.loads), factors)
+        if self.split not in (None, calibrated.split):
+            calibrated = replace(calibrated, split=self.split)
         return partial(layer_report, self.last, cost, calibrated, self.initial, rank=rank, factors=factors)
 
 
