@@ -38,6 +38,7 @@ FEATURES = {
     "policy": Feature("--balance-policy top2"),
     "exact plans": Feature("--balance-policy top2 --balance-load exact"),
     "two time scales": Feature("--balance-policy top2 --balance-inner-policy quota"),
+    "certified passes": Feature("--balance-policy top2 --balance-load exact --balance-certify 0.5"),
     "blockwise overlap": Feature("--balance-policy top2 --balance-overlap blockwise"),
     "calibrated plans": Feature("--balance-policy top2 --balance-calibrate on --balance-log-dir unused"),
     "ownership": Feature("--balance-policy demi --balance-ownership transfer"),

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.build.profiles import even_rows, microbatch_tokens
 from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
@@ -23,7 +23,7 @@ from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split
+from megatron_balance.flow.plan import Split, certified_rows
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
@@ -192,6 +192,8 @@ def _layer_state(
     # Exact plans set quotas
     layer.split = chosen if settings.balance_inner_policy == "none" else "proportional"
     layer.node_size = profile.node_size
+    if settings.balance_certify is not None:
+        layer.limit = certified_rows(even_rows(config, wiring.groups, wiring.dispatch), settings.balance_certify)
     parameters = list(layer.experts.parameters())
     fields = tuple
     state = 0.0
@@ -230,7 +232,7 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(manager, layer.experts, overlap, fields, within)
+    return LayerState(manager, layer.experts, overlap, fields, within, layer.limit, layer.split)
 
 
 def _routing(config: TransformerConfig) -> Routing:

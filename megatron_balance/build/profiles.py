@@ -131,6 +131,14 @@ def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
     return Shape(tokens, transformer.hidden_size, rows, copies, groups.expt_tp.size())
 
 
+def even_rows(config: RunConfig, groups: ProcessGroupCollection, dispatch: ParallelDispatch | None) -> int:
+    """Return the rows of a microbatch that each rank's experts, or shards of experts, compute under even routing. None:
+    the steps of megatron-core's layer."""
+    rows = layer_shape(config, groups).rows * groups.expt_tp.size()
+    splits = dispatch is not None and (dispatch.splits_tokens or dispatch.splits_rows)
+    return rows // groups.tp.size() if splits else rows
+
+
 def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple[str, ...]:
     """Return the parallel schedules that `auto` chooses from."""
     return choices(layer_shape(config, groups), groups.tp_ep.size())

@@ -27,7 +27,7 @@ class CompressedAllToAll(AllToAll):
     def reverse(self) -> AllToAll:
         return self if self.gradients else self.all_to_all
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         hidden = rows.shape[1]
         dtype = rows.dtype
         exchange = self.all_to_all.start(self.codec.encode(rows.detach()), splits_DD)

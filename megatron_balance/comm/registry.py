@@ -94,9 +94,9 @@ class AutoAllToAll(NodeAllToAll):
         self.members = members_of(nodes)
         self.chooser = Chooser(profile, self.members, log)
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD)
+        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD, room)
 
 
 ALL_TO_ALLS: dict[str, type[AllToAll]] = {

@@ -68,6 +68,11 @@ class BalanceConfig:
     """Number of layers of a pipeline stage that can have guests for a microbatch at the same time (--balance-load
     exact, --balance-inner-policy). All layers share these guest slots."""
 
+    balance_certify: float | None = flag_field(None, metavar="EPS")
+    """Give the rows of a pass memory of constant size, 1 + EPS times their mean over ranks, if its plan proves that no
+    rank gets more (--balance-load exact, --balance-inner-policy). Other passes get exactly enough, as all passes do
+    without this flag."""
+
     balance_predictor: Literal["last", "ema", "linear"] = "last"
     """How the next iteration's load is predicted."""
 

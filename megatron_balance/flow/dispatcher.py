@@ -139,7 +139,10 @@ class AllToAllDispatcher(Dispatcher):
             copied = []
         moved = order.moved(found.move, found.back)
         sent = [] if moved is not order else copied
-        return ChunkedRoute(moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent).dispatch
+        route = ChunkedRoute(
+            moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent, plan.room
+        )
+        return route.dispatch
 
     def _cut(self, plan: DispatchPlan, chunking: Chunking, device: torch.device) -> RankCut:
         """Do the same as `cut`, for any number of chunks and sources."""

@@ -105,6 +105,8 @@ class BalancedMoELayer(MoELayer):
         self.split: Split = "local_first"
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
+        self.limit: int | None = None
+        """`certified_rows` of training passes; None: passes need no certificate."""
 
         self._reader = reader
         self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
@@ -213,7 +215,8 @@ class BalancedMoELayer(MoELayer):
             return DevicePlan(self.placement, load.on_device, self.split, self.node_size)
         counts_DE = load.by_source()
         with record_function("plan"):
-            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)
+            limit = self.limit if self.training else None
+            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size, limit)
 
 
 def _unwanted() -> torch.Tensor:

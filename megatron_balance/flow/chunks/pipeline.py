@@ -62,13 +62,21 @@ class ChunkedRoute:
     device: torch.device
     copied: list[torch.Tensor]
     """The rows, if they have been copied from their tokens; the first pass pops them."""
+    room: int
+    """Rows for which the experts of a pass in one chunk have memory (`DispatchPlan.room`). Rows after those that arrive
+    are undefined, and are never sent."""
 
     def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks":
         """Start the first exchange of rows, outside of autograd."""
         waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
         _, chunk = self.chunking.forward[0]
-        exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.cut.splits[chunk])
+        exchange = self.spread(self.exchange.dispatch, waiting.pop(chunk), chunk)
         return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
+
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, chunk: int) -> Exchange:
+        """Start sending a chunk's rows to their experts."""
+        room = {"room": self.room} if self.room else {}
+        return self.sharding.spread(all_to_all, rows, self.cut.splits[chunk], **room)
 
     @functools.cached_property
     def sorting(self) -> Sorting:
@@ -86,6 +94,11 @@ class ChunkedRoute:
     def tokens_CS(self) -> torch.Tensor:
         """[C, S] in host memory: rows of each chunk for each slot of this rank."""
         return torch.from_numpy(self.cut.received_CDS.sum(1))
+
+    @functools.cached_property
+    def arriving_C(self) -> list[int]:
+        """Rows of each chunk that arrive at this rank."""
+        return self.tokens_CS.sum(1).tolist()
 
     @functools.cached_property
     def all_splits_DW(self) -> torch.Tensor:
@@ -156,7 +169,7 @@ class ChunkTasks(ABC):
 
     def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
-        return self.route.sharding.spread(self.to_experts, rows, self.route.cut.splits[chunk])
+        return self.route.spread(self.to_experts, rows, chunk)
 
     @abstractmethod
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
@@ -231,16 +244,16 @@ class _Forward(ChunkTasks):
         # `begin` distinguishes a pass from its recomputation by `torch.is_grad_enabled()`
         with record_function("experts"), torch.set_grad_enabled(self.with_graph):
             if not self.graphs:
-                probs_R = sorting.weights_to_slots(self.weights.wait())
-                self._probs = probs_R.split(route.tokens_CS.sum(1).tolist())
+                probs_R = sorting.weights_to_slots(self.weights.wait(), route.room)
+                self._probs = [probs_R] if route.room else probs_R.split(route.arriving_C)
                 self.begin("experts")
-            rows = sorting.to_slots[chunk](rows)
+            rows = sorting.to_slots[chunk](rows, route.room)
             output, self.graphs[chunk] = self.experts.graph(
                 rows, route.tokens_CS[chunk], self._probs[chunk], self.gradients, self.with_graph
             )
             if len(self.graphs) == len(route.cut.splits):
                 self.begin("combine")
-        return sorting.to_sources[chunk](output)
+        return sorting.to_sources[chunk](output[: route.arriving_C[chunk]])
 
 
 class _Backward(ChunkTasks):
@@ -265,8 +278,9 @@ class _Backward(ChunkTasks):
         with record_function("experts backward"):
             if not self.of_probs:
                 self.begin("experts_backward")
-            rows = sorting.to_slots[chunk](rows)
-            rows, self.of_probs[chunk] = self.graphs.pop(chunk).backward(rows)
+            rows, of_probs = self.graphs.pop(chunk).backward(sorting.to_slots[chunk](rows, route.room))
+            rows = rows[: route.arriving_C[chunk]]
+            self.of_probs[chunk] = of_probs[: route.arriving_C[chunk]]
         if not self.graphs:
             probs = torch.cat([self.of_probs[one] for one in range(len(route.cut.splits))])
             probs = sorting.weights_to_sources(probs)
