@@ -67,13 +67,11 @@ parameters ... guests: on the first rank of each stage; other ranks may hold a s
 activations: of all microbatches that the stage keeps at once.
 Not counted, so leave room: temporary tensors, messages, buffers of libraries, fragmentation."""
 
-
 CERTIFIED = (
-    "",
-    "activations of certified passes (--balance-certify, estimated), and rows of a rank's experts in a microbatch",
-    "  other passes have no useful bound: all rows of an expert-parallel group may arrive at one rank",
+    "activations of certified passes (--balance-certify, estimated), and rows of a rank's experts in a microbatch"
 )
-"""Lines around those of the stages."""
+
+UNCERTIFIED = "  other passes have no useful bound: all rows of an expert-parallel group may arrive at one rank"
 
 
 class StageMemory(NamedTuple):
@@ -115,7 +113,7 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
             _print(_balancing(run))
     _print(*_memory(rows, held_by, "certified passes" if certified else "even routing"))
     if certified:
-        _print(*CERTIFIED[:2], *certified, CERTIFIED[2])
+        _print("", CERTIFIED, *certified, UNCERTIFIED)
     if cluster is None:
         _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
     else:

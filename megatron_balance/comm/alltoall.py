@@ -53,7 +53,7 @@ class AllToAll(ABC):
         """The all-to-all for gradients, in the opposite direction."""
         return self
 
-    def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows, detached and contiguous, and a buffer that begins with the received rows."""
         received = int(splits_DD[:, self.group.rank()].sum())
         return rows.detach().contiguous(), rows.new_empty((max(received, room), *rows.shape[1:]))

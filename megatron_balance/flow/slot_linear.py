@@ -60,10 +60,10 @@ class _SlotLinear(torch.autograd.Function):
             to_rows = linear.gradients.gemm.input_gradients(gradient_RO, linear.weights, split)
         to_scale = None
         if ctx.needs_input_grad[1]:
-            to_scale = torch.empty_like(scale_R)
-            parts = zip(split.parts(to_scale), split.parts(gradient_RO), slots_of(linear.biases), strict=True)
-            for scale, part_RO, bias_O in parts:
-                scale.copy_((part_RO * bias_O).sum(-1))
+            parts = zip(split.parts(gradient_RO), slots_of(linear.biases), strict=True)
+            sums = [(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]
+            undefined = gradient_RO.new_empty(len(gradient_RO) - sum(split.sizes))
+            to_scale = torch.cat([*sums, undefined]).to(scale_R.dtype)
         linear.gradients.add(rows_RI, gradient_RO, scale_R, split)
         return to_rows, to_scale, None, None
 

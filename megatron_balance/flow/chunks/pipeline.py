@@ -278,7 +278,8 @@ class _Backward(ChunkTasks):
         with record_function("experts backward"):
             if not self.of_probs:
                 self.begin("experts_backward")
-            rows, of_probs = self.graphs.pop(chunk).backward(sorting.to_slots[chunk](rows, route.room))
+            rows = sorting.to_slots[chunk](rows, route.room)
+            rows, of_probs = self.graphs.pop(chunk).backward(rows)
             rows = rows[: route.arriving_C[chunk]]
             self.of_probs[chunk] = of_probs[: route.arriving_C[chunk]]
         if not self.graphs:
