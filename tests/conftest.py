@@ -16,6 +16,9 @@ from tests.harness import Ranks
 ON_ANY_DEVICE = {"test_experts.py", "test_one_gpu.py", "test_rows.py"}
 """Files whose tests use a CUDA device if there is one."""
 
+# Until all tests are imported, there is nothing to collect: see `pytest_collection_finish`
+gc.disable()
+
 # Another worker may use the cores while an example is timed
 settings.register_profile("no deadlines", deadline=None)
 settings.load_profile("no deadlines")
@@ -78,6 +81,7 @@ def pytest_collection_finish() -> None:
     """Exempt all modules and tests from garbage collections, which would scan them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
