@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import convert_checkpoint
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner
@@ -295,13 +296,13 @@ def test_an_import_removes_what_a_killed_one_has_left(models, tmp_path) -> None:
     assert CheckpointDirectory(tmp_path).iterations() == [0]
 
 
-def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path) -> None:
+def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path, capsys) -> None:
     holder = Lease(tmp_path, Owner.here("first"), "")
     holder.acquire(quiet)
-    command = [sys.executable, str(TOOL), "import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}" in ended.stderr
+    arguments = ["import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
+    assert convert_checkpoint.main(arguments) == 1
+    said = f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}"
+    assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["lease.000001"]
     holder.check()
 
