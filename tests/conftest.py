@@ -19,9 +19,10 @@ ON_ANY_DEVICE = {"test_experts.py", "test_one_gpu.py", "test_rows.py"}
 # Until all tests are imported, there is nothing to collect: see `pytest_collection_finish`
 gc.disable()
 
-# Another worker may use the cores while an example is timed
-settings.register_profile("no deadlines", deadline=None)
-settings.load_profile("no deadlines")
+# No deadlines, because another worker may use the cores while an example is timed
+settings.register_profile("quick", deadline=None, max_examples=40)
+settings.register_profile("slow", deadline=None)
+settings.load_profile("quick")
 
 # A shell starts background jobs with SIGINT ignored, and ranks would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     # Here and not in a later hook, because conftest.py of some folders imports megatron.core
     hide_devices(pluginmanager.get_plugin("pytestconfig").known_args_namespace)
     cpu.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        settings.load_profile("slow")
 
 
 def hide_devices(given: argparse.Namespace) -> None:

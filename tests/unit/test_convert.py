@@ -30,6 +30,7 @@ from tests import hf_models
 from tests.disks import small_disk
 from tests.hf_models import change, quiet, read_json, reconfigure
 from tests.unit.published_models import PUBLISHED
+from tests.variants import variants
 
 PREDICTED = "num_nextn_predict_layers"
 
@@ -314,7 +315,18 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+SMALLEST = (
+    "Mixtral-8x7B",
+    "OLMoE-1B-7B",
+    "Qwen1.5-MoE-A2.7B",
+    "Qwen3-30B-A3B",
+    "DeepSeek-V2-Lite",
+    "Moonlight-16B-A3B",
+)
+"""A published model of each type."""
+
+
+@pytest.mark.parametrize("name", variants([*PUBLISHED], SMALLEST))
 def test_published_models_have_as_many_numbers_here(name: str) -> None:
     """Compare full-size parameter counts, with nothing allocated: ours, the authors' and those of `transformers`."""
     from transformers import AutoConfig, AutoModelForCausalLM
