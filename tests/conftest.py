@@ -16,9 +16,13 @@ from tests.harness import Ranks
 ON_ANY_DEVICE = {"test_experts.py", "test_one_gpu.py", "test_rows.py"}
 """Files whose tests use a CUDA device if there is one."""
 
-# Another worker may use the cores while an example is timed
-settings.register_profile("no deadlines", deadline=None)
-settings.load_profile("no deadlines")
+# Until all tests are imported, there is nothing to collect: see `pytest_collection_finish`
+gc.disable()
+
+# No deadlines, because another worker may use the cores while an example is timed
+settings.register_profile("quick", deadline=None, max_examples=40)
+settings.register_profile("slow", deadline=None)
+settings.load_profile("quick")
 
 # A shell starts background jobs with SIGINT ignored, and ranks would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     # Here and not in a later hook, because conftest.py of some folders imports megatron.core
     hide_devices(pluginmanager.get_plugin("pytestconfig").known_args_namespace)
     cpu.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        settings.load_profile("slow")
 
 
 def hide_devices(given: argparse.Namespace) -> None:
@@ -78,6 +87,7 @@ def pytest_collection_finish() -> None:
     """Exempt all modules and tests from garbage collections, which would scan them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

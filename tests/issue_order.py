@@ -68,22 +68,25 @@ def find_cycle(events: Mapping[int, Sequence[Event]], messages: Iterable[str] = 
     Returns:
         The operations (channel, number) along the cycle; empty if there is none.
     """
-    before: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    before: dict[Any, set[Any]] = defaultdict(set)
     posted = set(messages)
     for ordered in events.values():
-        by_thread: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        # Thread -> what comes before its next operation, and after all that its earlier ones wait for
+        latest: dict[str, Any] = {}
         for event in ordered:
             operation = (event.channel, event.number)
-            earlier = by_thread[event.thread]
+            known = {latest[event.thread]} if event.thread in latest else set()
             if not event.is_wait:
-                before[operation].update(earlier)
+                before[operation] |= known
                 if event.channel not in posted:
-                    # Later operations follow this one, and through it all earlier ones
-                    earlier[:] = [operation]
+                    latest[event.thread] = operation
             elif event.channel in posted:
-                earlier.append(operation)
+                # A node of its own, so that later operations need not follow each message that was waited for
+                waited = object()
+                before[waited] = known | {operation}
+                latest[event.thread] = waited
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        return error.args[1][1:]
+        return [node for node in error.args[1][1:] if isinstance(node, tuple)]
     return []

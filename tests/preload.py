@@ -6,6 +6,9 @@ import sys
 
 from megatron_balance.device import cpu, quiet
 
+# Until everything is imported, there is nothing to collect
+gc.disable()
+
 quiet.silence_expected_warnings()
 cpu.install()
 importlib.import_module("megatron_balance.build.run")
@@ -34,3 +37,4 @@ MockGPTLowLevelDataset.size = 1000
 # The collector of a rank need not scan, and thereby copy, what all ranks share
 gc.collect()
 gc.freeze()
+gc.enable()

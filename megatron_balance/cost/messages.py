@@ -25,6 +25,11 @@ WITHIN_NODES = 4
 STAGES = 5
 """Tables of messages: that of the route `direct`, the first stage of the other routes, and their later stages."""
 
+DIRECT_S = np.array([DIRECT])
+EXCHANGED_S = np.array([FIRST, EXCHANGED])
+BY_NODE_S = np.array([FIRST, BETWEEN_NODES, WITHIN_NODES])
+"""Tables of each route's stages: arrays, because numba would compile functions of tuples once for each length."""
+
 
 class BatchLines(NamedTuple):
     """Numbers of a `BatchModel`."""
@@ -177,21 +182,21 @@ def _shares(amount_FWD: np.ndarray, size: int, one_way: float) -> np.ndarray:
 
 @compiled(None)
 def _batches(
-    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages: tuple[int, ...], messages: Messages, lines: BatchLines
+    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages, lines: BatchLines
 ) -> np.ndarray:
     """Return [3, stages, stages + 1]: latency, time in proportion to experts' sizes, and the most amounts that a rank
     sends, of batches by their first stage and their number of stages."""
     ranks = amount_SFWD.shape[3]
     nodes = (ranks - 1) // messages.node_size + 1
-    found = np.zeros((3, len(stages), len(stages) + 1))
+    found = np.zeros((3, len(stages_S), len(stages_S) + 1))
     amount_FWD = np.empty(amount_SFWD.shape[1:])
     number_FWD = np.empty(amount_SFWD.shape[1:])
-    for first in range(len(stages)):
+    for first in range(len(stages_S)):
         amount_FWD[:] = 0.0
         number_FWD[:] = 0.0
-        for count in range(1, len(stages) - first + 1):
-            amount_FWD += amount_SFWD[stages[first + count - 1]]
-            number_FWD += number_SFWD[stages[first + count - 1]]
+        for count in range(1, len(stages_S) - first + 1):
+            amount_FWD += amount_SFWD[stages_S[first + count - 1]]
+            number_FWD += number_SFWD[stages_S[first + count - 1]]
             share_D = _shares(amount_FWD, messages.node_size, messages.one_way)
             latency, rest = _batch(amount_FWD, number_FWD, share_D, nodes, messages.node_size, lines)
             found[0, first, count] = latency
@@ -202,14 +207,14 @@ def _batches(
 
 
 @compiled(None)
-def _least_seconds(amount_SFWD: np.ndarray, stages: tuple[int, ...], messages: Messages) -> float:
+def _least_seconds(amount_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages) -> float:
     """Return a lower bound of Trans: the time of all bytes on a rank's link if all stages overlap."""
     longest = 0.0
     for d in range(amount_SFWD.shape[3]):
         for way in range(2):
             near = 0.0
             far = 0.0
-            for stage in stages:
+            for stage in stages_S:
                 near += amount_SFWD[stage, 0, way, d]
                 far += amount_SFWD[stage, 1, way, d]
             near *= messages.trans.near_beta * messages.one_way
@@ -219,23 +224,23 @@ def _least_seconds(amount_SFWD: np.ndarray, stages: tuple[int, ...], messages: M
 
 @compiled(None)
 def _route(
-    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages: tuple[int, ...], messages: Messages, limit: float
+    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages, limit: float
 ) -> tuple[float, int]:
     """Return the seconds of Trans along a route of these stages, and the fastest number of pieces; ties go to fewer
     pieces. A route that takes at least `limit` seconds may take infinitely long."""
-    if _least_seconds(amount_SFWD, stages, messages) >= limit:
+    if _least_seconds(amount_SFWD, stages_S, messages) >= limit:
         return np.inf, 1
-    times = _batches(amount_SFWD, number_SFWD, stages, messages, messages.trans)
+    times = _batches(amount_SFWD, number_SFWD, stages_S, messages, messages.trans)
     staged_A = np.zeros(len(PIECES))
     for a in range(len(PIECES)):
-        for batch in range(min(PIECES[a] + len(stages) - 1, 2 * len(stages))):
-            first, count = _stages_of(batch, PIECES[a], len(stages))
+        for batch in range(min(PIECES[a] + len(stages_S) - 1, 2 * len(stages_S))):
+            first, count = _stages_of(batch, PIECES[a], len(stages_S))
             staged_A[a] = max(staged_A[a], times[2, first, count] * messages.agg.expert_bytes / PIECES[a])
     most = max(MOST_STAGED, staged_A.min())
     best = 1
     least = np.inf
     for a in range(len(PIECES)):
-        if PIECES[a] + len(stages) - 1 >= messages.least_rounds and staged_A[a] <= most:
+        if PIECES[a] + len(stages_S) - 1 >= messages.least_rounds and staged_A[a] <= most:
             seconds = _seconds(times, PIECES[a], messages.trans)
             if seconds < least:
                 least = seconds
@@ -261,15 +266,16 @@ def _seconds(times: np.ndarray, pieces: int, lines: BatchLines) -> float:
     return total
 
 
-@compiled(None)
-def send_guests(
-    expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages: Messages
+@compiled("Tuple((float64, float64, int64, int64))(int64[::1], int64[::1], int64[::1], int64, Messages[::1])", Messages)
+def fastest_sending(
+    expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages_1: np.ndarray
 ) -> tuple[float, float, int, int]:
     """Return the seconds of Trans and Agg of the fastest route, the number of its stages, and the number of pieces. The
     seconds are upper bounds, for ranks that begin and end every batch together. Guests are ordered by expert, then by
-    rank."""
+    rank; see `SendingModel.messages_1`."""
     if not len(expert_M):
         return 0.0, 0.0, 1, 1
+    messages = messages_1[0]
     amount_SFWD = np.zeros((STAGES, 2, 2, ranks))
     number_SFWD = np.zeros((STAGES, 2, 2, ranks))
     first = 0
@@ -279,31 +285,13 @@ def send_guests(
             after += 1
         _add_expert(amount_SFWD, number_SFWD, rank_M[first:after], owner_E[expert_M[first]], messages.node_size)
         first = after
-    # Tuples of different lengths have different types
-    stages = 1
-    trans, pieces = _route(amount_SFWD, number_SFWD, (DIRECT,), messages, np.inf)
-    if number_SFWD[EXCHANGED].any():
-        found = _route(amount_SFWD, number_SFWD, (FIRST, EXCHANGED), messages, trans)
-        if found[0] < trans:
-            stages = 2
-            trans, pieces = found
-    if number_SFWD[WITHIN_NODES].any():
-        found = _route(amount_SFWD, number_SFWD, (FIRST, BETWEEN_NODES, WITHIN_NODES), messages, trans)
-        if found[0] < trans:
-            stages = 3
-            trans, pieces = found
-    if stages == 1:
-        times = _batches(amount_SFWD, number_SFWD, (DIRECT,), messages, messages.agg)
-    elif stages == 2:
-        times = _batches(amount_SFWD, number_SFWD, (FIRST, EXCHANGED), messages, messages.agg)
-    else:
-        times = _batches(amount_SFWD, number_SFWD, (FIRST, BETWEEN_NODES, WITHIN_NODES), messages, messages.agg)
-    return trans, _seconds(times, pieces, messages.agg), stages, pieces
-
-
-@compiled("Tuple((float64, float64, int64, int64))(int64[::1], int64[::1], int64[::1], int64, Messages[::1])", Messages)
-def fastest_sending(
-    expert_M: np.ndarray, rank_M: np.ndarray, owner_E: np.ndarray, ranks: int, messages_1: np.ndarray
-) -> tuple[float, float, int, int]:
-    """Return `send_guests`, given `SendingModel.messages_1`."""
-    return send_guests(expert_M, rank_M, owner_E, ranks, messages_1[0])
+    route_S = DIRECT_S
+    trans, pieces = _route(amount_SFWD, number_SFWD, route_S, messages, np.inf)
+    for table, other_S in ((EXCHANGED, EXCHANGED_S), (WITHIN_NODES, BY_NODE_S)):
+        if number_SFWD[table].any():
+            found = _route(amount_SFWD, number_SFWD, other_S, messages, trans)
+            if found[0] < trans:
+                route_S = other_S
+                trans, pieces = found
+    times = _batches(amount_SFWD, number_SFWD, route_S, messages, messages.agg)
+    return trans, _seconds(times, pieces, messages.agg), len(route_S), pieces

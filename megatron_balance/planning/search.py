@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_balance.cost.candidates import add_guests
 from megatron_balance.cost.core import Prices, sum_work
-from megatron_balance.cost.messages import Messages, send_guests
+from megatron_balance.cost.messages import Messages, fastest_sending
 from megatron_balance.device.compiled import compiled, packed
 from megatron_balance.planning.fit import FILLING, Overload, fit
 
@@ -351,6 +351,6 @@ def make_plans(
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
         costs[2:, a] = NEVER
         if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
-            sent = send_guests(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1[0])
+            sent = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)
             costs[2, a], costs[3, a] = sent[:2]
     return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])

@@ -132,13 +132,16 @@ def straight_against_resumed(flags: str, directory: str, iterations: int) -> lis
 def straight_against_spoiled(
     flags: str, directory: str, iterations: int, spoil: Callable[[Run], None]
 ) -> tuple[list[str], list[str]]:
-    """Return `straight_against_resumed`, and the same for a run that `spoil` changes after it has loaded."""
+    """Return what differs from a run that saves in the middle: in a run that goes on from there, and in one that `spoil`
+    changes after it has loaded."""
     half = iterations // 2
-    straight = train_and_save(flags, None, iterations)
-    resumed = _resumed(flags, directory, iterations, half)
-    _forget()
-    spoiled = _after(straight, half, train_and_save(flags, Path(directory), iterations - half, spoil=spoil))
-    return differences(straight, resumed), differences(straight, spoiled)
+    straight = train_and_save(flags, Path(directory), iterations, save_at=half)
+    found = []
+    for change in (None, spoil):
+        _forget()
+        rest = train_and_save(flags, Path(directory), iterations - half, spoil=change)
+        found.append(differences(straight, _after(straight, half, rest)))
+    return found[0], found[1]
 
 
 def disturbed(

@@ -1,5 +1,6 @@
 """Policies that plan well at first and fail later, in a separate module that their processes import quickly."""
 
+import itertools
 import os
 
 import numpy as np
@@ -35,7 +36,8 @@ class Turning:
 
 class TooManyGuests(Turning):
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        return owners_host(current, [(expert, rank) for expert in range(8) for rank in range(4) if rank != expert // 2])
+        everywhere = itertools.product(range(current.num_experts), range(current.num_ranks))
+        return owners_host(current, [(expert, rank) for expert, rank in everywhere if rank != current.owner(expert)])
 
 
 class TwoFaults(Turning):
@@ -52,12 +54,13 @@ class OwnMind(Turning):
 
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
         rank = int(os.environ[RANK])
-        return owners_host(current, [((2 * rank + 2) % 8, rank)])
+        (expert, *_) = current.home[(rank + 1) % current.num_ranks]
+        return owners_host(current, [(expert, rank)])
 
 
 class OneRankRaises(Turning):
     def go_wrong(self, current: Placement, good: Placement) -> Placement:
-        if int(os.environ[RANK]) == 2:
+        if int(os.environ[RANK]) == 1:
             raise ZeroDivisionError("on this rank only")
         return owners_host(current)
 

@@ -23,10 +23,10 @@ def with_policy(flags: str, policy: str, mode: str, profiles: dict[int, Path]) -
     return f"{flags} --balance-policy {policy} {slots} {MODES[mode]} --balance-profile {profile}"
 
 
-def check_follows(ranks, curve_of, plain: str, balanced: str, iterations: int) -> None:
-    outcomes = ranks(4).run(runs.train_hosts, balanced, iterations)
+def check_follows(ranks, curve_of, plain: str, balanced: str, iterations: int, world_size: int = 4) -> None:
+    outcomes = ranks(world_size).run(runs.train_hosts, balanced, iterations)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     curve, hosts = outcomes[0]
     assert sum(added > 0 for added in hosts) >= iterations / 2, f"balancing hardly acted: {hosts}"
-    assert deviation(curve, curve_of(plain, iterations)) <= TOLERANCE
+    assert deviation(curve, curve_of(plain, iterations, world_size)) <= TOLERANCE
     assert curve[-1][0] < curve[0][0] - 0.01, "it learns"

@@ -12,6 +12,7 @@ from megatron_balance.build.run import build_run
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
 from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policies.none import NoPolicy
 from megatron_balance.profile import cluster_profile
@@ -38,6 +39,9 @@ Hosts = list[float]
 def build(flags: str, base: str = BASE, policy: Policy | None = None) -> Run:
     """Build the run of `base` and `flags` on this rank; `policy` is that of the flags, if it is started already."""
     config = parse_args(f"{base} {flags}".split(), Machine.here(dist.get_world_size())).config
+    if policy is None and config.balance.balance_policy.startswith("tests."):
+        # Starting a process for the policy of each rank would take longer than the run
+        policy = load_policy(config.balance.balance_policy)
     return build_run(config, policy=policy)
 
 

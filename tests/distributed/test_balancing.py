@@ -15,7 +15,7 @@ from tests.distributed import runs
 from tests.distributed.policies import TOLERANCE, check_follows, with_policy
 from tests.distributed.runs import Curve, deviation
 
-ITERATIONS = 4
+ITERATIONS = 3
 
 EP4 = "--expert-model-parallel-size 4"
 EP2 = "--expert-model-parallel-size 2"
@@ -62,7 +62,9 @@ def test_policies_change_nothing_that_is_learned(
 ) -> None:
     more = " ".join(options for flag, options in OPTIONS.items() if flag in plain)
     balanced = f"{with_policy(plain, policy, mode, profiles)} {more}"
-    check_follows(ranks, curve_of, plain, balanced, length(ITERATIONS))
+    # Features of the model need no replicas
+    world_size = 2 if more else 4
+    check_follows(ranks, curve_of, plain, balanced, length(ITERATIONS), world_size)
 
 
 def train_shared(flags: str, iterations: int) -> tuple[Curve, int]:

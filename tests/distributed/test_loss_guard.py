@@ -29,7 +29,7 @@ Sabotage = Callable[[Run], Callable[[], object]]
 EP4 = "--expert-model-parallel-size 4"
 OVERLAP = "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PIPELINE = (
-    "--num-layers 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 16 "
+    "--num-layers 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0"
 )
 INTERLEAVED = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"

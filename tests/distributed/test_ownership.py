@@ -157,7 +157,7 @@ def test_main_parameters_move_with_half_precision(ranks, profiles) -> None:
 
 def test_state_is_really_elsewhere(ranks, profiles) -> None:
     size = 4
-    outcomes = ranks(4).run(train, wandering(size, profiles), ITERATIONS)
+    outcomes = ranks(4).run(train, wandering(size, profiles), ITERATIONS // 2)
     holders = {key: rank for rank, outcome in enumerate(outcomes) for key, *_ in outcome.pieces}
     moved = {key for key, rank in holders.items() if rank != key[2] // (8 // size)}
     # If an expert moved, all its parts did

@@ -22,7 +22,7 @@ LAYOUTS = {
     "TP2xEP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
     "--expert-model-parallel-size 2 --disable-bias-linear --swiglu --normalization RMSNorm",
     "PP2xEP2-interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
-    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16",
+    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
     "EP4-accumulation": f"{EP4} --global-batch-size 24",
 }
 

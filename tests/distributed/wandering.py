@@ -7,10 +7,11 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.profile.cluster_profile import builtin
 
 
-class Wandering:
+class Wandering(Policy):
     """Lends the heaviest expert to the rank after its owner, which soon owns it and lends it to the next rank."""
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:

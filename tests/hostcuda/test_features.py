@@ -19,9 +19,11 @@ NEED_ENGINE = {"context parallelism"}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Find the features and pairs, which takes seconds, only when they are trained."""
     if "alone_or_paired" in metafunc.fixturenames:
-        found = [*((name,) for name in features.FEATURES), *features.together()]
+        found: list[tuple[str, ...]] = []
+        if metafunc.config.getoption("--slow"):
+            found = [*((name,) for name in features.FEATURES), *features.together()]
         found = [names for names in found if NEED_ENGINE.isdisjoint(names)]
-        metafunc.parametrize("alone_or_paired", found if metafunc.config.getoption("--slow") else [], ids="-".join)
+        metafunc.parametrize("alone_or_paired", found, ids="-".join)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ def test_the_kernel_is_the_function(case: dict) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_64_ranks_and_several_layers(order: int) -> None:
-    fits_equal(zipf(0, order=order), "cpu")
+def test_many_ranks_and_several_layers(order: int) -> None:
+    fits_equal(zipf(0, ranks=20, order=order), "cpu")
 
 
 @pytest.mark.parametrize(("far", "near", "other"), [(0.5, 20, 20), (1.0, 10, 10), (2.0, 10, 20)])

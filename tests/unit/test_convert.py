@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import convert_checkpoint
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner
@@ -29,6 +30,7 @@ from tests import hf_models
 from tests.disks import small_disk
 from tests.hf_models import change, quiet, read_json, reconfigure
 from tests.unit.published_models import PUBLISHED
+from tests.variants import variants
 
 PREDICTED = "num_nextn_predict_layers"
 
@@ -295,13 +297,13 @@ def test_an_import_removes_what_a_killed_one_has_left(models, tmp_path) -> None:
     assert CheckpointDirectory(tmp_path).iterations() == [0]
 
 
-def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path) -> None:
+def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path, capsys) -> None:
     holder = Lease(tmp_path, Owner.here("first"), "")
     holder.acquire(quiet)
-    command = [sys.executable, str(TOOL), "import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}" in ended.stderr
+    arguments = ["import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
+    assert convert_checkpoint.main(arguments) == 1
+    said = f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}"
+    assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["lease.000001"]
     holder.check()
 
@@ -313,7 +315,18 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+SMALLEST = (
+    "Mixtral-8x7B",
+    "OLMoE-1B-7B",
+    "Qwen1.5-MoE-A2.7B",
+    "Qwen3-30B-A3B",
+    "DeepSeek-V2-Lite",
+    "Moonlight-16B-A3B",
+)
+"""A published model of each type."""
+
+
+@pytest.mark.parametrize("name", variants([*PUBLISHED], SMALLEST))
 def test_published_models_have_as_many_numbers_here(name: str) -> None:
     """Compare full-size parameter counts, with nothing allocated: ours, the authors' and those of `transformers`."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -187,7 +187,7 @@ def test_no_tokens(prefix: Path) -> None:
         check_indices([str(prefix)], thorough=True)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_passes_can_be_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.getbasetemp() / "mutated"

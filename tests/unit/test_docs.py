@@ -1,5 +1,6 @@
 """The documents: their examples run, and the files, names, flags and lines that they mention exist."""
 
+import functools
 import re
 import sys
 from collections.abc import Iterable
@@ -74,7 +75,12 @@ def declared(paths: Iterable[Path]) -> set[str]:
 
 OUR_FLAGS = set(build_parser()._option_string_actions)
 TOOL_FLAGS = declared([*(ROOT / "tools").rglob("*.py"), ROOT / "tests/conftest.py", ROOT / "tests/page_commands.py"])
-CLASSES = {name: line for path in PACKAGE.rglob("*.py") for name, line in line_links.definitions(text_of(path)).items()}
+
+
+@functools.cache
+def classes() -> set[str]:
+    """Return the qualified names of the package's classes, functions and methods."""
+    return {name for path in PACKAGE.rglob("*.py") for name in line_links.definitions(text_of(path))}
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
@@ -109,7 +115,7 @@ def missing_names(text: str) -> list[str]:
         name for name in re.findall(r"\bmegatron_balance(?:\.[a-z_]\w*)+", text) if not is_module_or_member(name)
     ]
     own = {word for word in in_backticks(text) if OUR_CLASS.fullmatch(word)} - THEIR_CLASSES
-    return modules + sorted(own - CLASSES.keys())
+    return modules + sorted(own - classes())
 
 
 def is_module_or_member(name: str) -> bool:

@@ -42,7 +42,7 @@ def parse(text: str) -> Value | None:
         return None
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(expressions)
 def test_equals_python(expression: Expression) -> None:
     text, value = expression

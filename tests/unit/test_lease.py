@@ -320,7 +320,7 @@ class Turns:
 OPERATIONS = ("_generations", "_read", "_create", "_remove", "renew")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(order=st.lists(st.integers(0, 3), max_size=60), wakes=st.booleans(), freed=st.booleans())
 def test_of_all_that_take_a_stale_lease_one_wins(tmp_path_factory, order: list[int], wakes: bool, freed: bool) -> None:
     """Three takers compete with the old holder, which may release the lease or save once more at any moment."""

@@ -105,10 +105,3 @@ def test_a_mistake_of_a_real_process(files: Path, mistake: Mistake) -> None:
     ended = mistakes.run(mistake, files)
     assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr
     assert mistakes.is_told(mistake.told, mistakes.message(ended.stderr, files)), ended.stderr
-
-
-def test_a_split_without_documents_in_a_real_process(files: Path) -> None:
-    """megatron-core would repeat the empty set for ever."""
-    mistake = next(one for one in MISTAKES if one.name == "split without documents")
-    ended = mistakes.run(mistake, files)
-    assert ended.returncode == 1 and mistakes.is_told(mistake.told, mistakes.message(ended.stderr, files))

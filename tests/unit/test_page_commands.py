@@ -9,13 +9,11 @@ import pytest
 
 from tests.page_commands import PAGES, ROOT, blocks, classified, commands, needs_environment, run_all
 
-COMMANDS = [command for page in PAGES for command in commands(page)]
-
 PROGRAMS = {"python", "torchrun", "pip", "source", "docker", "sbatch", "patch", "nice"}
 
 
 def test_every_block_parses() -> None:
-    script = "\n".join(command.text for command in COMMANDS)
+    script = "\n".join(command.text for page in PAGES for command in commands(page))
     parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert parsed.returncode == 0 and parsed.stderr == ""
     unmarked = [page.name for page in PAGES if re.search(r"^```(sh|shell|console)\b", page.read_text(), re.MULTILINE)]

@@ -173,7 +173,7 @@ def test_what_is_no_metadata(tmp_path: Path, content: bytes) -> None:
     assert len(str(error.value)) < 1000
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_changed_metadata_reads_as_metadata_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, data: st.DataObject

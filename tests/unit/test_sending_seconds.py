@@ -52,7 +52,7 @@ def check(model: SendingModel, placement: Placement) -> None:
         assert best.agg == pytest.approx(found[best.route].agg, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.data(), placements())
 def test_small_placements(data: st.DataObject, placement: Placement) -> None:
     model = data.draw(sending_models(placement.num_ranks))

@@ -155,7 +155,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
     return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given_flags=st.fixed_dictionaries({}, optional=SETTINGS), sections=st.booleans())
 def test_equals_the_command_line(file: Path, given_flags: dict[str, Any], sections: bool) -> None:
     document = {f"section {index}": {name: value} for index, (name, value) in enumerate(given_flags.items())}
