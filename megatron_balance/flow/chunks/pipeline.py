@@ -253,7 +253,7 @@ class _Forward(ChunkTasks):
             )
             if len(self.graphs) == len(route.cut.splits):
                 self.begin("combine")
-        return sorting.to_sources[chunk](output[: route.arriving_C[chunk]])
+        return sorting.to_sources[chunk](output, route.room)[: route.arriving_C[chunk]]
 
 
 class _Backward(ChunkTasks):
@@ -280,7 +280,6 @@ class _Backward(ChunkTasks):
                 self.begin("experts_backward")
             rows = sorting.to_slots[chunk](rows, route.room)
             rows, of_probs = self.graphs.pop(chunk).backward(rows)
-            rows = rows[: route.arriving_C[chunk]]
             self.of_probs[chunk] = of_probs[: route.arriving_C[chunk]]
         if not self.graphs:
             probs = torch.cat([self.of_probs[one] for one in range(len(route.cut.splits))])
@@ -288,7 +287,7 @@ class _Backward(ChunkTasks):
             self.begin("dispatch_backward")
             with record_function("dispatch backward"):
                 self.weights = route.sharding.collect(route.exchange.probs.reverse, probs, route.all_splits_DW)
-        return sorting.to_sources[chunk](rows)
+        return sorting.to_sources[chunk](rows, route.room)[: route.arriving_C[chunk]]
 
     def finish(self) -> None:
         with record_function("weight gradients"):
