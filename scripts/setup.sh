@@ -35,6 +35,10 @@ if ! { requirements && cat "${ROOT}/pyproject.toml"; } 2>/dev/null | cmp -s - "$
     [[ -x "${VENV}/bin/python" ]] || python3 -m venv "${VENV}"
     requirements >"${VENV}/constraints.txt"
     INSTALL=("${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "${VENV}/constraints.txt")
+    # pip would compile four times as many files as the tests import. Python compiles a file when it is first imported
+    if [[ "$1" == develop && ! -e "${VENV}/installed.run" && -z "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
+        INSTALL+=(--no-compile)
+    fi
     # Install the pinned torch first: packages that depend on torch would otherwise pull its newest build
     "${INSTALL[@]}" torch
     "${INSTALL[@]}" -e "${ROOT}[${EXTRAS}]"

@@ -132,8 +132,8 @@ def straight_against_resumed(flags: str, directory: str, iterations: int) -> lis
 def straight_against_spoiled(
     flags: str, directory: str, iterations: int, spoil: Callable[[Run], None]
 ) -> tuple[list[str], list[str]]:
-    """Return what differs from a run that saves in the middle: in a run that goes on from there, and in one that `spoil`
-    changes after it has loaded."""
+    """Return what differs from a run that saves in the middle: first in a run that goes on from there, then in one that
+    `spoil` changes after it has loaded."""
     half = iterations // 2
     straight = train_and_save(flags, Path(directory), iterations, save_at=half)
     found = []

@@ -15,7 +15,7 @@ from tests.distributed.runs import BASE, build
 
 RANKS = 2
 LAYERS = 2
-ITERATIONS = 6
+ITERATIONS = 4
 JOB = Job(RANKS, LAYERS)
 FLAGS = "--expert-model-parallel-size 2 --balance-policy pro_prophet --moe-router-force-workload hot_experts"
 MEASURED = f"{FLAGS} --balance-calibrate on --balance-log-dir unused"

@@ -36,8 +36,8 @@ from tests.distributed.layers import (
 @pytest.mark.parametrize(
     ("world_size", "tokens"),
     [
-        *((1, "uneven"), (2, "even"), (2, "empty"), (8, "uneven"), (8, "empty")),
-        *(pytest.param(4, tokens, marks=pytest.mark.slow) for tokens in ("even", "uneven", "empty")),
+        *((1, "uneven"), (2, "even"), (2, "empty"), (4, "uneven"), (8, "empty")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "even"), (4, "empty"), (8, "uneven"))),
     ],
 )
 @pytest.mark.parametrize("activation", ACTIVATIONS)

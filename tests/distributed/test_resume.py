@@ -62,10 +62,8 @@ def test_a_signal_saves_and_exits_with_status_0(tmp_path):
 
 def test_validation_goes_on_where_it_stopped(tmp_path):
     flags = f"{BASE} {EP2} --train-iters 4 --eval-interval 2 --eval-iters 1 --split 90,5,5"
-    straight = Job(2, flags, tmp_path / "log").wait().text
-    directory = f"--save {tmp_path} --load {tmp_path}"
-    Job(2, f"{flags} {directory} --exit-interval 2", tmp_path / "log").wait()
-    resumed = Job(2, f"{flags} {directory}", tmp_path / "log").wait().text
+    straight = Job(2, f"{flags} --save {tmp_path} --save-interval 2", tmp_path / "log").wait().text
+    resumed = Job(2, f"{flags} --load {tmp_path} --ckpt-step 2", tmp_path / "log").wait().text
     lines = [
         next(line for line in text.splitlines() if "validation loss at iteration 4" in line)
         for text in (straight, resumed)
@@ -148,7 +146,7 @@ def save(flags: str, directory: str) -> None:
     patient(run).save()
 
 
-@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("optimizer", [pytest.param("", marks=pytest.mark.slow), "--use-distributed-optimizer"])
 def test_the_optimizers_settings_are_those_of_the_flags(tmp_path, ranks, optimizer: str):
     ranks(2).run(save, optimizer, str(tmp_path))
     changed = f"{optimizer} --lr 2e-3 --decoupled-lr 3e-3 --adam-beta1 0.8 --override-opt_param-scheduler"
