@@ -18,6 +18,7 @@ from megatron_balance.comm.alltoall import (
     P2PAllToAll,
     default_all_to_all,
 )
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.config.flags import named
@@ -105,6 +106,7 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
     "1dh": OneDimensionalAllToAll,
     "2dh": TwoDimensionalAllToAll,
     "pipe": PipelinedAllToAll,
+    "dedup": DedupAllToAll,
     "auto": AutoAllToAll,
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -131,7 +132,7 @@ class AllToAllDispatcher(Dispatcher):
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
         if map_TE.is_cpu or chunking.chunks > 1 or not one_by_one:
-            found = self._cut(plan, chunking, device)
+            found = self._cut(plan, chunking.split(plan).numpy(), device)
         else:
             found = cut(plan, self.parallel.source, self._most_rows(map_TE), device, self.reads_all_splits)
         if order is None or found.rows != len(order):
@@ -141,14 +142,13 @@ class AllToAllDispatcher(Dispatcher):
         sent = [] if moved is not order else copied
         return ChunkedRoute(moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent).dispatch
 
-    def _cut(self, plan: DispatchPlan, chunking: Chunking, device: torch.device) -> RankCut:
-        """Do the same as `cut`, for any number of chunks and sources."""
+    def _cut(self, plan: DispatchPlan, tokens_CDP: np.ndarray, device: torch.device) -> RankCut:
+        """Do the same as `cut`, for any number of chunks and sources. `tokens_CDP`: see `Chunking.split`."""
         parallel = self.parallel
         hosts = plan.placement.num_ranks
-        tokens_CDP = chunking.split(plan).numpy()
         members_CDP = tokens_CDP[:, parallel.members]
         moves: list[Any] = [STAYS]
-        if chunking.chunks > 1:
+        if len(tokens_CDP) > 1:
             own_CWS = tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)
             each = sending(plan.placement, members_CDP), BlockMove.transposed(own_CWS, (1, 0, 2))
             moves = gathers([one for move in each for one in (move, move.back)], device)
