@@ -10,8 +10,8 @@ and each rank gets a token once. Three orders lead from tokens to rows; sums tak
 All three come from bitmaps of each copy's experts, which travel ahead of the first rows. The sizes of messages come
 from one gathered tensor of `tally`.
 
-In the shapes, C counts chunks, D sources, W hosts, N nodes, X the physical experts of a node, U copies, M received
-tokens, and B the bytes of a bitmap.
+In the shapes, C counts chunks, D sources, R ranks of the exchange (or, of one rank, its rows), N nodes, X the physical
+experts of a node, U copies, M received tokens, and B the bytes of a bitmap.
 """
 
 import functools
@@ -28,29 +28,35 @@ from megatron_balance.comm.blocks import STAYS, BlockMove, gathers
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.comm.compressed import CompressedAllToAll
 from megatron_balance.comm.dedup import CopyCounts, DedupAllToAll, NodeSteps
+from megatron_balance.comm.sharded import Sharding
 from megatron_balance.flow.chunks.pipeline import ChunkedRoute, Sorting
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, row_order
 
 
 class Destinations:
-    """The physical experts, ranks and nodes of a source's tokens."""
+    """The physical experts of a source's tokens, and the ranks and nodes that need the tokens."""
 
-    def __init__(self, chosen_TP: torch.Tensor, hosts: int, node_size: int) -> None:
-        """`chosen_TP`: bool, the physical experts of each token; `node_size`: hosts of a node."""
+    def __init__(self, chosen_TP: torch.Tensor, hosts: int, ranks: int, node_size: int) -> None:
+        """Args:
+        chosen_TP: bool, the physical experts of each token.
+        ranks: ranks of the exchange: one for each host or, if tokens go to each shard of a host, for each shard.
+        node_size: ranks of a node.
+        """
         tokens, physicals = chosen_TP.shape
-        nodes = -(-hosts // node_size)
+        nodes = -(-ranks // node_size)
         slots = physicals // hosts
         self.chosen_TP = chosen_TP
+        of_ranks_TRS = chosen_TP.view(tokens, hosts, slots).repeat_interleave(ranks // hosts, dim=1)
+        self.ranks_TR = of_ranks_TRS.any(2)
         # The last node may be smaller
-        padded = F.pad(chosen_TP, (0, nodes * node_size * slots - physicals))
+        padded = F.pad(of_ranks_TRS, (0, 0, 0, nodes * node_size - ranks))
         self.chosen_TNX = padded.view(tokens, nodes, node_size * slots)
-        self.ranks_TW = chosen_TP.view(tokens, hosts, slots).any(2)
         self.nodes_TN = self.chosen_TNX.any(2)
 
     def tally(self, chunks: int) -> torch.Tensor:
-        """Return [C, P + N + W] int64: how many tokens of each chunk need each physical expert, node and rank. Chunks
+        """Return [C, P + N + R] int64: how many tokens of each chunk need each physical expert, node and rank. Chunks
         are consecutive runs of tokens."""
-        needed = torch.cat([self.chosen_TP, self.nodes_TN, self.ranks_TW], dim=1)
+        needed = torch.cat([self.chosen_TP, self.nodes_TN, self.ranks_TR], dim=1)
         return torch.stack([part.sum(0) for part in needed.tensor_split(chunks)])
 
     def copies(self, chunks: int, total: int) -> RowOrder:
@@ -74,18 +80,17 @@ class Tally(NamedTuple):
 
     tokens_CDP: np.ndarray
     to_node_CDN: np.ndarray
-    to_rank_CDW: np.ndarray
+    to_rank_CDR: np.ndarray
 
     @classmethod
-    def of(cls, gathered_DCX: torch.Tensor, physicals: int, hosts: int) -> "Tally":
+    def of(cls, gathered_DCX: torch.Tensor, physicals: int, ranks: int) -> "Tally":
         found = gathered_DCX.transpose(0, 1).numpy()
         tokens_CDP = np.ascontiguousarray(found[:, :, :physicals])
-        return cls(tokens_CDP, found[:, :, physicals:-hosts], found[:, :, -hosts:])
+        return cls(tokens_CDP, found[:, :, physicals:-ranks], found[:, :, -ranks:])
 
-    def copy_counts(self, shard: int) -> list[CopyCounts]:
-        """Return the sizes of each chunk's exchange among the ranks with one shard of each host."""
-        shards = self.to_rank_CDW.shape[1] // self.to_rank_CDW.shape[2]
-        each = zip(self.to_node_CDN[:, shard::shards], self.to_rank_CDW[:, shard::shards], strict=True)
+    def copy_counts(self, sources: slice) -> list[CopyCounts]:
+        """Return the sizes of each chunk's exchange, given the sources that take part in this rank's exchange."""
+        each = zip(self.to_node_CDN[:, sources], self.to_rank_CDR[:, sources], strict=True)
         return [CopyCounts(*one) for one in each]
 
 
@@ -217,6 +222,8 @@ class CopiesRoute(ChunkedRoute):
     copies: RowOrder
     """Copies by chunk, then by node, then by token."""
     chunk_copies: Sequence[ChunkCopies]
+    among_shards: Sharding
+    """Exchanges of rows; those of combine weights use `sharding`."""
 
     @functools.cached_property
     def sorting(self) -> Sorting:
@@ -232,7 +239,9 @@ class CopiesRoute(ChunkedRoute):
         return combine(results[0] if len(results) == 1 else torch.cat([*results]), self.copies)
 
     def spread(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
-        return super().spread(_ToExperts(all_to_all, self.chunk_copies[chunk]), chunk, rows)
+        to_experts = _ToExperts(all_to_all, self.chunk_copies[chunk])
+        return self.among_shards.spread(to_experts, rows, self.cut.splits[chunk])
 
     def collect(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
-        return super().collect(_ToSources(all_to_all, self.chunk_copies[chunk]), chunk, rows)
+        to_sources = _ToSources(all_to_all, self.chunk_copies[chunk])
+        return self.among_shards.collect(to_sources, rows, self.cut.splits[chunk])

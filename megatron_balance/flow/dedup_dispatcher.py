@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.comm.dedup import DedupAllToAll
-from megatron_balance.comm.sharded import Unsharded
+from megatron_balance.comm.sharded import DirectAllToAll, Unsharded
 from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.flow.chunks.order import UNSPLIT, Chunking
 from megatron_balance.flow.copies import ChunkCopies, CopiesRoute, Destinations, Tally
@@ -22,7 +22,7 @@ from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
 Counted = tuple[Destinations, Reading]
-"""Destinations of this rank's tokens, and the gathered tallies of all sources, [D, C, P + N + W]."""
+"""Destinations of this rank's tokens, and the gathered tallies of all sources, [D, C, P + N + R]."""
 
 
 class DedupDispatcher(AllToAllDispatcher):
@@ -46,6 +46,10 @@ class DedupDispatcher(AllToAllDispatcher):
         assert isinstance(exchange.probs, DedupAllToAll)
         self.all_to_all = exchange.probs
         self.reader = reader
+        self.among_shards = self.sharding
+        if isinstance(self.sharding, DirectAllToAll):
+            # Each shard is a rank of the exchange, which also adds up the results of shards
+            self.among_shards = Unsharded()
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         map_TE = choices.map_TE
@@ -59,7 +63,8 @@ class DedupDispatcher(AllToAllDispatcher):
         return PendingRows(partial(self._decide_copies, map_TE, order, counted))
 
     def _count(self, chosen_TP: torch.Tensor, hosts: int, chunks: int) -> Counted:
-        destinations = Destinations(chosen_TP, hosts, self.all_to_all.nodes.node_size)
+        nodes = self.all_to_all.nodes
+        destinations = Destinations(chosen_TP, hosts, nodes.ep.size(), nodes.node_size)
         return destinations, self.reader.read(start_gather(self.parallel.sources, destinations.tally(chunks)))
 
     def _decide_copies(
@@ -71,16 +76,18 @@ class DedupDispatcher(AllToAllDispatcher):
             chosen_TP = reroute(map_TE, map_TE, plan, self.parallel.source).map_TE
             counted = self._count(chosen_TP, plan.placement.num_ranks, chunking.chunks)
         destinations, gathered = counted
-        tally = Tally.of(gathered(), plan.placement.num_physical, plan.placement.num_ranks)
+        ranks = self.all_to_all.nodes.ep.size()
+        tally = Tally.of(gathered(), plan.placement.num_physical, ranks)
         found = self._cut(plan, tally.tokens_CDP, device)
         order = order or row_order(map_TE, found.rows)
-        shards = len(plan.counts_DE) // plan.placement.num_ranks
-        shard = self.parallel.source % shards
-        steps = [self.all_to_all.steps(counts) for counts in tally.copy_counts(shard)]
+        # If a host's shards have exchanges of their own, the sources of each are one of every host
+        exchanges = len(plan.counts_DE) // ranks
+        sources = slice(self.parallel.source % exchanges, None, exchanges)
+        steps = [self.all_to_all.steps(counts) for counts in tally.copy_counts(sources)]
         sizes = [sum(one.copies_by_node) for one in steps]
         copies = destinations.copies(chunking.chunks, sum(sizes))
         bitmaps = destinations.bitmaps(copies, chunking.chunks).split(sizes)
-        by_slot = isinstance(self.sharding, Unsharded)
+        by_slot = isinstance(self.among_shards, Unsharded)
         return CopiesRoute(
             order=order.moved(found.move, found.back),
             cut=found,
@@ -90,9 +97,10 @@ class DedupDispatcher(AllToAllDispatcher):
             sharding=self.sharding,
             device=device,
             copied=[],
+            among_shards=self.among_shards,
             copies=copies,
             chunk_copies=[
-                ChunkCopies(one, bitmaps_UB, received_DS[shard::shards], by_slot)
+                ChunkCopies(one, bitmaps_UB, received_DS[sources], by_slot)
                 for one, bitmaps_UB, received_DS in zip(steps, bitmaps, found.received_CDS, strict=True)
             ],
         ).dispatch
