@@ -133,7 +133,11 @@ def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
 
 def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple[str, ...]:
     """Return the parallel schedules that `auto` chooses from."""
-    return choices(layer_shape(config, groups), groups.tp_ep.size())
+    found = choices(layer_shape(config, groups), groups.tp_ep.size())
+    if config.comm.moe_comm_alltoall != "dedup":
+        return found
+    # s2 divides a token's rows among ranks
+    return tuple(name for name in found if name != "s2")
 
 
 def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:

@@ -268,6 +268,16 @@ def _token_dispatcher(line: CommandLine) -> str:
     return "alltoall"
 
 
+def _check_dedup(line: CommandLine) -> None:
+    flag = line["moe_comm_alltoall"]
+    if find_order(line.moe_comm_order) is None:
+        reason = f"not with {flag}, whose chunks are runs of whole tokens, while DEMI divides the rows of each expert"
+        raise ValueError(f"{line['moe_comm_order']}: {reason}; use optsche, or another all-to-all")
+    if line.moe_parallel_schedule == "s2" and line.tensor_model_parallel_size > 1:
+        reason = f"not with {flag}, because s2 divides the rows of one token among tensor-parallel ranks"
+        raise ValueError(f"--moe-parallel-schedule s2: {reason}; use s1, or another all-to-all")
+
+
 def _check_exchange(line: CommandLine, gloo: bool) -> None:
     cuda = line.machine.cuda
     name = line.moe_comm_alltoall
@@ -277,6 +287,8 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
             raise ValueError(
                 f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
             )
+    if name == "dedup":
+        _check_dedup(line)
     codec = line.moe_comm_codec
     load_codec(codec)
     if codec == "zfp" and cuda:

@@ -72,6 +72,7 @@ class DedupDispatcher(AllToAllDispatcher):
     ) -> Route:
         device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
+        assert chunking.shares is None and not self.parallel.splits_rows, "each chunk and rank has whole tokens"
         if counted is None:
             chosen_TP = reroute(map_TE, map_TE, plan, self.parallel.source).map_TE
             counted = self._count(chosen_TP, plan.placement.num_ranks, chunking.chunks)
