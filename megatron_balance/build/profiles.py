@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import resized
+from megatron_balance.cost.flex import Routing
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
@@ -129,6 +131,14 @@ def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
         factor = min(factor, 1.0)
     rows = round(tokens * transformer.moe_router_topk * factor)
     return Shape(tokens, transformer.hidden_size, rows, copies, groups.expt_tp.size())
+
+
+def routing_of(transformer: TransformerConfig) -> Routing:
+    """Return how many experts the tokens of a model choose, and from what."""
+    assert transformer.num_moe_experts is not None
+    groups = transformer.moe_router_num_groups or 1
+    chosen = transformer.moe_router_group_topk or groups
+    return Routing(transformer.num_moe_experts, transformer.moe_router_topk, groups, chosen)
 
 
 def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple[str, ...]:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.build.profiles import Profiles, first_rank_log, layer_shape, new_saa_group, schedule_choices
+from megatron_balance.build.profiles import (
+    Profiles,
+    first_rank_log,
+    layer_shape,
+    new_saa_group,
+    routing_of,
+    schedule_choices,
+)
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
 from megatron_balance.comm.registry import exchange_models, load_all_to_all
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.flex import FlexModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, TaskModel, find_degrees
@@ -116,8 +124,16 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
         nodes=lambda: new_node_groups(group, world(), profiles.node_size(group), minutes),
         profile=lambda: profiles.of(group),
         log=first_rank_log(),
+        copies=lambda: _copies(profiles, dispatch),
     )
     return token_exchange(all_to_all, load_codec(comm.moe_comm_codec), comm.moe_comm_codec_directions)
+
+
+def _copies(profiles: Profiles, dispatch: ParallelDispatch) -> FlexModel:
+    """Return the model of `dedup`; with s1 and s2, it sends tokens to each shard of a host."""
+    group = dispatch.exchange_group
+    shards = group.size() // dispatch.groups.ep.size()
+    return FlexModel.of(profiles.of(group), routing_of(profiles.config.transformer), "dedup", shards)
 
 
 def _chunk_choice(
@@ -140,7 +156,7 @@ def _chunk_choice(
         model = TaskModel(
             profile=profile,
             exchange=exchange,
-            models=exchange_models(exchange.probs, profile),
+            models=exchange_models(exchange.probs, profile, _copies(profiles, dispatch)),
             sharding=dispatch.sharding(),
             hosts=dispatch.groups.ep.size(),
             codec=comm.moe_comm_codec,

@@ -23,6 +23,7 @@ from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimens
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.config.flags import named
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
+from megatron_balance.cost.flex import FlexModel
 from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
@@ -53,9 +54,9 @@ class Chooser:
     prediction is reused for the next `TURNS` exchanges whose total bytes have the same bit length. It depends only on
     the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike."""
 
-    def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, models: Iterable[ExchangeModel], log: Callable[[str], None] | None = None) -> None:
         """`log` receives a line when a name is chosen for the first time."""
-        self.models = [ExchangeModel.of(profile, name) for name in names]
+        self.models = [*models]
         self.log = log
         self._choices: dict[int, tuple[str, int]] = {}
         """By bit length of the total bytes: the choice, and the number of exchanges for which it still holds."""
@@ -90,10 +91,29 @@ class Chooser:
 class AutoAllToAll(NodeAllToAll):
     """Delegates each exchange to the all-to-all with the shortest time predicted from --balance-profile."""
 
-    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        nodes: NodeGroups,
+        profile: ClusterProfile,
+        log: Callable[[str], None] | None = None,
+        copies: FlexModel | None = None,
+    ) -> None:
+        """`copies`: the model of `dedup`; None: rows never travel by `dedup`."""
         super().__init__(nodes)
         self.members = members_of(nodes)
-        self.chooser = Chooser(profile, self.members, log)
+        self.chooser = Chooser((ExchangeModel.of(profile, name) for name in self.members), log)
+        self.dedup_chooser: Chooser | None = None
+        self._dedup: DedupAllToAll | None = None
+        if copies is not None and nodes.ep.size() > nodes.node_size:
+            self.dedup_chooser = Chooser([*self.chooser.models, copies], log)
+            self._dedup = DedupAllToAll(nodes)
+
+    @property
+    def dedup(self) -> DedupAllToAll | None:
+        return self._dedup
+
+    def deduplicates(self, splits_DD: torch.Tensor, row_bytes: int) -> bool:
+        return self.dedup_chooser is not None and self.dedup_chooser.choose(splits_DD, row_bytes) == "dedup"
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -111,11 +131,15 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
 }
 
 
-def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[ExchangeModel, ...]:
+def exchange_models(
+    all_to_all: AllToAll, profile: ClusterProfile, copies: FlexModel | None = None
+) -> tuple[ExchangeModel, ...]:
     """Return the models of an all-to-all: one for each candidate of `auto`, one for any other all-to-all. An unknown
-    class is assumed to send all messages in one stage."""
+    class is assumed to send all messages in one stage. `copies`: the model of `dedup`."""
     if isinstance(all_to_all, AutoAllToAll):
-        return tuple(all_to_all.chooser.models)
+        return tuple((all_to_all.dedup_chooser or all_to_all.chooser).models)
+    if isinstance(all_to_all, DedupAllToAll) and copies is not None:
+        return (copies,)
     if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
         return (ExchangeModel.of(profile),)
     name = next((name for name, kind in ALL_TO_ALLS.items() if isinstance(all_to_all, kind)), "p2p")
@@ -138,6 +162,7 @@ def load_all_to_all(
     nodes: Callable[[], NodeGroups],
     profile: Callable[[], ClusterProfile],
     log: Callable[[str], None] | None = None,
+    copies: Callable[[], FlexModel] | None = None,
 ) -> AllToAll:
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
@@ -145,6 +170,7 @@ def load_all_to_all(
         nodes: creates the node groups, collectively over the job, for subclasses of NodeAllToAll.
         profile: returns the profile for the predictions of `auto`.
         log: receives a line about each new choice of `auto`.
+        copies: returns the model of `dedup`; None: `auto` does not choose it.
 
     Raises:
         ValueError: see `find_all_to_all`, or the all-to-all does not support the sizes of the nodes.
@@ -153,5 +179,5 @@ def load_all_to_all(
         return default_all_to_all(ep_group)
     found = find_all_to_all(name)
     if found is AutoAllToAll:
-        return AutoAllToAll(nodes(), profile(), log)
+        return AutoAllToAll(nodes(), profile(), log, None if copies is None else copies())
     return found(nodes()) if issubclass(found, NodeAllToAll) else found(ep_group)

@@ -105,7 +105,14 @@ class AllToAllDispatcher(Dispatcher):
         """Find the order of rows by expert; later, the plan cuts this order into blocks and moves them to their place
         of sending. If no block will move, copy the rows as well: the first exchange then starts as soon as the plan is
         known."""
-        map_TE = choices.map_TE
+        order, copied = self._order(tokens_TH, choices.map_TE, placement)
+        return PendingRows(partial(self._decide, choices.map_TE, order, copied))
+
+    def _order(
+        self, tokens_TH: torch.Tensor, map_TE: torch.Tensor, placement: Placement | None
+    ) -> tuple[RowOrder | None, list[torch.Tensor]]:
+        """Return the order of `_most_rows` rows by expert, and the rows if no block will move; None and [] where
+        capacities may drop rows."""
         order = None
         copied = []
         with record_function("dispatch"):
@@ -114,7 +121,7 @@ class AllToAllDispatcher(Dispatcher):
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     # The autograd function of the whole mixture computes the tokens' gradient
                     copied.append(gather_rows(tokens_TH.detach(), order))
-        return PendingRows(partial(self._decide, map_TE, order, copied))
+        return order, copied
 
     def _most_rows(self, map_TE: torch.Tensor) -> int:
         # Not len(), which torch implements in Python
@@ -127,7 +134,7 @@ class AllToAllDispatcher(Dispatcher):
     def _decide(
         self, map_TE: torch.Tensor, order: RowOrder | None, copied: list[torch.Tensor], plan: DispatchPlan
     ) -> Route:
-        """Return the route, given the order of `_most_rows` rows by expert and the copied rows, if they exist."""
+        """Return the route, given the results of `_order`."""
         device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
