@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
-from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens, routing_of
+from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.flex import FlexModel
@@ -222,16 +222,13 @@ class _StageBuilder:
         profile = whole if parallel.exchange_group is groups.tp_ep else self.profile
         comm = self.config.comm
         names = (comm.moe_comm_alltoall,)
-        copies = functools.partial(FlexModel.of, profile, routing_of(transformer))
-        among = len(ranks_D) // groups.ep.size() if profile is whole else 1
         if names == ("auto",):
             names = (DEFAULT, "2dh", "1dh") if Network.of(profile).has_both_levels else (DEFAULT,)
         if cost.routing is None:
             models = tuple(ExchangeModel.of(profile, one) for one in names)
         else:
-            models = (copies(cost.copied_by, among),)
-        if comm.moe_comm_alltoall == "auto" and len(Network.of(profile).first_N) > 1:
-            models = (*models, copies("dedup", among))
+            among = len(ranks_D) // groups.ep.size() if profile is whole else 1
+            models = (FlexModel.of(profile, cost.routing, cost.copied_by, among),)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         exchange = RowExchange(

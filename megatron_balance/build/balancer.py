@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_balance.build.profiles import microbatch_tokens, routing_of
 from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
@@ -187,7 +188,7 @@ def _layer_state(
     transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
     flex = transformer.moe_token_dispatcher_type == "flex"
-    dedup = config.comm.moe_comm_alltoall == "dedup"
+    dedup = isinstance(exchange.probs, DedupAllToAll)
     split = settings.balance_token_split
     chosen = cast(Split, split_of(policy)) if split == "policy" else split
     # Exact plans set quotas

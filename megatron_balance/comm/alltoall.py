@@ -46,15 +46,6 @@ class AllToAll(ABC):
         exchanges may be in progress, and may be waited for in any order. `rows` must not change until then."""
 
     @property
-    def dedup(self) -> "AllToAll | None":
-        """The all-to-all that sends a token once to each node, if this one is it or may use it; see comm/dedup.py."""
-        return None
-
-    def deduplicates(self, splits_DD: torch.Tensor, row_bytes: int) -> bool:
-        """Return whether tokens with these rows are predicted to travel faster by `dedup`; equal on all ranks."""
-        return False
-
-    @property
     def reverse(self) -> "AllToAll":
         """The all-to-all for gradients, in the opposite direction."""
         return self

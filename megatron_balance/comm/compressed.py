@@ -24,10 +24,6 @@ class CompressedAllToAll(AllToAll):
         self.reads_all_splits = all_to_all.reads_all_splits
 
     @property
-    def dedup(self) -> AllToAll | None:
-        return self.all_to_all.dedup
-
-    @property
     def reverse(self) -> AllToAll:
         return self if self.gradients else self.all_to_all
 

@@ -115,10 +115,6 @@ class DedupAllToAll(NodeAllToAll):
         super().__init__(nodes)
         self.direct = PipelinedAllToAll(nodes)
 
-    @property
-    def dedup(self) -> "DedupAllToAll":
-        return self
-
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         return self.direct.start(rows, splits_DD)
 

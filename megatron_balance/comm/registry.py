@@ -5,6 +5,7 @@ cost/exchange.py derives the predictions from the profile.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,29 +92,10 @@ class Chooser:
 class AutoAllToAll(NodeAllToAll):
     """Delegates each exchange to the all-to-all with the shortest time predicted from --balance-profile."""
 
-    def __init__(
-        self,
-        nodes: NodeGroups,
-        profile: ClusterProfile,
-        log: Callable[[str], None] | None = None,
-        copies: FlexModel | None = None,
-    ) -> None:
-        """`copies`: the model of `dedup`; None: rows never travel by `dedup`."""
+    def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
         super().__init__(nodes)
         self.members = members_of(nodes)
         self.chooser = Chooser((ExchangeModel.of(profile, name) for name in self.members), log)
-        self.dedup_chooser: Chooser | None = None
-        self._dedup: DedupAllToAll | None = None
-        if copies is not None and nodes.ep.size() > nodes.node_size:
-            self.dedup_chooser = Chooser([*self.chooser.models, copies], log)
-            self._dedup = DedupAllToAll(nodes)
-
-    @property
-    def dedup(self) -> DedupAllToAll | None:
-        return self._dedup
-
-    def deduplicates(self, splits_DD: torch.Tensor, row_bytes: int) -> bool:
-        return self.dedup_chooser is not None and self.dedup_chooser.choose(splits_DD, row_bytes) == "dedup"
 
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -137,13 +119,35 @@ def exchange_models(
     """Return the models of an all-to-all: one for each candidate of `auto`, one for any other all-to-all. An unknown
     class is assumed to send all messages in one stage. `copies`: the model of `dedup`."""
     if isinstance(all_to_all, AutoAllToAll):
-        return tuple((all_to_all.dedup_chooser or all_to_all.chooser).models)
+        return tuple(all_to_all.chooser.models)
     if isinstance(all_to_all, DedupAllToAll) and copies is not None:
         return (copies,)
     if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
         return (ExchangeModel.of(profile),)
     name = next((name for name, kind in ALL_TO_ALLS.items() if isinstance(all_to_all, kind)), "p2p")
     return (ExchangeModel.of(profile, name),)
+
+
+class CopiesCase(NamedTuple):
+    """What `auto` needs to know about `dedup`."""
+
+    model: FlexModel
+    row_bytes: float
+    """Bytes of a rank's rows in one exchange of a microbatch under even routing."""
+
+
+def prefers_copies(auto: AutoAllToAll, copies: CopiesCase, log: Callable[[str], None] | None = None) -> bool:
+    """Return whether `dedup` takes the place of `auto`: whether an even exchange is predicted to be faster that way.
+    The choice holds for the whole run, because it changes the last bits of sums, and a resumed run must not."""
+    ranks = auto.nodes.ep.size()
+    if ranks <= auto.nodes.node_size:
+        return False
+    said: list[str] = []
+    chooser = Chooser([*auto.chooser.models, copies.model], said.append)
+    chosen = chooser.predict(np.full((ranks, ranks), copies.row_bytes / ranks))
+    if log is not None and chosen == "dedup":
+        log(said[0])
+    return chosen == "dedup"
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
@@ -162,7 +166,7 @@ def load_all_to_all(
     nodes: Callable[[], NodeGroups],
     profile: Callable[[], ClusterProfile],
     log: Callable[[str], None] | None = None,
-    copies: Callable[[], FlexModel] | None = None,
+    copies: Callable[[], CopiesCase] | None = None,
 ) -> AllToAll:
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
@@ -170,7 +174,7 @@ def load_all_to_all(
         nodes: creates the node groups, collectively over the job, for subclasses of NodeAllToAll.
         profile: returns the profile for the predictions of `auto`.
         log: receives a line about each new choice of `auto`.
-        copies: returns the model of `dedup`; None: `auto` does not choose it.
+        copies: describes `dedup` to `auto`; None: not a candidate.
 
     Raises:
         ValueError: see `find_all_to_all`, or the all-to-all does not support the sizes of the nodes.
@@ -179,5 +183,7 @@ def load_all_to_all(
         return default_all_to_all(ep_group)
     found = find_all_to_all(name)
     if found is AutoAllToAll:
-        return AutoAllToAll(nodes(), profile(), log, None if copies is None else copies())
+        auto = AutoAllToAll(nodes(), profile(), log)
+        takes_over = copies is not None and prefers_copies(auto, copies(), log)
+        return DedupAllToAll(auto.nodes) if takes_over else auto
     return found(nodes()) if issubclass(found, NodeAllToAll) else found(ep_group)

@@ -198,9 +198,11 @@ class _Copies(AllToAll):
     def __init__(self, all_to_all: AllToAll, copies: ChunkCopies) -> None:
         super().__init__(all_to_all.group)
         self.copies = copies
-        self.codec = all_to_all.codec if isinstance(all_to_all, CompressedAllToAll) else None
-        assert isinstance(all_to_all.dedup, DedupAllToAll)
-        self.all_to_all = all_to_all.dedup
+        compressed = isinstance(all_to_all, CompressedAllToAll)
+        self.codec = all_to_all.codec if compressed else None
+        found = all_to_all.all_to_all if compressed else all_to_all
+        assert isinstance(found, DedupAllToAll)
+        self.all_to_all = found
 
 
 class _ToExperts(_Copies):

@@ -43,11 +43,8 @@ class DedupDispatcher(AllToAllDispatcher):
     ) -> None:
         """`reader` brings the sizes to the host; the other arguments are those of AllToAllDispatcher."""
         super().__init__(config, parallel, exchange, chunks)
-        assert isinstance(exchange.probs.dedup, DedupAllToAll)
-        self.all_to_all = exchange.probs.dedup
-        self.always = self.all_to_all is exchange.probs
-        """False: `auto` decides by the load."""
-        self.row_bytes = round(exchange.bytes_per_row(config.hidden_size, config.params_dtype))
+        assert isinstance(exchange.probs, DedupAllToAll)
+        self.all_to_all = exchange.probs
         self.reader = reader
         self.among_shards = self.sharding
         if isinstance(self.sharding, DirectAllToAll):
@@ -57,25 +54,11 @@ class DedupDispatcher(AllToAllDispatcher):
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         map_TE = choices.map_TE
         counted = None
-        if self.always and placement is not None and placement.tables.in_place and self.chunks is None:
+        if placement is not None and placement.tables.in_place and self.chunks is None:
             with record_function("dispatch"):
                 counted = self._count(map_TE, placement.num_ranks, 1)
-        order, copied = self._order(tokens_TH, map_TE, None if self.always else placement)
-        return PendingRows(partial(self._decide_copies, map_TE, order, copied, counted))
-
-    def _deduplicates(self, plan: DispatchPlan, chunking: Chunking) -> bool:
-        """Return whether tokens travel once to each node: always with `dedup`, and with `auto` if that is faster."""
-        if chunking.shares is not None or self.parallel.splits_rows:
-            assert not self.always, "each chunk and rank has whole tokens"
-            return False
-        if self.always:
-            return True
-        splits_DW = plan.splits_DW
-        exchanges = len(splits_DW) // self.all_to_all.nodes.ep.size()
-        # One of the exchanges between shards with equal numbers stands for all
-        splits_RW = splits_DW[::exchanges]
-        shards = len(splits_RW) // splits_RW.shape[1]
-        return self.exchange.probs.deduplicates(splits_RW.repeat_interleave(shards, dim=1), self.row_bytes)
+        order, _ = self._order(tokens_TH, map_TE, None)
+        return PendingRows(partial(self._decide_copies, map_TE, order, counted))
 
     def _count(self, chosen_TP: torch.Tensor, hosts: int, chunks: int) -> Counted:
         nodes = self.all_to_all.nodes
@@ -83,17 +66,11 @@ class DedupDispatcher(AllToAllDispatcher):
         return destinations, self.reader.read(start_gather(self.parallel.sources, destinations.tally(chunks)))
 
     def _decide_copies(
-        self,
-        map_TE: torch.Tensor,
-        order: RowOrder | None,
-        copied: list[torch.Tensor],
-        counted: Counted | None,
-        plan: DispatchPlan,
+        self, map_TE: torch.Tensor, order: RowOrder | None, counted: Counted | None, plan: DispatchPlan
     ) -> Route:
         device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
-        if not self._deduplicates(plan, chunking):
-            return self._decide(map_TE, order, copied, plan)
+        assert chunking.shares is None and not self.parallel.splits_rows, "each chunk and rank has whole tokens"
         if counted is None:
             chosen_TP = reroute(map_TE, map_TE, plan, self.parallel.source).map_TE
             counted = self._count(chosen_TP, plan.placement.num_ranks, chunking.chunks)

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.device.recomputation import PassMemory
@@ -128,7 +129,7 @@ class BalancedMoELayer(MoELayer):
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
         # megatron-core sets the layer's number after its construction
         chunking = None if chunks is None else lambda plan: chunks(number_of(self), plan)
-        if exchange.probs.dedup is not None:
+        if isinstance(exchange.probs, DedupAllToAll):
             return DedupDispatcher(self.config, self.parallel, exchange, chunking, self._reader)
         return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
 

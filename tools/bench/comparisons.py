@@ -105,8 +105,8 @@ CHUNKS = Comparison(
     handling=True,
 )
 
-# A rank's rows are 2 MiB with top-4, 4 MiB with top-8. With pipe, top-4 and two nodes, these speeds let the network take
-# a third, a half and two thirds of the iteration
+# A rank's rows are 2 MiB with top-4, 4 MiB with top-8. With pipe, top-4 and two nodes, the network takes a third, half
+# and two thirds of an iteration at these speeds
 COPIES = Comparison(
     f"{MODEL} --num-layers 2 --seq-length 512 --num-experts 32 --moe-ffn-hidden-size 256 "
     "--moe-router-load-balancing-type none --moe-router-force-load-balancing",
