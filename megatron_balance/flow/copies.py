@@ -147,6 +147,8 @@ class ChunkCopies:
     def spread(self, all_to_all: DedupAllToAll, codec: Codec | None, copies_UH: torch.Tensor) -> Exchange:
         """Start sending this rank's copies; the exchange returns the rows of this rank."""
         self._send_bitmaps(all_to_all)
+        hidden = copies_UH.shape[1]
+        dtype = copies_UH.dtype
 
         def relay(step: int, payload: torch.Tensor) -> torch.Tensor:
             return payload.index_select(0, self._relays[step].token_R)
@@ -156,8 +158,7 @@ class ChunkCopies:
 
         def wait() -> torch.Tensor:
             payload = exchange.wait()
-            tokens_MH = payload if codec is None else codec.decode(payload, copies_UH.shape[1], copies_UH.dtype)
-            return gather_rows(tokens_MH, self.rows)
+            return gather_rows(payload if codec is None else codec.decode(payload, hidden, dtype), self.rows)
 
         return Exchange(wait)
 
