@@ -33,6 +33,7 @@ FEATURES = {
     "s1": Feature("--moe-parallel-schedule s1"),
     "s2": Feature("--moe-parallel-schedule s2"),
     "all-to-all": Feature("--moe-comm-alltoall pipe"),
+    "dedup": Feature("--moe-comm-alltoall dedup --moe-comm-node-size 1"),
     "codec": Feature("--moe-comm-codec fp8 --moe-comm-codec-directions all"),
     "chunks": Feature("--moe-comm-chunks 3 --moe-comm-order interleaved"),
     "policy": Feature("--balance-policy top2"),

@@ -11,13 +11,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_balance.build.profiles import even_rows, microbatch_tokens
+from megatron_balance.build.profiles import even_rows, microbatch_tokens, routing_of
 from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.flex import Routing
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
@@ -187,6 +187,8 @@ def _layer_state(
     settings = config.balance
     transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
+    flex = transformer.moe_token_dispatcher_type == "flex"
+    dedup = isinstance(exchange.probs, DedupAllToAll)
     split = settings.balance_token_split
     chosen = cast(Split, split_of(policy)) if split == "policy" else split
     # Exact plans set quotas
@@ -212,7 +214,8 @@ def _layer_state(
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
         trans_each=0 if settings.balance_load == "predicted" else trans_each,
-        routing=_routing(transformer) if transformer.moe_token_dispatcher_type == "flex" else None,
+        routing=routing_of(transformer) if flex or dedup else None,
+        copied_by="dedup" if dedup else "flex",
     )
     if owners.guest_slots:
         cost.prepare()
@@ -233,12 +236,6 @@ def _layer_state(
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within, layer.limit, layer.split)
-
-
-def _routing(config: TransformerConfig) -> Routing:
-    assert config.num_moe_experts is not None
-    groups = config.moe_router_num_groups or 1
-    return Routing(config.num_moe_experts, config.moe_router_topk, groups, config.moe_router_group_topk or groups)
 
 
 def _usual_microbatches(config: TransformerConfig) -> int:

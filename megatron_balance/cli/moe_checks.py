@@ -233,7 +233,11 @@ def _check_certificate(line: CommandLine) -> None:
             given and line.moe_token_dispatcher_type != "alltoall",
             f"{allocates}; use alltoall",
         ),
-        ("moe_comm_alltoall", ":" in line.moe_comm_alltoall, f"{allocates}; use an all-to-all of this package"),
+        (
+            "moe_comm_alltoall",
+            ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup",
+            f"{allocates}; use pipe",
+        ),
         ("moe_comm_chunks", line.moe_comm_chunks != "1", "splits the rows whose number a plan bounds; use 1"),
     ):
         if conflicts:
@@ -294,6 +298,16 @@ def _token_dispatcher(line: CommandLine) -> str:
     return "alltoall"
 
 
+def _check_dedup(line: CommandLine) -> None:
+    flag = line["moe_comm_alltoall"]
+    if find_order(line.moe_comm_order) is None:
+        reason = f"not with {flag}, whose chunks are runs of whole tokens, while DEMI divides the rows of each expert"
+        raise ValueError(f"{line['moe_comm_order']}: {reason}; use optsche, or another all-to-all")
+    if line.moe_parallel_schedule == "s2" and line.tensor_model_parallel_size > 1:
+        reason = f"not with {flag}, because s2 divides the rows of one token among tensor-parallel ranks"
+        raise ValueError(f"--moe-parallel-schedule s2: {reason}; use s1, or another all-to-all")
+
+
 def _check_exchange(line: CommandLine, gloo: bool) -> None:
     cuda = line.machine.cuda
     name = line.moe_comm_alltoall
@@ -303,6 +317,8 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
             raise ValueError(
                 f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
             )
+    if name == "dedup":
+        _check_dedup(line)
     codec = line.moe_comm_codec
     load_codec(codec)
     if codec == "zfp" and cuda:

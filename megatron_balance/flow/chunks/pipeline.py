@@ -68,15 +68,28 @@ class ChunkedRoute:
 
     def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks":
         """Start the first exchange of rows, outside of autograd."""
-        waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
+        waiting = self.rows_of(tokens_TH.detach())
         _, chunk = self.chunking.forward[0]
-        exchange = self.spread(self.exchange.dispatch, waiting.pop(chunk), chunk)
+        exchange = self.spread(self.exchange.dispatch, chunk, waiting.pop(chunk))
         return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
 
-    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, chunk: int) -> Exchange:
+    def rows_of(self, tokens_TH: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the rows that this rank sends, by chunk, given its tokens or the gradients of their sums."""
+        return self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH, self.order))
+
+    def sums_of(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return each token's sum [T, H] of the rows that `collect` returned, by chunk; the transpose of `rows_of`."""
+        return combine(self.joined(results), self.order)
+
+    def spread(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
         room = {"room": self.room} if self.room else {}
         return self.sharding.spread(all_to_all, rows, self.cut.splits[chunk], **room)
+
+    def collect(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
+        """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
+        sharding = self.parallel.simultaneous or self.sharding
+        return sharding.collect(all_to_all, rows, self.cut.splits[chunk])
 
     @functools.cached_property
     def sorting(self) -> Sorting:
@@ -169,16 +182,15 @@ class ChunkTasks(ABC):
 
     def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
-        return self.route.spread(self.to_experts, rows, chunk)
+        return self.route.spread(self.to_experts, chunk, rows)
 
     @abstractmethod
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for the rows that arrived."""
 
     def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
-        sharding = self.route.parallel.simultaneous or self.route.sharding
-        return sharding.collect(self.back, rows, self.route.cut.splits[chunk])
+        """Start sending a chunk's results back."""
+        return self.route.collect(self.back, chunk, rows)
 
     def finish(self) -> None:  # noqa: B027
         """Do the work that no rank waits for; called when the results of all chunks have been sent."""
@@ -324,17 +336,17 @@ class _Mixture(torch.autograd.Function):
         ctx.gradients = tasks.gradients
         ctx.probs_shape = probs_TE.shape
         with record_function("combine"):
-            return combine(route.joined(results), route.order)
+            return route.sums_of(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         route = ctx.route
         with record_function("combine backward"):
-            parts = route.parts(gather_rows(gradients[0], route.order))
+            parts = route.rows_of(gradients[0])
         tasks = _Backward(route, ctx.graphs, ctx.gradients, ctx.begin)
         results = execute(route.chunking.backward, parts, tasks)
         with record_function("dispatch backward"):
-            of_tokens = combine(route.joined(results), route.order)
+            of_tokens = route.sums_of(results)
             of_probs = route.of_all_members(route.cut.weights_to_chunks(tasks.weights.wait()))
             to_probs = scatter_weights(of_probs, route.order, ctx.probs_shape)
         return of_tokens, to_probs, None, None, None, None, *tasks.of_weights
