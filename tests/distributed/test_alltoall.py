@@ -26,7 +26,7 @@ from tests.variants import variants
 LAYOUTS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "2x4": (8, 4), "4x2": (8, 2)}
 """Nodes x ranks per node -> total ranks, ranks per node."""
 
-UNEVEN = {"3+3+2": (8, 3), "7+1": (8, 7)}
+UNEVEN = {"3+3+2": (8, 3), "3+1": (4, 3)}
 """Layouts with a smaller last node."""
 
 NAMES = ["default", *ALL_TO_ALLS]

@@ -7,7 +7,6 @@ checker.py     events on kernels, streams, memory and waits -> races, memory fre
 host_clock.py  CPU time of the host's thread outside of kernels
 waits.py       the golden tables of an iteration: waits, kernels, launches, bytes
 ranks.py       gloo ranks on the device, for tests
-plugin.py      pytest itself on the device
 packages/      stand-ins for Transformer Engine, apex and DeepEP
 
 Tests on the device execute the program's CUDA and NCCL branches, on real data and on several real ranks. They reveal

@@ -1,5 +1,6 @@
 """Hugging Face models to checkpoints and back, bit for bit, and error messages for files that are not models."""
 
+import dataclasses
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import convert_checkpoint
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner
+from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner, process_state
 from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.conversion import export_model, import_model
 from megatron_balance.convert.model import Model
@@ -298,11 +299,14 @@ def test_an_import_removes_what_a_killed_one_has_left(models, tmp_path) -> None:
 
 
 def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path, capsys) -> None:
-    holder = Lease(tmp_path, Owner.here("first"), "")
+    # Another process that runs is this one's parent
+    parent = os.getppid()
+    owner = dataclasses.replace(Owner.here("first"), process=parent, started=process_state(parent)[1])
+    holder = Lease(tmp_path, owner, "")
     holder.acquire(quiet)
     arguments = ["import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]
     assert convert_checkpoint.main(arguments) == 1
-    said = f"error: --save-dir {tmp_path}: another run saves there (run first, process {os.getpid()}"
+    said = f"error: --save-dir {tmp_path}: another run saves there (run first, process {parent}"
     assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["lease.000001"]
     holder.check()
