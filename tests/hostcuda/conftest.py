@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.conftest import curve_of, profiles  # noqa: F401
 from tests.hostcuda.library import compiler
-from tests.hostcuda.ranks import DeviceRanks
+from tests.hostcuda.ranks import USUAL, DeviceRanks
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def device_ranks(device: None):
     """`device_ranks(n, machine)`: n ranks on one of `packages.MACHINES`, shared by the whole session."""
     pools: dict[tuple[int, str], DeviceRanks] = {}
 
-    def of(world_size: int, machine: str = "bare") -> DeviceRanks:
+    def of(world_size: int, machine: str = USUAL) -> DeviceRanks:
         return pools.setdefault((world_size, machine), DeviceRanks(world_size, machine))
 
     yield of

@@ -13,11 +13,15 @@ from tests.harness import Ranks
 from tests.hostcuda.library import library
 from tests.hostcuda.packages import roots
 
+USUAL = "deep_ep"
+"""The machine of most tests. Only flags that ask for DeepEP use it, so one server forks the ranks of runs with and
+without them."""
+
 
 class DeviceRanks(Ranks):
     """Ranks forked from a separate server, which has loaded the device before torch."""
 
-    def __init__(self, world_size: int, machine: str = "bare") -> None:
+    def __init__(self, world_size: int, machine: str = USUAL) -> None:
         """`machine`: one of `packages.MACHINES`."""
         super().__init__(world_size)
         self.machine = machine
@@ -26,7 +30,7 @@ class DeviceRanks(Ranks):
         start(process, self.machine)
 
 
-def start(process: BaseProcess, machine: str = "bare") -> None:
+def start(process: BaseProcess, machine: str = USUAL) -> None:
     """Start a process of the context `forkserver` on the device of this machine."""
     if machine not in _SERVERS:
         _SERVERS[machine] = forkserver.ForkServer()

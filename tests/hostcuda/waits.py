@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.training.run import Run
 from tests.hostcuda.checker import WORK, Place
-from tests.hostcuda.ranks import DeviceRanks
+from tests.hostcuda.ranks import USUAL, DeviceRanks
 from tests.hostcuda.runs import watched
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """A run and its machine."""
 
     flags: str
-    machine: str = "bare"
+    machine: str = USUAL
 
 
 CASES = {

@@ -10,7 +10,7 @@ from tests.kernels.equal import fits_equal, zipf
 from tests.unit.test_fit import cases
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(cases())
 def test_the_kernel_is_the_function(case: dict) -> None:
     fits_equal([case], "cpu")
