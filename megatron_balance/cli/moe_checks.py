@@ -85,6 +85,27 @@ def check_moe(line: CommandLine) -> None:
     line.moe_token_dispatcher_type = _token_dispatcher(line)
 
 
+def check_paired_passes(line: CommandLine) -> None:
+    """Check the requirements of `--overlap-moe-expert-parallel-comm`."""
+    flag = "--overlap-moe-expert-parallel-comm"
+    if line.expert_model_parallel_size == 1:
+        reason = "without expert parallelism, no tokens are exchanged"
+        raise ValueError(f"{flag}: {reason}; use --expert-model-parallel-size above 1, or leave it out")
+    if line.moe_layer_impl != "balanced":
+        raise ValueError(f"{flag}: needs --moe-layer-impl balanced, not {line.moe_layer_impl}; or leave it out")
+    if line.moe_token_dispatcher_type != "alltoall":
+        dispatcher = f"--moe-token-dispatcher-type alltoall, not {line.moe_token_dispatcher_type}"
+        raise ValueError(f"{flag}: needs {dispatcher}; or leave it out")
+    each = [name for name in ("balance_load", "balance_inner_policy") if line.get(name) not in ("predicted", "none")]
+    if each and line.balance_policy != "none":
+        reason = "both passes of a pair would need the guest slots that layers share"
+        raise ValueError(f"{line[each[0]]}: not with {flag}, because {reason}; leave out one of them")
+    if line.pipeline_model_parallel_size > 1 and line.virtual_pipeline_model_parallel_size is None:
+        reason = "the last stage would have no other microbatch whose forward pass could run beside a backward pass"
+        remedy = "also give --num-layers-per-virtual-pipeline-stage, or leave it out"
+        raise ValueError(f"{flag}: with {line['pipeline_model_parallel_size']}, {reason}; {remedy}")
+
+
 def _check_rows_bound(line: CommandLine) -> None:
     """Check the requirements of `--moe-flex-rows bound`; flow/layer.py checks the device and the widths."""
     dispatcher = line.moe_token_dispatcher_type

@@ -28,14 +28,16 @@ class Stage(NamedTuple):
     microbatches: int = 1
     stage: int = 0
     stages: int = 1
+    paired: bool = False
 
     def passes(self) -> list[Pass]:
         if len(self.blocks) == 1:
             table = [(0, microbatch) for microbatch in range(self.microbatches)]
-            return one_forward_one_backward(table, 1, self.stages - self.stage - 1)
+            return one_forward_one_backward(table, 1, self.stages - self.stage - 1, self.paired)
         chunks = len(self.blocks)
         table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(self.microbatches, chunks, 2)]
-        return one_forward_one_backward(table, chunks, 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1))
+        ahead = 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1)
+        return one_forward_one_backward(table, chunks, ahead, self.paired)
 
     def lowered(self, overlap: Overlapping = "blockwise", **more: int) -> Schedule:
         return lower.lower(self.passes(), self.blocks, overlap, **more)
@@ -57,6 +59,8 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
     "2_blocks_late": Stage([[1, 2]]).lowered(late=True),
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
+    "2_blocks_paired": Stage([[1, 2]], microbatches=2, paired=True).lowered(),
+    "2_blocks_paired_on_device": Stage([[1, 2]], microbatches=2, paired=True).lowered(on_device=True),
     "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2, ahead=False),
     "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2, ahead=False),
     "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, ahead=False, reduce_early=True),
@@ -194,3 +198,13 @@ def test_one_forward_one_backward() -> None:
     found = ["".join(f"{'BF'[one.forward]}{one.microbatch}" for one in one_forward_one_backward(table, 1, ahead))
              for ahead in (0, 1, 5)]  # fmt: skip
     assert found == ["F0B0F1B1F2B2", "F0F1B0F2B1B2", "F0F1F2B0B1B2"]
+
+
+def test_paired_passes_are_independent() -> None:
+    """One more forward pass comes first, and only passes of the turns after it are paired."""
+    table = [(0, microbatch) for microbatch in range(3)]
+    found = [
+        "".join(f"{'BF'[one.forward]}{one.microbatch}{'p' * one.paired}" for one in order)
+        for order in (one_forward_one_backward(table, 1, ahead, paired=True) for ahead in (0, 1, 5))
+    ]
+    assert found == ["F0F1pB0pF2pB1pB2", "F0F1F2pB0pB1B2", "F0F1F2B0B1B2"]
