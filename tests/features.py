@@ -35,6 +35,7 @@ FEATURES = {
     "all-to-all": Feature("--moe-comm-alltoall pipe"),
     "codec": Feature("--moe-comm-codec fp8 --moe-comm-codec-directions all"),
     "chunks": Feature("--moe-comm-chunks 3 --moe-comm-order interleaved"),
+    "paired passes": Feature("--overlap-moe-expert-parallel-comm"),
     "policy": Feature("--balance-policy top2"),
     "exact plans": Feature("--balance-policy top2 --balance-load exact"),
     "two time scales": Feature("--balance-policy top2 --balance-inner-policy quota"),

@@ -103,10 +103,10 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
         _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
 
     layer.host = functools.partial(balancer.host, number)
-    before = layer.begin
+    others = layer.begin
 
     def begin(work: str) -> None:
-        before(work)
+        others(work)
         if work in COMPUTATIONS:
             balancer.enter(number, *COMPUTATIONS[work])
 

@@ -10,12 +10,62 @@ PAIRED = "--overlap-moe-expert-parallel-comm"
 TOLERANCE = 1e-5
 EP2 = "--expert-model-parallel-size 2 --global-batch-size 16 --moe-router-force-workload hot_experts"
 
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
 CASES = {
-    "two ranks": (2, ""),
+    "alone": (2, ""),
+    "chunks": (2, "--moe-comm-chunks 3 --moe-comm-order interleaved"),
+    "codec": (2, "--moe-comm-codec int8 --moe-comm-codec-directions all"),
+    "pipe": (4, "--moe-comm-alltoall pipe"),
+    "layer recomputation": (2, "--recompute-granularity selective --recompute-modules moe"),
+    "full recomputation": (
+        2,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1",
+    ),
+    "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    "distributed optimizer": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "tensor parallelism": (4, "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"),
+    "context parallelism": (4, "--context-parallel-size 2"),
+    "shared experts": (2, "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"),
+    "dense layers": (2, "--num-layers 4 --moe-layer-freq 2"),
+    "expert bias": (2, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
+    "multi-token prediction": (2, "--mtp-num-layers 1 --position-embedding-type rope"),
+    "one microbatch": (2, "--global-batch-size 4"),
+    "bfloat16": (2, "--bf16"),
+    "policy": (2, "--balance-policy top2"),
+    "policy and recomputation": (
+        2,
+        "--balance-policy top2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "blockwise": (
+        4,
+        "--balance-policy top2 --balance-overlap blockwise --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather --num-layers 4",
+    ),
+    "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
+    "interleaved": (4, f"{INTERLEAVED}"),
+    "interleaved, messages one by one": (
+        8,
+        "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
+        "--no-overlap-p2p-communication",
+    ),
+    "interleaved, distributed optimizer": (
+        8,
+        f"{INTERLEAVED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "interleaved, blockwise": (4, f"{INTERLEAVED} --balance-policy top2 --balance-overlap blockwise"),
+    "interleaved, recomputation": (
+        4,
+        f"{INTERLEAVED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "interleaved, dense layers": (4, f"{INTERLEAVED} --moe-layer-freq 2"),
+    "interleaved, multi-token prediction": (4, f"{INTERLEAVED} --mtp-num-layers 1 --position-embedding-type rope"),
 }
 
+QUICK = ("chunks", "full recomputation", "distributed optimizer", "interleaved, blockwise")
 
-@pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=("two ranks",)))
+
+@pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=QUICK))
 def test_losses_are_those_of_one_pass_after_the_other(ranks, curve_of, length, world_size: int, flags: str) -> None:
     iterations = length(4)
     plain = f"{EP2} {flags}"
