@@ -1,6 +1,7 @@
 """The forward pass of one microbatch beside the backward pass of another (`--overlap-moe-expert-parallel-comm`)."""
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -64,6 +66,8 @@ class PairedPasses:
         self._stream_of: Streams = WeakTensorKeyDictionary()
         """Stream of the forward pass that returned an output."""
         where = ON_DEVICE if torch.cuda.is_available() else ON_HOST
+        if torch.cuda.is_available():
+            _separate_buffers()
         for layer in (module for chunk in model for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
             _give_way(layer, self._turns, where)
 
@@ -101,6 +105,8 @@ class PairedPasses:
             (output, num_tokens), gradient = self._turns.together(forward, backward)
         for stream in self._streams:
             main.wait_stream(stream)
+        for one in (output, num_tokens, gradient):
+            _keep(one)
         # Only now, so that all stages send their outputs first
         if asked.b_model is not None and asked.post_backward is not None:
             asked.post_backward(gradient)
@@ -109,6 +115,12 @@ class PairedPasses:
     def _run_forward(self, asked: SimpleNamespace, stream: torch.cuda.Stream) -> tuple[Any, Any]:
         chunks = self._config.virtual_pipeline_model_parallel_size
         last = asked.f_model_chunk_id is None or asked.f_model_chunk_id == (chunks or 1) - 1
+        config = asked.config
+        if asked.b_model is not None:
+            # The first pass of the iteration has set the scales of auxiliary losses, which the backward pass reads now
+            config = copy.copy(config)
+            config.num_moe_experts = None
+            config.mtp_num_layers = None
         with torch.cuda.stream(stream):
             if asked.pre_forward is not None:
                 asked.pre_forward()
@@ -120,7 +132,7 @@ class PairedPasses:
                 asked.num_microbatches,
                 asked.input_tensor,
                 asked.forward_data_store,
-                asked.config,
+                config,
                 self._groups.cp.size(),
                 asked.collect_non_loss_data,
                 is_first_microbatch=asked.is_first_microbatch,
@@ -141,6 +153,17 @@ class PairedPasses:
             return self._backward(
                 asked.b_input_tensor, asked.b_output_tensor, asked.b_output_tensor_grad, config=asked.config
             )
+
+
+def _separate_buffers() -> None:
+    """Let each stream have its own buffers of megatron-core, to which the layers of both passes write."""
+    buffers = parallel_state.get_global_memory_buffer()
+    get_tensor = type(buffers).get_tensor
+
+    def of_stream(shape: Any, dtype: torch.dtype, name: str, *more: Any, **named: Any) -> torch.Tensor:
+        return get_tensor(buffers, shape, dtype, f"{name} {torch.cuda.current_stream().cuda_stream}", *more, **named)
+
+    buffers.get_tensor = of_stream
 
 
 def _give_way(layer: BalancedMoELayer, turns: Turns, where: dict[str, Any]) -> None:

@@ -44,11 +44,6 @@ CASES = {
     ),
     "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
     "interleaved": (4, f"{INTERLEAVED}"),
-    "interleaved, messages one by one": (
-        8,
-        "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
-        "--no-overlap-p2p-communication",
-    ),
     "interleaved, distributed optimizer": (
         8,
         f"{INTERLEAVED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
