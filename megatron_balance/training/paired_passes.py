@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,12 @@ from megatron.core.utils import get_model_type
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_balance.comm.alltoall import keep_until_read
-from megatron_balance.device.turns import Turns
+from megatron_balance.device.turns import Direction, Turns
 from megatron_balance.flow.layer import BalancedMoELayer
 
 Streams = MutableMapping[torch.Tensor, torch.cuda.Stream]
 
-ON_HOST = {
+ON_HOST: Mapping[str, Direction] = {
     "dispatch_wait": "forward",
     "combine_wait": "forward",
     "combine_backward_wait": "backward",
@@ -31,7 +31,7 @@ ON_HOST = {
 }
 """Where a pass gives way without CUDA: where its host waits for an exchange of rows -> the pass's direction."""
 
-ON_DEVICE = {
+ON_DEVICE: Mapping[str, Direction] = {
     "load_wait": "forward",
     "dispatch_wait": "forward",
     "combine_backward_wait": "backward",
@@ -69,7 +69,7 @@ class PairedPasses:
         if torch.cuda.is_available():
             _separate_buffers()
         for layer in (module for chunk in model for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
-            _give_way(layer, self._turns, where)
+            give_way_in(layer, self._turns, where)
 
     @contextlib.contextmanager
     def in_schedules(self) -> Iterator[None]:
@@ -166,7 +166,8 @@ def _separate_buffers() -> None:
     buffers.get_tensor = of_stream
 
 
-def _give_way(layer: BalancedMoELayer, turns: Turns, where: dict[str, Any]) -> None:
+def give_way_in(layer: BalancedMoELayer, turns: Turns, where: Mapping[str, Direction]) -> None:
+    """Let passes give way in a layer; `where` as ON_HOST."""
     begin = layer.begin
 
     def give_way_and_begin(work: Any) -> None:

@@ -1,8 +1,14 @@
 """`--overlap-moe-expert-parallel-comm` trains the same model, and its passes take turns where they wait."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_balance.device.turns import Turns
+from megatron_balance.job.layout import build_groups
+from megatron_balance.training.paired_passes import ON_HOST, give_way_in
 from tests.distributed import runs
+from tests.distributed.layers import HIDDEN, build_layer, in_chunks, moe_config, own_gradients
 from tests.distributed.runs import deviation
 from tests.variants import variants
 
@@ -68,3 +74,30 @@ def test_losses_are_those_of_one_pass_after_the_other(ranks, curve_of, length, w
     assert deviation(paired, curve_of(plain, iterations, world_size)) <= TOLERANCE
     # Sums have a fixed order
     assert ranks(world_size).run(runs.train_curve, f"{plain} {PAIRED}", iterations)[0] == paired
+
+
+def gradients_of_two_passes(chunks: int, paired: bool) -> list[torch.Tensor]:
+    """Return the gradients of a layer's parameters and of its inputs in two passes, which may overlap."""
+    config = moe_config(moe_router_topk=2)
+    layer = build_layer(config, build_groups(config, seed=7))
+    in_chunks(chunks, 3, own_gradients, layer)
+    turns = Turns()
+    give_way_in(layer, turns, ON_HOST)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=generator) for tokens in (13, 8)]
+    first, second = (one.requires_grad_() for one in inputs)
+    output = layer(first)[0].square().sum()
+    if paired:
+        output, _ = turns.together(lambda: layer(second)[0].square().sum(), output.backward)
+    else:
+        output.backward()
+        output = layer(second)[0].square().sum()
+    output.backward()
+    return [parameter.grad for parameter in (*layer.parameters(), first, second)]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_are_equal_to_the_bit(ranks, chunks: int) -> None:
+    paired = ranks(2).run(gradients_of_two_passes, chunks, True)
+    for found, expected in zip(paired, ranks(2).run(gradients_of_two_passes, chunks, False), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
