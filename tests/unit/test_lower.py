@@ -103,7 +103,7 @@ def test_nothing_else_is_golden() -> None:
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> Stage:
+def stages(draw: st.DrawFn, paired: bool = False) -> Stage:
     """Return a stage with MoE layers; some of its chunks may have none."""
     chunks = draw(st.integers(1, 4))
     numbers = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=8)))
@@ -112,10 +112,10 @@ def stages(draw: st.DrawFn) -> Stage:
     blocks = [numbers[start:end] for start, end in pairwise(edges)]
     count = draw(st.integers(1, 6)) if chunks == 1 else 2 * draw(st.integers(1, 3))
     stage = draw(st.integers(0, 1))
-    return Stage(blocks, count, stage, 2)
+    return Stage(blocks, count, stage, 2, paired)
 
 
-@given(stages(), st.booleans(), st.booleans(), st.booleans())
+@given(st.booleans().flatmap(stages), st.booleans(), st.booleans(), st.booleans())
 def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise: bool) -> None:
     """Each computation overlaps with at most one Trans or one Agg."""
     schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none")
@@ -208,3 +208,18 @@ def test_paired_passes_are_independent() -> None:
         for order in (one_forward_one_backward(table, 1, ahead, paired=True) for ahead in (0, 1, 5))
     ]
     assert found == ["F0F1pB0pF2pB1pB2", "F0F1F2pB0pB1B2", "F0F1F2B0B1B2"]
+
+
+@given(stages(paired=True), st.booleans())
+def test_paired_passes_compute_what_passes_compute_alone(stage: Stage, on_device: bool) -> None:
+    """The order of each microbatch's computations in a direction stays."""
+    order = [step.computation for step in stage.lowered("none", on_device=on_device)]
+    alone = [one._replace(paired=False) for one in stage.passes()]
+    expected = [step.computation for step in lower.compute_order(alone, stage.blocks)]
+    for microbatch in range(stage.microbatches):
+        for is_forward in (True, False):
+            passes = (
+                [one for one in found if (one.microbatch, one.is_forward) == (microbatch, is_forward)]
+                for found in (order, expected)
+            )
+            assert next(passes) == next(passes)
