@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.device.turns import Direction, Turns
 from megatron_balance.flow.layer import BalancedMoELayer
-
-Streams = MutableMapping[torch.Tensor, torch.cuda.Stream]
 
 ON_HOST: Mapping[str, Direction] = {
     "dispatch_wait": "forward",
@@ -58,12 +56,12 @@ class PairedPasses:
         self._groups = groups
         self._turns = Turns()
         self._signature = inspect.signature(combined_1f1b.combined_forward_backward_step)
-        # An argument since 0.19.2
-        self._backward = schedules.backward_step
+        self._backward: Callable[..., Any] = schedules.backward_step
+        # 0.19.2 has no such argument
         if "model_type" in inspect.signature(schedules.backward_step).parameters:
             self._backward = functools.partial(schedules.backward_step, model_type=get_model_type(model[0]))
         self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        self._stream_of: Streams = WeakTensorKeyDictionary()
+        self._stream_of: MutableMapping[torch.Tensor, torch.cuda.Stream] = WeakTensorKeyDictionary()
         """Stream of the forward pass that returned an output."""
         where = ON_DEVICE if torch.cuda.is_available() else ON_HOST
         if torch.cuda.is_available():
@@ -157,11 +155,11 @@ class PairedPasses:
 
 def _separate_buffers() -> None:
     """Let each stream have its own buffers of megatron-core, to which the layers of both passes write."""
-    buffers = parallel_state.get_global_memory_buffer()
+    buffers: Any = parallel_state.get_global_memory_buffer()
     get_tensor = type(buffers).get_tensor
 
-    def of_stream(shape: Any, dtype: torch.dtype, name: str, *more: Any, **named: Any) -> torch.Tensor:
-        return get_tensor(buffers, shape, dtype, f"{name} {torch.cuda.current_stream().cuda_stream}", *more, **named)
+    def of_stream(shape: Any, dtype: torch.dtype, name: str, *more: Any) -> torch.Tensor:
+        return get_tensor(buffers, shape, dtype, f"{name}, stream {torch.cuda.current_stream().cuda_stream}", *more)
 
     buffers.get_tensor = of_stream
 
