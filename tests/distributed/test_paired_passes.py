@@ -93,7 +93,8 @@ def gradients_of_two_passes(chunks: int, paired: bool) -> list[torch.Tensor]:
         output.backward()
         output = layer(second)[0].square().sum()
     output.backward()
-    return [parameter.grad for parameter in (*layer.parameters(), first, second)]
+    gradients = [parameter.grad for parameter in (*layer.parameters(), first, second)]
+    return [one for one in gradients if one is not None]
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
