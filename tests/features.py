@@ -36,6 +36,7 @@ FEATURES = {
     "dedup": Feature("--moe-comm-alltoall dedup --moe-comm-node-size 1"),
     "codec": Feature("--moe-comm-codec fp8 --moe-comm-codec-directions all"),
     "chunks": Feature("--moe-comm-chunks 3 --moe-comm-order interleaved"),
+    "paired passes": Feature("--overlap-moe-expert-parallel-comm"),
     "policy": Feature("--balance-policy top2"),
     "exact plans": Feature("--balance-policy top2 --balance-load exact"),
     "two time scales": Feature("--balance-policy top2 --balance-inner-policy quota"),

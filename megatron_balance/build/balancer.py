@@ -142,6 +142,7 @@ def _schedules(
             ahead=ahead,
             late=settings.moe_flex_rows == "bound",
             reduce_early=config.ddp.overlap_grad_reduce,
+            on_device=torch.cuda.is_available(),
         )
 
     return schedule

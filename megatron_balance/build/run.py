@@ -51,6 +51,7 @@ from megatron_balance.training.data import Data, build_data, padded_vocab_size
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.objective import Objective, PredictingModel
 from megatron_balance.training.optimizer_state import fuse, tell_groups_apart
+from megatron_balance.training.paired_passes import PairedPasses
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
@@ -93,6 +94,7 @@ def build_run(
     force_workload(wiring, model, batches.get)
     if config.model.moe_router_group_score_topk is not None:
         score_groups(model, config.model.moe_router_group_score_topk)
+    pairs = config.transformer.overlap_moe_expert_parallel_comm
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
         config=config,
@@ -108,6 +110,7 @@ def build_run(
         objective=objective,
         balancer=build_balancer(wiring, model, optimizer, microbatches=batches.get, policy=policy),
         chunks=wiring.chunks,
+        pairs=PairedPasses(config.transformer, groups, model) if pairs else None,
         progress=progress,
     )
 

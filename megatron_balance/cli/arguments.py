@@ -263,7 +263,7 @@ def run_config(values: Mapping[str, Any], special: Mapping[str, Any]) -> RunConf
 def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerConfig:
     activations = {"swiglu": F.silu, "quick_geglu": quick_gelu, "squared_relu": squared_relu}
     latent = line.multi_latent_attention
-    return build(
+    config = build(
         MLATransformerConfig if latent else TransformerConfig,
         vars(line),
         **({"rope_type": line.rope_type or "yarn"} if latent else {}),
@@ -279,7 +279,11 @@ def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerCon
         cuda_graph_scope=[],
         # gloo may still read an output while the schedule frees it; NCCL orders the two by streams
         deallocate_pipeline_outputs=line.distributed_backend == "nccl",
+        overlap_moe_expert_parallel_comm=False,
     )
+    # megatron-core's checks are for its own implementation, which knows neither float32 nor full recomputation
+    config.overlap_moe_expert_parallel_comm = line.overlap_moe_expert_parallel_comm
+    return config
 
 
 def _single(value: Any) -> Any:

@@ -14,7 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_balance.cli import machine_checks
 from megatron_balance.cli.command_line import CommandLine
-from megatron_balance.cli.moe_checks import check_moe
+from megatron_balance.cli.moe_checks import check_moe, check_paired_passes
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
@@ -126,6 +126,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     line.overlap_p2p_comm = virtual is not None and line.overlap_p2p_comm
     # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
     line.align_param_gather = virtual is not None and line.align_param_gather
+    if line.overlap_moe_expert_parallel_comm:
+        check_paired_passes(line)
     return line
 
 

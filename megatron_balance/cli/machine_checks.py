@@ -71,6 +71,8 @@ def note_connections(line: CommandLine) -> None:
         hidden.append("--balance-overlap blockwise")
     if line.moe_comm_chunks != "1":
         hidden.append(line["moe_comm_chunks"])
+    if line.overlap_moe_expert_parallel_comm:
+        hidden.append("--overlap-moe-expert-parallel-comm")
     if not (line.machine.cuda and line.machine.connections == "1" and line.num_moe_experts and hidden):
         return
     tensor = line["tensor_model_parallel_size"]

@@ -6,6 +6,7 @@ attention             layer norms and attention that megatron-core lacks, alone 
 shards                marks of parameters that are shards rather than copies
 recomputation         decisions of a forward pass, kept for its recomputation
 side_stream           a CUDA stream, or a thread, for work that overlaps with computation
+turns                 two passes, of which one runs while the other waits
 host_memory, clock    asynchronous copies to and from the host; points in time on the device
 memory, quiet         memory usage of a rank; silencing messages that need no action
 compiled              loops compiled to machine code

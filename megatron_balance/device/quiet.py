@@ -10,6 +10,8 @@ EXPECTED_WARNINGS = (
     "Apex is not installed",
     # Autograd's threads use a device without a current context; torch then makes its context current
     "Attempting to run cuBLAS, but there was no current CUDA context",
+    # A forward pass that takes turns has a stream of its own; autograd orders the sums of gradients
+    "The AccumulateGrad node's stream does not match",
     # megatron-core uses the old names
     r"`torch\.distributed\..*` is deprecated",
     "torch.distributed.*will be deprecated",

@@ -1,5 +1,6 @@
 """Decisions of a model's forward passes, kept for recomputation, which has only the tensors of the first pass."""
 
+import threading
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -16,12 +17,16 @@ class PassMemory:
 
     The autograd graph of the chunk's output holds the decisions of its pass. A pass is current during its forward
     computation, and again from when the gradient of its output is complete. Autograd then computes the chunk's whole
-    backward pass before that of an earlier pass, even if one call computes both.
+    backward pass before that of an earlier pass, even if one call computes both. A forward pass and a backward pass may
+    take turns, in different threads.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
-        self._current: Decisions | None = None
-        self._is_forward = False
+        self._forward: Decisions | None = None
+        """The pass whose forward computation is in progress; None also if it has no backward pass."""
+        self._forward_thread: int | None = None
+        self._repeated: Decisions | None = None
+        """The pass whose backward pass is in progress, or was the latest."""
         chunk.register_forward_pre_hook(self._begin)
         chunk.register_forward_hook(self._end)
 
@@ -29,17 +34,19 @@ class PassMemory:
         """Return the decisions of `owner` in the current pass; recomputation repeats them from the last to the first.
         The first pass of a recomputed part has no gradients and appends to the list; the repetition pops from it. Where
         nothing is repeated, the list is empty and is not kept."""
-        computed_once = self._is_forward and torch.is_grad_enabled()
-        return [] if self._current is None or computed_once else self._current[owner]
+        if threading.get_ident() != self._forward_thread:
+            return [] if self._repeated is None else self._repeated[owner]
+        computed_once = torch.is_grad_enabled()
+        return [] if self._forward is None or computed_once else self._forward[owner]
 
     def _begin(self, chunk: torch.nn.Module, inputs: Any) -> None:
-        self._is_forward = True
-        self._current = defaultdict(list) if torch.is_grad_enabled() else None
+        self._forward_thread = threading.get_ident()
+        self._forward = defaultdict(list) if torch.is_grad_enabled() else None
 
     def _end(self, chunk: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        decisions = self._current
-        self._current = None
-        self._is_forward = False
+        decisions = self._forward
+        self._forward = None
+        self._forward_thread = None
         if decisions is None:
             return
         for tensor in tree_leaves(outputs):
@@ -47,4 +54,4 @@ class PassMemory:
                 tensor.register_hook(partial(self._repeat, decisions))
 
     def _repeat(self, decisions: Decisions, gradient: torch.Tensor) -> None:
-        self._current = decisions
+        self._repeated = decisions

@@ -165,6 +165,7 @@ class BalancedMoELayer(MoELayer):
             load = self._count(choices)
             pending = self.dispatcher.prepare(tokens_TH, choices, self.placement if self.host is None else None)
         shared = self.shared_experts_compute(hidden_states)
+        self.begin("load_wait")
         self.placement = self._host(load)
         plan = self._plan(load)
         sent = pending.dispatch(plan, tokens_TH, choices)

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
@@ -44,6 +45,8 @@ class TorchProfiler:
             on_trace_ready=self._write,
             record_shapes=True,
             with_stack=True,
+            # Backward passes, Trans and Agg may have threads of their own
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._profile.start()
         self._profile.step()

@@ -42,12 +42,14 @@ def stage_passes(config: TransformerConfig, stage: int, microbatches: int) -> li
     """Return the order of microbatches in megatron-core's schedules on a pipeline stage."""
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
+    paired = config.overlap_moe_expert_parallel_comm
     if chunks is None:
-        return one_forward_one_backward([(0, microbatch) for microbatch in range(microbatches)], 1, stages - stage - 1)
+        table = [(0, microbatch) for microbatch in range(microbatches)]
+        return one_forward_one_backward(table, 1, stages - stage - 1, paired)
     group = config.microbatch_group_size_per_vp_stage
     assert group is not None
     table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, chunks, group)]
-    return one_forward_one_backward(table, chunks, 2 * (stages - stage - 1) + (chunks - 1) * group)
+    return one_forward_one_backward(table, chunks, 2 * (stages - stage - 1) + (chunks - 1) * group, paired)
 
 
 def install(
@@ -101,7 +103,14 @@ def _follow_layer(balancer: Balancer, before: int, number: int, layer: Any) -> N
         _on_gradient(outputs[0], balancer, number, Operation.A2A, 3, 4)
 
     layer.host = functools.partial(balancer.host, number)
-    layer.begin = lambda name: balancer.enter(number, *COMPUTATIONS[name])
+    others = layer.begin
+
+    def begin(work: str) -> None:
+        others(work)
+        if work in COMPUTATIONS:
+            balancer.enter(number, *COMPUTATIONS[work])
+
+    layer.begin = begin
     layer.register_forward_pre_hook(called)
     layer.register_forward_hook(returned)
 

@@ -6,6 +6,7 @@ microbatch has its own Plan, Trans and Agg.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_balance.timeline.actions import Action, Operation, Places, Schedule, Step, chunk_start, places
@@ -21,29 +22,62 @@ class Pass(NamedTuple):
     chunk: int
     microbatch: int
     forward: bool
+    paired: bool = False
+    """Whether the pass takes turns with another one: a forward pass with the backward pass that follows it."""
 
 
-def one_forward_one_backward(table: Sequence[tuple[int, int]], chunks: int, ahead: int) -> list[Pass]:
+def one_forward_one_backward(
+    table: Sequence[tuple[int, int]], chunks: int, ahead: int, paired: bool = False
+) -> list[Pass]:
     """Return the order 1F1B: up to `ahead` forward passes, then a forward and a backward pass in turn. `table` has
-    (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed."""
-    ahead = min(ahead, len(table))
+    (chunk, microbatch) of the forward passes; backward passes have the same order, with chunks reversed.
+
+    If the passes of each turn are `paired`, there is one more forward pass before, so that they are independent.
+    """
+    ahead = min(ahead + paired, len(table))
     forward = [Pass(chunk, microbatch, True) for chunk, microbatch in table]
     backward = [Pass(chunks - 1 - chunk, microbatch, False) for chunk, microbatch in table]
     pairs = zip(forward[ahead:], backward, strict=False)
-    return [*forward[:ahead], *(one for pair in pairs for one in pair), *backward[len(table) - ahead :]]
+    turns = [one._replace(paired=paired) for pair in pairs for one in pair]
+    return [*forward[:ahead], *turns, *backward[len(table) - ahead :]]
 
 
-def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]]) -> Schedule:
+def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]], on_device: bool = False) -> Schedule:
     """Return a stage's computations, given the ascending numbers of the MoE layers in each of its model chunks. The
-    forward pass that recomputation repeats is part of the backward computation that needs it."""
+    forward pass that recomputation repeats is part of the backward computation that needs it. `on_device`: where paired
+    passes give way to each other, see `_segments`."""
     forward = [_forward(chunk_start(chunk), layers) for chunk, layers in enumerate(blocks)]
     backward = [[_backward(computation) for computation in reversed(chunk)] for chunk in forward]
-    order = [
-        computation._replace(microbatch=microbatch)
-        for chunk, microbatch, is_forward in passes
-        for computation in (forward if is_forward else backward)[chunk]
-    ]
+    order: list[Action] = []
+    beside: list[Action] = []
+    """Computations of a forward pass, until those of the backward pass beside it are known."""
+    for chunk, microbatch, is_forward, paired in passes:
+        computations = (forward if is_forward else backward)[chunk]
+        own = [computation._replace(microbatch=microbatch) for computation in computations]
+        if paired and is_forward:
+            beside = own
+        else:
+            order += _in_turn(_segments(beside, on_device), _segments(own, on_device)) if paired else own
     return tuple(map(Step, (*order, Action(0, Operation.REDUCE), Action(0, Operation.STEP))))
+
+
+def _in_turn(forward: Sequence[Sequence[Action]], backward: Sequence[Sequence[Action]]) -> list[Action]:
+    turns = zip_longest(forward, backward, fillvalue=())
+    return [computation for pair in turns for segment in pair for computation in segment]
+
+
+def _segments(computations: Sequence[Action], on_device: bool) -> list[list[Action]]:
+    """Divide a pass where it gives way to another one: when its exchanges have started. On a device, the host waits for
+    no exchange but for loads; a forward pass then gives way before its dispatch and after it."""
+    segments: list[list[Action]] = [[]]
+    for computation in computations:
+        is_exchange = computation.operation is Operation.A2A
+        if on_device and is_exchange and computation.part == 1:
+            segments.append([])
+        segments[-1].append(computation)
+        if is_exchange and not (on_device and computation.part == 2):
+            segments.append([])
+    return segments
 
 
 def _forward(start: int, layers: Sequence[int]) -> list[Action]:
@@ -71,11 +105,12 @@ def lower(
     ahead: bool = True,
     late: bool = False,
     reduce_early: bool = False,
+    on_device: bool = False,
 ) -> Schedule:
     """Return the whole schedule.
 
     Args:
-        passes, blocks: see `compute_order`.
+        passes, blocks, on_device: see `compute_order`.
         ring: number of guest buffers if there are plans for the exact load of each microbatch (`each_microbatch`); 0:
             there are none.
         ahead: whether there are plans for the next iteration.
@@ -84,7 +119,7 @@ def lower(
         reduce_early: whether the reduction of experts' gradients overlaps with the backward pass. The schedule then
             waits for each Agg when the next one starts, instead of at the end.
     """
-    schedule = compute_order(passes, blocks)
+    schedule = compute_order(passes, blocks, on_device)
     layers = sorted(number for chunk in blocks for number in chunk)
     first, last = places(schedule)
     added: list[Placed] = []

@@ -274,15 +274,16 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
         run.position.advance()
         return forward_step(data, model, run.objective, config.timers)
 
-    return get_forward_backward_func(run.groups.pp.size(), config.virtual_pipeline_model_parallel_size)(
-        forward_step_func=counted_forward_step,
-        data_iterator=data[0] if single else data,
-        model=run.model[0] if single else [*run.model],
-        num_microbatches=microbatches,
-        seq_length=run.config.model.seq_length,
-        micro_batch_size=run.config.train.micro_batch_size,
-        forward_only=forward_only,
-    )
+    with contextlib.nullcontext() if run.pairs is None else run.pairs.in_schedules():
+        return get_forward_backward_func(run.groups.pp.size(), config.virtual_pipeline_model_parallel_size)(
+            forward_step_func=counted_forward_step,
+            data_iterator=data[0] if single else data,
+            model=run.model[0] if single else [*run.model],
+            num_microbatches=microbatches,
+            seq_length=run.config.model.seq_length,
+            micro_batch_size=run.config.train.micro_batch_size,
+            forward_only=forward_only,
+        )
 
 
 def forward_step(

@@ -15,6 +15,7 @@ from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.data import Data
 from megatron_balance.training.loss_guard import LossGuard
 from megatron_balance.training.objective import Objective
+from megatron_balance.training.paired_passes import PairedPasses
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.schedule import Length
 
@@ -38,5 +39,7 @@ class Run:
     balancer: Balancer | None = None
     chunks: ChunkChoice | None = None
     """Choice of each layer's chunks; None without chunks."""
+    pairs: PairedPasses | None = None
+    """None: one pass runs after the other."""
     progress: Progress = field(default_factory=Progress)
     position: Position = field(default_factory=Position)

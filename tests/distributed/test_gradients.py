@@ -71,6 +71,7 @@ LAYOUT: Mapping[str, Mapping[str, str]] = {
         **{name: f"--moe-parallel-schedule {name}" for name in ("baseline", "s1", "s2")},
     },
     "layer": {"balanced": "", "megatron's layer": "--moe-layer-impl megatron"},
+    "passes": {"one after the other": "", "paired": "--overlap-moe-expert-parallel-comm"},
     "optimizer": {"whole": "", "sharded": "--use-distributed-optimizer"},
     "balancing": {"owners": "", "exact": "--balance-policy top2 --balance-load exact --balance-overlap blockwise"},
     "initialization": {"initialized": "", "not initialized": "--no-initialization"},
@@ -119,6 +120,7 @@ QUICK = {
     "sinks": ("TP2", "sinks", "biases"),
     "biases": ("TP2-SP", "sinks", "biases"),
     "exact": ("EP2", "PP2", "exact", "biases"),
+    "paired": ("EP2", "PP2-interleaved", "paired", "predictions"),
     "megatron's layer": ("TP2-SP", "EP2", "sinks", "biases", "megatron's layer"),
     "megatron's layer alone": ("2-replicas", "sinks", "biases", "megatron's layer"),
 }

@@ -49,8 +49,11 @@ def check(device_ranks, curve_of, profiles: dict[int, Path]) -> Callable[..., No
 
 
 TOGETHER_AT_ONCE = (
-    ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap"),
-    ("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation", "chunks"),
+    ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap", "paired passes"),
+    (
+        *("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation"),
+        *("chunks", "paired passes"),
+    ),
     ("s1", "ownership", "distributed optimizer"),
     ("s2", "exact plans", "full recomputation"),
     ("allgather", "policy"),

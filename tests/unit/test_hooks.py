@@ -45,7 +45,8 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.experts = torch.nn.Linear(HIDDEN, 1, bias=False)
         self.recompute = recompute
-        self.host = self.begin = None
+        self.host = None
+        self.begin = lambda work: None
 
     def forward(self, tokens):
         if self.recompute and self.training:
@@ -133,7 +134,7 @@ class Model:
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         gradients: dict[tuple[int, int], torch.Tensor] = {}
         inputs: dict[tuple[int, int], torch.Tensor] = {}
-        for chunk, microbatch, forward in passes(MICROBATCHES):
+        for chunk, microbatch, forward, _ in passes(MICROBATCHES):
             between()
             if forward:
                 generator = torch.Generator().manual_seed(100 * number + microbatch)
@@ -237,10 +238,14 @@ def test_a_hook_that_is_missing_is_noticed(monkeypatch) -> None:
         model.iterate(1)
 
 
-def described(stage: int, microbatches: int, **config: int | None) -> str:
-    transformer = SimpleNamespace(pipeline_model_parallel_size=3, **config)
+def described(stage: int, microbatches: int, stages: int = 3, paired: bool = False, **config: int | None) -> str:
+    """Return the order of passes; a `+` joins the passes of a pair."""
+    transformer = SimpleNamespace(
+        pipeline_model_parallel_size=stages, overlap_moe_expert_parallel_comm=paired, **config
+    )
     found = hooks.stage_passes(transformer, stage, microbatches)
-    return " ".join(f"{'BF'[one.forward]}{one.chunk}{one.microbatch}" for one in found)
+    texts = (f"{'BF'[one.forward]}{one.chunk}{one.microbatch}{'+ '[not (one.paired and one.forward)]}" for one in found)
+    return "".join(texts).strip()
 
 
 def test_the_order_of_pipeline_stages() -> None:
@@ -256,3 +261,14 @@ def test_the_order_of_pipeline_stages() -> None:
     assert described(2, 6, **interleaved) == (
         "F00 F01 F02 F10 B10 F11 B11 F12 B12 F03 B00 F04 B01 F05 B02 F13 B13 F14 B14 F15 B15 B03 B04 B05"
     )
+
+
+def test_the_order_of_paired_passes() -> None:
+    plain = {"virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None}
+    assert described(0, 3, 1, paired=True, **plain) == "F00 F01+B00 F02+B01 B02"
+    assert described(0, 1, 1, paired=True, **plain) == "F00 B00"
+    interleaved = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
+    assert [described(stage, 4, 2, paired=True, **interleaved) for stage in range(2)] == [
+        "F00 F01 F10 F11 F02 F03+B10 F12+B11 F13+B00 B01 B12 B13 B02 B03",
+        "F00 F01 F10 F11+B10 F02+B11 F03+B00 F12+B01 F13+B12 B13 B02 B03",
+    ]

@@ -37,7 +37,8 @@ def test_every_comparison_has_different_runs_with_valid_flags(name: str, case: s
     for variant in comparison.variants.values():
         line = f"{comparison.common} {cluster.flags} {comparison.cases[case]} {variant.flags}"
         config = configured(line.replace("--balance-profile auto", ""), cluster.world_size)
-        known.add(repr((config.comm, config.balance, config.model, variant.change)))
+        paired = config.transformer.overlap_moe_expert_parallel_comm
+        known.add(repr((config.comm, config.balance, config.model, paired, variant.change)))
     # `none again` shows the noise, and forced workloads may be even
     alike = {"policies-here": 1 + (case == "balanced")}.get(name, 0)
     assert len(known) == len(comparison.variants) - alike
@@ -113,11 +114,11 @@ def test_an_iteration_lasts_as_long_as_on_its_slowest_rank_and_waits_are_means()
 
 
 def test_a_row_has_the_median_of_jobs_and_what_there_is() -> None:
-    moved = {"trans_bytes": 1e6, "agg_bytes": 2e6, "trans_wait_seconds": 0.001}
+    moved = {"trans_bytes": 1e6, "agg_bytes": 2e6, "trans_wait_seconds": 0.001, "exchange_wait_seconds": 1.0}
     none, other = iteration_time.rows("hot_rank", [job(1.0, 9.0, 1.0, **moved), job(3.0, 3.0, 3.0, **moved)])
-    assert none == ["hot_rank", "none", "1.000 (1.000-1.000)", "2000", "3.0", "yes", "", "", "", "", ""]
+    assert none == ["hot_rank", "none", "1.000 (1.000-1.000)", "2000", "3.0", "yes", "", "", "", "", "", ""]
     assert other[2:4] == ["1.000 (0.500-1.500)", "2000"]
-    assert other[4:] == ["", "yes", "0.0 / 1.0 / 0.0", "", "3.0", "", "2/4"]
+    assert other[4:] == ["", "yes", "0.0 / 1.0 / 0.0", "", "3.0", "", "1000", "2/4"]
     assert iteration_time.rows("", [job(1.0, loss=2.0)])[1][5] == "no"
 
 

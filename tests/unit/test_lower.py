@@ -28,14 +28,16 @@ class Stage(NamedTuple):
     microbatches: int = 1
     stage: int = 0
     stages: int = 1
+    paired: bool = False
 
     def passes(self) -> list[Pass]:
         if len(self.blocks) == 1:
             table = [(0, microbatch) for microbatch in range(self.microbatches)]
-            return one_forward_one_backward(table, 1, self.stages - self.stage - 1)
+            return one_forward_one_backward(table, 1, self.stages - self.stage - 1, self.paired)
         chunks = len(self.blocks)
         table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(self.microbatches, chunks, 2)]
-        return one_forward_one_backward(table, chunks, 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1))
+        ahead = 2 * (self.stages - self.stage - 1) + 2 * (chunks - 1)
+        return one_forward_one_backward(table, chunks, ahead, self.paired)
 
     def lowered(self, overlap: Overlapping = "blockwise", **more: int) -> Schedule:
         return lower.lower(self.passes(), self.blocks, overlap, **more)
@@ -57,6 +59,8 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_reduced_early": Stage([[1, 2]]).lowered(reduce_early=True),
     "2_blocks_late": Stage([[1, 2]]).lowered(late=True),
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
+    "2_blocks_paired": Stage([[1, 2]], microbatches=2, paired=True).lowered(),
+    "2_blocks_paired_on_device": Stage([[1, 2]], microbatches=2, paired=True).lowered(on_device=True),
     "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2, ahead=False),
     "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2, ahead=False),
     "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, ahead=False, reduce_early=True),
@@ -99,7 +103,7 @@ def test_nothing_else_is_golden() -> None:
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> Stage:
+def stages(draw: st.DrawFn, paired: bool = False) -> Stage:
     """Return a stage with MoE layers; some of its chunks may have none."""
     chunks = draw(st.integers(1, 4))
     numbers = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=8)))
@@ -108,10 +112,10 @@ def stages(draw: st.DrawFn) -> Stage:
     blocks = [numbers[start:end] for start, end in pairwise(edges)]
     count = draw(st.integers(1, 6)) if chunks == 1 else 2 * draw(st.integers(1, 3))
     stage = draw(st.integers(0, 1))
-    return Stage(blocks, count, stage, 2)
+    return Stage(blocks, count, stage, 2, paired)
 
 
-@given(stages(), st.booleans(), st.booleans(), st.booleans())
+@given(st.booleans().flatmap(stages), st.booleans(), st.booleans(), st.booleans())
 def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise: bool) -> None:
     """Each computation overlaps with at most one Trans or one Agg."""
     schedule = stage.lowered(reduce_early=flag, late=late) if blockwise else stage.lowered("none")
@@ -194,3 +198,28 @@ def test_one_forward_one_backward() -> None:
     found = ["".join(f"{'BF'[one.forward]}{one.microbatch}" for one in one_forward_one_backward(table, 1, ahead))
              for ahead in (0, 1, 5)]  # fmt: skip
     assert found == ["F0B0F1B1F2B2", "F0F1B0F2B1B2", "F0F1F2B0B1B2"]
+
+
+def test_paired_passes_are_independent() -> None:
+    """One more forward pass comes first, and only passes of the turns after it are paired."""
+    table = [(0, microbatch) for microbatch in range(3)]
+    found = [
+        "".join(f"{'BF'[one.forward]}{one.microbatch}{'p' * one.paired}" for one in order)
+        for order in (one_forward_one_backward(table, 1, ahead, paired=True) for ahead in (0, 1, 5))
+    ]
+    assert found == ["F0F1pB0pF2pB1pB2", "F0F1F2pB0pB1B2", "F0F1F2B0B1B2"]
+
+
+@given(stages(paired=True), st.booleans())
+def test_paired_passes_compute_what_passes_compute_alone(stage: Stage, on_device: bool) -> None:
+    """The order of each microbatch's computations in a direction stays."""
+    order = [step.computation for step in stage.lowered("none", on_device=on_device)]
+    alone = [one._replace(paired=False) for one in stage.passes()]
+    expected = [step.computation for step in lower.compute_order(alone, stage.blocks)]
+    for microbatch in range(stage.microbatches):
+        for is_forward in (True, False):
+            passes = (
+                [one for one in found if (one.microbatch, one.is_forward) == (microbatch, is_forward)]
+                for found in (order, expected)
+            )
+            assert next(passes) == next(passes)

@@ -30,6 +30,7 @@ SOFTMAX = KERNELS["masked_softmax_fusion"]
 GRADIENT = KERNELS["gradient_accumulation_fusion"]
 BALANCED = "--expert-model-parallel-size 2 --balance-policy quota"
 ROPE = "--position-embedding-type rope"
+PAIRED = "--overlap-moe-expert-parallel-comm"
 TENSOR = "--tensor-model-parallel-size 2 --disable-bias-linear"
 NO_GRADIENT = "--no-gradient-accumulation-fusion"
 NO_SOFTMAX = "--no-masked-softmax-fusion"
@@ -222,6 +223,7 @@ def test_apex_has_no_kernel_for_other_norms(normalization: str, norm: type, monk
         (GPU, "1", f"{BALANCED} --balance-overlap blockwise", "blockwise can hide little"),
         (GPU, "1", "--moe-comm-chunks auto", "--moe-comm-chunks auto can hide little"),
         (GPU, "1", f"--moe-comm-chunks 4 {TENSOR}", "--tensor-model-parallel-size 2 overlaps"),
+        (GPU, "1", f"{PAIRED} --expert-model-parallel-size 2", "parallel-comm can hide little"),
         (GPU, "8", "--moe-comm-chunks 4", ""),
         (GPU, "", "--moe-comm-chunks 4", ""),
         (GPU, "1", BALANCED, ""),

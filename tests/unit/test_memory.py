@@ -73,6 +73,12 @@ def test_a_stage_keeps_as_many_microbatches_as_it_is_ahead(ahead: int, microbatc
     assert peak(passes, [Kept(10, 3)]) == (10 * microbatches + 3, microbatches)
 
 
+@pytest.mark.parametrize(("ahead", "microbatches"), [(0, 2), (1, 3), (9, 8)])
+def test_paired_passes_keep_one_more_microbatch(ahead: int, microbatches: int) -> None:
+    passes = one_forward_one_backward([(0, number) for number in range(8)], 1, ahead, paired=True)
+    assert peak(passes, [Kept(10, 3)]) == (10 * microbatches + 3, microbatches)
+
+
 def test_chunks_count_by_their_own_sizes() -> None:
     passes = [Pass(0, 0, True), Pass(1, 0, True), Pass(1, 0, False), Pass(0, 0, False)]
     assert peak(passes, [Kept(10, 50), Kept(1, 2)]) == (60, 1)

@@ -143,3 +143,13 @@ def test_plans_of_every_policy_take_time(run) -> None:
         assert one["in_progress_seconds"]["Plan"] == pytest.approx(4 * 5e-3), one["label"]
         # Ranks plan different layers at the same time, and all wait for the plans between iterations
         assert one["mean_seconds"]["Plan"] == pytest.approx(5e-3), one["label"]
+
+
+def test_paired_passes_hide_exchanges(run) -> None:
+    """Without pipeline stages, the model `--pair-passes` is what the flag does in training."""
+    flags = FLAGS.replace("--pipeline-model-parallel-size 2", "").replace("--balance-overlap blockwise", "")
+    options = ("--nodes", "2", "--iterations", "1")
+    (alone,) = run(*options, flags=flags)
+    (model,) = run(*options, "--pair-passes", flags=flags)
+    (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
+    assert paired["seconds"] == model["seconds"] < alone["seconds"]

@@ -30,6 +30,8 @@ class Comparison:
     """Iterations before measuring: routing varies, and the allocator must see all sizes of tensors."""
     handling: bool = False
     """Whether the profile includes CPU times of messages, calls and codecs (`slow_runs.with_handling`)."""
+    exchanges: bool = False
+    """Whether the waits for exchanges of rows are measured, which must be default ones on a CPU."""
     layer_only: bool = False
     """Whether attention and the reduction of gradients are left out, as in Parm's Table IV."""
 
@@ -116,6 +118,22 @@ COPIES = Comparison(
     speeds=(2.4, 4.8, 9.6),
     iterations=6,
     warmup=2,
+)
+
+# A rank has 4 microbatches, so 3 of 4 forward passes have a partner
+PAIRS = replace(
+    CHUNKS,
+    common=f"{CHUNKED} --global-batch-size 16",
+    variants=variants(
+        {
+            "neither": "",
+            "chunks": "--moe-comm-chunks auto",
+            "paired passes": "--overlap-moe-expert-parallel-comm",
+            "both": "--overlap-moe-expert-parallel-comm --moe-comm-chunks auto",
+        }
+    ),
+    iterations=6,
+    exchanges=True,
 )
 
 # ScheMoE's Table 10: each variant has the flags of those before it
@@ -249,6 +267,7 @@ COMPARISONS = {
     "codecs": CODECS,
     "chunks": CHUNKS,
     "copies": COPIES,
+    "pairs": PAIRS,
     "schemoe": SCHEMOE,
     "policies": POLICIES,
     "policies-here": POLICIES_HERE,

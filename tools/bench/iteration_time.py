@@ -13,6 +13,7 @@ and highest job in parentheses; milliseconds; and what there is of the following
 - whether losses and gradient norms equal those of the first variant, bit for bit;
 - milliseconds that ranks waited for Plan, Trans and Agg, and the time of planning, as sums over layers;
 - megabytes of Trans and Agg over all links, and experts that changed their owner;
+- milliseconds that ranks waited for exchanges of rows;
 - what `auto` chose.
 
 An iteration takes as long as on its slowest rank. Where loads change over iterations, a time is the mean over
@@ -21,9 +22,11 @@ iterations, whose number is rounded up to whole periods of the workload; otherwi
 
 import argparse
 import contextlib
+import functools
 import re
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +63,12 @@ class Sample(NamedTuple):
     trans_bytes: float = 0.0
     agg_bytes: float = 0.0
     experts_moved: float = 0.0
+    exchange_wait_seconds: float = 0.0
 
     @classmethod
-    def of(cls, report: "StepReport") -> "Sample":
-        sums = sums_over_layers(report, cls._fields[3:])
-        return cls(report.seconds, report.losses.get("lm loss"), report.grad_norm, *sums)
+    def of(cls, report: "StepReport", exchange_wait_seconds: float) -> "Sample":
+        sums = sums_over_layers(report, cls._fields[3:-1])
+        return cls(report.seconds, report.losses.get("lm loss"), report.grad_norm, *sums, exchange_wait_seconds)
 
 
 class Outcome(NamedTuple):
@@ -101,18 +105,51 @@ def measure(
             if timeline is not None and run.balancer is not None:
                 directory = timeline / re.sub(r"[^a-z0-9]+", "-", name)
                 run.balancer.timeline = Timeline(directory, dist.get_rank())
-        reports = ranks.take_turns(runs, comparison.iterations, comparison.warmup)
+        with _measured_waits() if comparison.exchanges else contextlib.nullcontext([]) as waits:
+            step = functools.partial(_sampled_step, waits)
+            samples = ranks.take_turns(runs, comparison.iterations, comparison.warmup, step)
         for run in runs.values():
             if run.balancer is not None and run.balancer.timeline is not None:
                 run.balancer.timeline.flush()
         return {
             name: Outcome(
-                samples=[Sample.of(report) for report in steps],
+                samples=steps,
                 link_bytes=_sent_in_one(runs[name]),
                 chosen=_chosen(runs[name]) if " auto" in variants[name].flags else "",
             )
-            for name, steps in reports.items()
+            for name, steps in samples.items()
         }
+
+
+def _sampled_step(waits: list[float], run: "Run") -> Sample:
+    from megatron_balance.training.loop import train_step
+
+    waits.clear()
+    report = train_step(run)
+    return Sample.of(report, sum(waits))
+
+
+@contextlib.contextmanager
+def _measured_waits() -> Iterator[list[float]]:
+    """Yield a list to which every wait for an exchange of rows appends its seconds."""
+    from megatron_balance.comm import alltoall
+
+    waits: list[float] = []
+    start_exchange = alltoall.exchange_of
+
+    def measured(*args: Any) -> alltoall.Exchange:
+        exchange = start_exchange(*args)
+
+        def wait() -> Any:
+            start = time.perf_counter()
+            rows = exchange.wait()
+            waits.append(time.perf_counter() - start)
+            return rows
+
+        return alltoall.Exchange(wait)
+
+    with mock.patch("megatron_balance.comm.alltoall.exchange_of", measured):
+        yield waits
 
 
 @contextlib.contextmanager
@@ -205,6 +242,7 @@ def rows(case: str, found: Sequence[Job]) -> list[list[str]]:
                 _unless_zero(1e3 * mean.plan_seconds, "{:.1f}"),
                 _unless_zero((mean.trans_bytes + mean.agg_bytes) / 1e6, "{:.1f}"),
                 _unless_zero(mean.experts_moved, "{:.1f}"),
+                _unless_zero(1e3 * mean.exchange_wait_seconds, "{:.0f}"),
                 ", ".join(dict.fromkeys(outcome.chosen for outcome in outcomes)),
             ]
         )
@@ -221,7 +259,8 @@ def _unless_zero(number: float, form: str) -> str:
 
 HEADS = (
     *("case", "variant", "time over the first's", "ms", "MB per link", "same bits"),
-    *("waited for Plan / Trans / Agg, ms", "planning, ms", "Trans and Agg, MB", "experts moved", "chosen"),
+    *("waited for Plan / Trans / Agg, ms", "planning, ms", "Trans and Agg, MB", "experts moved"),
+    *("waited for exchanges, ms", "chosen"),
 )
 
 

@@ -27,9 +27,12 @@ from megatron_balance.flow.plan import Choices
 from megatron_balance.flow.rows import RowOrder, combine, gather_rows, gather_weights, scatter_weights
 from megatron_balance.observe.profiler import record_function
 
-Begin = Callable[[Literal["experts", "combine", "experts_backward", "dispatch_backward"]], None]
-"""Called when the named work begins: computation of the first chunk, or the steps after the last chunk's
-computation."""
+Wait = Literal["load_wait", "dispatch_wait", "combine_wait", "combine_backward_wait", "dispatch_backward_wait"]
+
+Begin = Callable[[Literal["experts", "combine", "experts_backward", "dispatch_backward", Wait]], None]
+"""Called when the named work begins: computation of the first chunk, the steps after the last chunk's computation, or
+a wait. `load_wait` ends when the load is known, the others when a chunk's rows have arrived: the first chunk on the way
+to the experts, and the first one on the way back after all chunks have been sent."""
 
 Combine = Callable[[], torch.Tensor]
 """Brings the experts' results back; returns the weighted sum of each token's results: [T, H]."""
@@ -174,6 +177,9 @@ class ChunkTasks(ABC):
 
     spans: tuple[str, str]
     """Profiler spans of the exchanges to the experts and back."""
+    waits: tuple[Wait, Wait]
+    """Waits for these exchanges."""
+    begin: Begin
 
     def __init__(self, route: ChunkedRoute, to_experts: AllToAll, back: AllToAll) -> None:
         self.route = route
@@ -213,7 +219,9 @@ def execute(
     """
     exchanges = {} if exchanges is None else exchanges
     to_experts, back = tasks.spans
+    wait_there, wait_back = tasks.waits
     computing = len(rows) + len(exchanges)
+    announced: set[Wait] = set()
     for task, chunk in order:
         if task is ChunkTask.C1:
             if chunk not in exchanges:
@@ -228,6 +236,10 @@ def execute(
             if computing == 0:
                 tasks.finish()
         else:
+            wait = wait_there if task is ChunkTask.D1 else wait_back
+            if wait not in announced and (task is ChunkTask.D1 or computing == 0):
+                announced.add(wait)
+                tasks.begin(wait)
             with record_function(to_experts if task is ChunkTask.D1 else back):
                 rows[chunk] = exchanges.pop(chunk).wait()
     return [rows.pop(chunk) for chunk in range(len(rows))]
@@ -235,6 +247,7 @@ def execute(
 
 class _Forward(ChunkTasks):
     spans = ("dispatch", "combine")
+    waits = ("dispatch_wait", "combine_wait")
 
     def __init__(
         self, route: ChunkedRoute, weights: Exchange, experts: GroupedExperts, begin: Begin, with_graph: bool
@@ -270,6 +283,7 @@ class _Forward(ChunkTasks):
 
 class _Backward(ChunkTasks):
     spans = ("combine backward", "dispatch backward")
+    waits = ("combine_backward_wait", "dispatch_backward_wait")
 
     weights: Exchange
     """Exchange of the combine weights' gradients; set when all chunks are computed."""

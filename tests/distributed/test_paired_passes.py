@@ -1,0 +1,104 @@
+"""`--overlap-moe-expert-parallel-comm` trains the same model, and its passes take turns where they wait."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_balance.device.turns import Turns
+from megatron_balance.job.layout import build_groups
+from megatron_balance.training.paired_passes import ON_HOST, give_way_in
+from tests.distributed import runs
+from tests.distributed.layers import HIDDEN, build_layer, in_chunks, moe_config, own_gradients
+from tests.distributed.runs import deviation
+from tests.variants import variants
+
+PAIRED = "--overlap-moe-expert-parallel-comm"
+TOLERANCE = 1e-5
+EP2 = "--expert-model-parallel-size 2 --global-batch-size 16 --moe-router-force-workload hot_experts"
+
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
+CASES = {
+    "alone": (2, ""),
+    "chunks": (2, "--moe-comm-chunks 3 --moe-comm-order interleaved"),
+    "codec": (2, "--moe-comm-codec int8 --moe-comm-codec-directions all"),
+    "pipe": (4, "--moe-comm-alltoall pipe"),
+    "layer recomputation": (2, "--recompute-granularity selective --recompute-modules moe"),
+    "full recomputation": (
+        2,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1",
+    ),
+    "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    "distributed optimizer": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "tensor parallelism": (4, "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"),
+    "context parallelism": (4, "--context-parallel-size 2"),
+    "shared experts": (2, "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"),
+    "dense layers": (2, "--num-layers 4 --moe-layer-freq 2"),
+    "expert bias": (2, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
+    "multi-token prediction": (2, "--mtp-num-layers 1 --position-embedding-type rope"),
+    "one microbatch": (2, "--global-batch-size 4"),
+    "bfloat16": (2, "--bf16"),
+    "policy": (2, "--balance-policy top2"),
+    "policy and recomputation": (
+        2,
+        "--balance-policy top2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "blockwise": (
+        4,
+        "--balance-policy top2 --balance-overlap blockwise --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather --num-layers 4",
+    ),
+    "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
+    "interleaved": (4, f"{INTERLEAVED}"),
+    "interleaved, distributed optimizer": (
+        8,
+        f"{INTERLEAVED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "interleaved, blockwise": (4, f"{INTERLEAVED} --balance-policy top2 --balance-overlap blockwise"),
+    "interleaved, recomputation": (
+        4,
+        f"{INTERLEAVED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "interleaved, dense layers": (4, f"{INTERLEAVED} --moe-layer-freq 2"),
+    "interleaved, multi-token prediction": (4, f"{INTERLEAVED} --mtp-num-layers 1 --position-embedding-type rope"),
+}
+
+QUICK = ("chunks", "full recomputation", "distributed optimizer", "interleaved, blockwise")
+
+
+@pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=QUICK))
+def test_losses_are_those_of_one_pass_after_the_other(ranks, curve_of, length, world_size: int, flags: str) -> None:
+    iterations = length(4)
+    plain = f"{EP2} {flags}"
+    paired = curve_of(f"{plain} {PAIRED}", iterations, world_size)
+    assert deviation(paired, curve_of(plain, iterations, world_size)) <= TOLERANCE
+    # Sums have a fixed order
+    assert ranks(world_size).run(runs.train_curve, f"{plain} {PAIRED}", iterations)[0] == paired
+
+
+def gradients_of_two_passes(chunks: int, paired: bool) -> list[torch.Tensor]:
+    """Return the gradients of a layer's parameters and of its inputs in two passes, which may overlap."""
+    config = moe_config(moe_router_topk=2)
+    layer = build_layer(config, build_groups(config, seed=7))
+    in_chunks(chunks, 3, own_gradients, layer)
+    turns = Turns()
+    give_way_in(layer, turns, ON_HOST)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(tokens, 1, HIDDEN, dtype=torch.float64, generator=generator) for tokens in (13, 8)]
+    first, second = (one.requires_grad_() for one in inputs)
+    output = layer(first)[0].square().sum()
+    if paired:
+        output, _ = turns.together(lambda: layer(second)[0].square().sum(), output.backward)
+    else:
+        output.backward()
+        output = layer(second)[0].square().sum()
+    output.backward()
+    gradients = [parameter.grad for parameter in (*layer.parameters(), first, second)]
+    return [one for one in gradients if one is not None]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_are_equal_to_the_bit(ranks, chunks: int) -> None:
+    paired = ranks(2).run(gradients_of_two_passes, chunks, True)
+    for found, expected in zip(paired, ranks(2).run(gradients_of_two_passes, chunks, False), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
