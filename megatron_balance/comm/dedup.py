@@ -115,8 +115,8 @@ class DedupAllToAll(NodeAllToAll):
         super().__init__(nodes)
         self.direct = PipelinedAllToAll(nodes)
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        return self.direct.start(rows, splits_DD)
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
+        return self.direct.start(rows, splits_DD, room)
 
     def steps(self, counts: CopyCounts) -> NodeSteps:
         """Return the steps of an exchange."""

@@ -207,12 +207,12 @@ class _Copies(AllToAll):
 
 
 class _ToExperts(_Copies):
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         return self.copies.spread(self.all_to_all, self.codec, rows)
 
 
 class _ToSources(_Copies):
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         return self.copies.collect(self.all_to_all, self.codec, rows)
 
 
