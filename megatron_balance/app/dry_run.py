@@ -23,12 +23,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_balance.app.memory import ChunkParts, Tokens, chunk_activations, peak
-from megatron_balance.build.profiles import layer_shape, microbatch_tokens
+from megatron_balance.build.profiles import even_rows, microbatch_tokens
 from megatron_balance.build.run import build_run
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import cpu
 from megatron_balance.flow.device_dispatcher import most_rows
 from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.plan import certified_rows
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
 from megatron_balance.profile.cluster import Cluster, is_cluster, read
@@ -66,6 +67,12 @@ parameters ... guests: on the first rank of each stage; other ranks may hold a s
 activations: of all microbatches that the stage keeps at once.
 Not counted, so leave room: temporary tensors, messages, buffers of libraries, fragmentation."""
 
+CERTIFIED = (
+    "activations of certified passes (--balance-certify, estimated), and rows of a rank's experts in a microbatch"
+)
+
+UNCERTIFIED = "  other passes have no useful bound: all rows of an expert-parallel group may arrive at one rank"
+
 
 class StageMemory(NamedTuple):
     """Memory of a rank of a pipeline stage."""
@@ -91,6 +98,7 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
     _print(f"dry run of {world_size} processes, {topology.node_size} on a node: nothing is allocated")
     _print(*(f"note: {notice}" for notice in (*notices, *_differences(config))))
     rows = []
+    certified = []
     consecutive = world_size // stages
     if config.launch.use_tp_pp_dp_mapping:
         consecutive = config.transformer.tensor_model_parallel_size * config.transformer.context_parallel_size
@@ -100,8 +108,12 @@ def dry_run(config: RunConfig, notices: Iterable[str], topology: Topology) -> No
             if rank == 0:
                 _print(*_groups(run.groups, topology), *_pipeline(run))
             rows.append(inspect(config, run))
+            if config.balance.balance_certify is not None:
+                certified.append(_certified(config, run))
             _print(_balancing(run))
-    _print(*_memory(rows, held_by))
+    _print(*_memory(rows, held_by, "certified passes" if certified else "even routing"))
+    if certified:
+        _print("", CERTIFIED, *certified, UNCERTIFIED)
     if cluster is None:
         _print("To see whether it fits, give --cluster FILE, such as configs/clusters/h100.yaml.")
     else:
@@ -168,12 +180,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def inspect(config: RunConfig, run: Run) -> StageMemory:
     """Return the memory of a rank of this stage; its activations are those of the modules of `config`, the real run."""
-    chunks = [model_chunk(chunk) for chunk in run.model]
-    tokens = balanced_tokens(config, run)
-    kept = [chunk_activations(config, chunk, tokens, run.vocab_size) for chunk in chunks]
-    passes = hooks.stage_passes(config.transformer, run.groups.pp.rank(), run.batches.get())
-    layers = [moe for chunk in chunks for moe in chunk.moe]
-    activations, microbatches = peak(passes, kept)
+    layers = [moe for chunk in run.model for moe in model_chunk(chunk).moe]
+    activations, microbatches = _activations(config, run)
     return StageMemory(
         layers=len(layers),
         moe_layers=sum(layers),
@@ -181,6 +189,23 @@ def inspect(config: RunConfig, run: Run) -> StageMemory:
         uses=held(run) | {"activations": activations},
         microbatches=microbatches,
     )
+
+
+def _activations(config: RunConfig, run: Run) -> tuple[int, int]:
+    """Return the estimated bytes of activations, and the number of microbatches that have them at the same time."""
+    tokens = reserved_tokens(config, run)
+    kept = [chunk_activations(config, model_chunk(chunk), tokens, run.vocab_size) for chunk in run.model]
+    return peak(hooks.stage_passes(config.transformer, run.groups.pp.rank(), run.batches.get()), kept)
+
+
+def _certified(config: RunConfig, run: Run) -> str:
+    """Return a line about the activations of this stage with and without `--balance-certify`."""
+    without = config.replace(balance=dataclasses.replace(config.balance, balance_certify=None))
+    constant, even = (
+        f"{_activations(one, run)[0] / GIB:.2f} GiB ({reserved_tokens(one, run).rows} rows)"
+        for one in (config, without)
+    )
+    return f"  stage {run.groups.pp.rank()}: {constant} for any load; without the flag, {even} for even routing"
 
 
 def model_chunk(chunk: torch.nn.Module) -> ChunkParts:
@@ -192,8 +217,8 @@ def model_chunk(chunk: torch.nn.Module) -> ChunkParts:
     return ChunkParts(tuple(isinstance(one.mlp, BaseMoELayer) for one in layers), bool(first), bool(last), predictions)
 
 
-def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
-    """Return a microbatch's tokens and rows on each rank: rows under even routing, or all that a bound reserves."""
+def reserved_tokens(config: RunConfig, run: Run) -> Tokens:
+    """Return a microbatch's tokens and rows on each rank: rows under even routing, or for which memory is reserved."""
     transformer = config.transformer
     tensor = run.groups.tp.size()
     whole = microbatch_tokens(config)
@@ -201,13 +226,14 @@ def balanced_tokens(config: RunConfig, run: Run) -> Tokens:
     if transformer.num_moe_experts is None:
         return Tokens(whole, part, 0)
     layers = [module for chunk in run.model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
-    splits = any(layer.parallel.splits_tokens or layer.parallel.splits_rows for layer in layers[:1])
-    rows = layer_shape(config, run.groups).rows * run.groups.expt_tp.size()
+    rows = even_rows(config, run.groups, layers[0].parallel if layers else None)
+    if config.balance.balance_certify is not None:
+        rows = certified_rows(rows, config.balance.balance_certify)
     if config.balance.moe_flex_rows == "bound":
         guests = config.balance.balance_guest_slots if config.balance.balance_policy != "none" else 0
         slots = transformer.num_moe_experts // run.groups.ep.size() + guests
         rows = most_rows(transformer, run.groups.ep.size(), part, slots)
-    return Tokens(whole, part, rows // tensor if splits else rows)
+    return Tokens(whole, part, rows)
 
 
 def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]:
@@ -264,10 +290,10 @@ def _balancing(run: Run) -> str:
     return f"{stage}{balance.balance_policy}, overlap {balance.balance_overlap}: {counts} in {len(schedule)} steps"
 
 
-def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]]) -> list[str]:
-    """Return the memory table; `held_by[i]` are the ranks of stage i."""
+def _memory(rows: Sequence[StageMemory], held_by: Sequence[Sequence[int]], passes: str) -> list[str]:
+    """Return the memory table; `held_by[i]` are the ranks of stage i, and `passes` those with the activations."""
     names = "".join(f"{name:>13}" for name in (*rows[0].uses, "total"))
-    lines = ["", "memory per rank, GiB (exact, except for activations: estimated, for even routing)"]
+    lines = ["", f"memory per rank, GiB (exact, except for activations: estimated, for {passes})"]
     lines.append(f"stage {'ranks':>12} {'layers (MoE)':>12} {'10^9 param.':>11}{names} {'microbatches':>13}")
     for number, stage in enumerate(rows):
         sizes = stage.uses.values()

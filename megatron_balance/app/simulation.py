@@ -227,7 +227,8 @@ class _StageBuilder:
         if cost.routing is None:
             models = tuple(ExchangeModel.of(profile, one) for one in names)
         else:
-            models = (FlexModel.of(profile, cost.routing),)
+            among = len(ranks_D) // groups.ep.size() if profile is whole else 1
+            models = (FlexModel.of(profile, cost.routing, cost.copied_by, among),)
         shape = layer_shape(self.config, groups)
         row_bytes = transformer.hidden_size * transformer.params_dtype.itemsize
         exchange = RowExchange(

@@ -11,19 +11,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_balance.build.profiles import microbatch_tokens
+from megatron_balance.build.profiles import even_rows, microbatch_tokens, routing_of
 from megatron_balance.build.wiring import Wiring
 from megatron_balance.comm.alltoall import connect
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.flex import Routing
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split
+from megatron_balance.flow.plan import Split, certified_rows
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
@@ -187,11 +187,15 @@ def _layer_state(
     settings = config.balance
     transformer = config.transformer
     codec = profile.codec(config.comm.moe_comm_codec)
+    flex = transformer.moe_token_dispatcher_type == "flex"
+    dedup = isinstance(exchange.probs, DedupAllToAll)
     split = settings.balance_token_split
     chosen = cast(Split, split_of(policy)) if split == "policy" else split
     # Exact plans set quotas
     layer.split = chosen if settings.balance_inner_policy == "none" else "proportional"
     layer.node_size = profile.node_size
+    if settings.balance_certify is not None:
+        layer.limit = certified_rows(even_rows(config, wiring.groups, wiring.dispatch), settings.balance_certify)
     parameters = list(layer.experts.parameters())
     fields = tuple
     state = 0.0
@@ -210,7 +214,8 @@ def _layer_state(
         degrees=find_degrees(config.comm.moe_comm_chunks),
         overlap=overlap if settings.balance_overlap == "blockwise" else None,
         trans_each=0 if settings.balance_load == "predicted" else trans_each,
-        routing=_routing(transformer) if transformer.moe_token_dispatcher_type == "flex" else None,
+        routing=routing_of(transformer) if flex or dedup else None,
+        copied_by="dedup" if dedup else "flex",
     )
     if owners.guest_slots:
         cost.prepare()
@@ -230,13 +235,7 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(manager, layer.experts, overlap, fields, within)
-
-
-def _routing(config: TransformerConfig) -> Routing:
-    assert config.num_moe_experts is not None
-    groups = config.moe_router_num_groups or 1
-    return Routing(config.num_moe_experts, config.moe_router_topk, groups, config.moe_router_group_topk or groups)
+    return LayerState(manager, layer.experts, overlap, fields, within, layer.limit, layer.split)
 
 
 def _usual_microbatches(config: TransformerConfig) -> int:

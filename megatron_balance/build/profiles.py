@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import resized
+from megatron_balance.cost.flex import Routing
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
@@ -131,9 +133,29 @@ def layer_shape(config: RunConfig, groups: ProcessGroupCollection) -> Shape:
     return Shape(tokens, transformer.hidden_size, rows, copies, groups.expt_tp.size())
 
 
+def even_rows(config: RunConfig, groups: ProcessGroupCollection, dispatch: ParallelDispatch | None) -> int:
+    """Return the rows of a microbatch that each rank's experts, or shards of experts, compute under even routing. None:
+    the steps of megatron-core's layer."""
+    rows = layer_shape(config, groups).rows * groups.expt_tp.size()
+    splits = dispatch is not None and (dispatch.splits_tokens or dispatch.splits_rows)
+    return rows // groups.tp.size() if splits else rows
+
+
+def routing_of(transformer: TransformerConfig) -> Routing:
+    """Return how many experts the tokens of a model choose, and from what."""
+    assert transformer.num_moe_experts is not None
+    groups = transformer.moe_router_num_groups or 1
+    chosen = transformer.moe_router_group_topk or groups
+    return Routing(transformer.num_moe_experts, transformer.moe_router_topk, groups, chosen)
+
+
 def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple[str, ...]:
     """Return the parallel schedules that `auto` chooses from."""
-    return choices(layer_shape(config, groups), groups.tp_ep.size())
+    found = choices(layer_shape(config, groups), groups.tp_ep.size())
+    if config.comm.moe_comm_alltoall != "dedup":
+        return found
+    # s2 divides a token's rows among ranks
+    return tuple(name for name in found if name != "s2")
 
 
 def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_balance.build.profiles import Profiles, first_rank_log, layer_shape, new_saa_group, schedule_choices
+from megatron_balance.build.profiles import (
+    Profiles,
+    first_rank_log,
+    layer_shape,
+    new_saa_group,
+    routing_of,
+    schedule_choices,
+)
 from megatron_balance.comm.codecs import load_codec
 from megatron_balance.comm.compressed import TokenExchange, token_exchange
-from megatron_balance.comm.registry import exchange_models, load_all_to_all
+from megatron_balance.comm.registry import CopiesCase, exchange_models, load_all_to_all
 from megatron_balance.config.run_config import RunConfig
+from megatron_balance.cost.flex import FlexModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.device.host_memory import HostReader
 from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, ChunkChoice, Decide, TaskModel, find_degrees
@@ -109,6 +117,9 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
     comm = profiles.config.comm
     group = dispatch.exchange_group
     minutes = profiles.config.launch.distributed_timeout_minutes
+    # DEMI's chunks, and ranks in s2, divide the rows of one token. Copies have no memory of constant size
+    can_copy = find_order(comm.moe_comm_order) is not None and not dispatch.splits_rows
+    can_copy = can_copy and profiles.config.balance.balance_certify is None
     all_to_all = load_all_to_all(
         comm.moe_comm_alltoall,
         group,
@@ -116,8 +127,22 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
         nodes=lambda: new_node_groups(group, world(), profiles.node_size(group), minutes),
         profile=lambda: profiles.of(group),
         log=first_rank_log(),
+        copies=(lambda: _copies_case(profiles, dispatch)) if can_copy else None,
     )
     return token_exchange(all_to_all, load_codec(comm.moe_comm_codec), comm.moe_comm_codec_directions)
+
+
+def _copies_case(profiles: Profiles, dispatch: ParallelDispatch) -> CopiesCase:
+    """Return the model of `dedup`, and the rows that a rank exchanges."""
+    config = profiles.config
+    transformer = config.transformer
+    group = dispatch.exchange_group
+    # With s1 and s2, tokens go to each shard of a host
+    shards = group.size() // dispatch.groups.ep.size()
+    model = FlexModel.of(profiles.of(group), routing_of(transformer), "dedup", shards)
+    shape = layer_shape(config, dispatch.groups)
+    rows = shape.rows * shards / (shape.mp if dispatch.splits_tokens else 1)
+    return CopiesCase(model, rows * transformer.hidden_size * transformer.params_dtype.itemsize)
 
 
 def _chunk_choice(
@@ -140,7 +165,7 @@ def _chunk_choice(
         model = TaskModel(
             profile=profile,
             exchange=exchange,
-            models=exchange_models(exchange.probs, profile),
+            models=exchange_models(exchange.probs, profile, _copies_case(profiles, dispatch).model),
             sharding=dispatch.sharding(),
             hosts=dispatch.groups.ep.size(),
             codec=comm.moe_comm_codec,

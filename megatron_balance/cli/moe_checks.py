@@ -189,6 +189,8 @@ def _check_policy(line: CommandLine) -> None:
             raise ValueError(f"--balance-token-split local_first: not with {flag}, which sets quotas; leave it out")
         policy.check(Placement.identity(line.num_moe_experts, parallel, slots))
     _check_load(line)
+    if line.balance_certify is not None:
+        _check_certificate(line)
     if line.balance_ownership == "transfer":
         _check_transfer(line)
     if line.balance_calibrate == "on" and line.balance_log_dir is None:
@@ -213,6 +215,33 @@ def _check_load(line: CommandLine) -> None:
     if ":" in line.balance_policy:
         reason = f"not with {line['balance_policy']}, whose plans the ranks compare once per iteration"
         raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted, or a policy of this package")
+
+
+def _check_certificate(line: CommandLine) -> None:
+    flag = line["balance_certify"]
+    most = line.expert_model_parallel_size - 1
+    if not 0 < line.balance_certify <= most:
+        raise ValueError(f"{flag}: choose a number above 0, at most {most}, with which one rank may get all rows")
+    if line.balance_load != "exact" and line.balance_inner_policy == "none":
+        reason = "a plan for a predicted load proves nothing about the rows that arrive"
+        raise ValueError(f"{flag}: {reason}; also give --balance-load exact or --balance-inner-policy quota")
+    given = "moe_token_dispatcher_type" in line.given
+    allocates = "allocates the memory for rows itself"
+    for name, conflicts, reason in (
+        (
+            "moe_token_dispatcher_type",
+            given and line.moe_token_dispatcher_type != "alltoall",
+            f"{allocates}; use alltoall",
+        ),
+        (
+            "moe_comm_alltoall",
+            ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup",
+            f"{allocates}; use pipe",
+        ),
+        ("moe_comm_chunks", line.moe_comm_chunks != "1", "splits the rows whose number a plan bounds; use 1"),
+    ):
+        if conflicts:
+            raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
 
 
 def _check_transfer(line: CommandLine) -> None:
@@ -243,6 +272,7 @@ def _token_dispatcher(line: CommandLine) -> str:
         raise ValueError(f"{size}: {reason}; use --moe-layer-impl balanced, or --moe-pad-expert-input-to-capacity")
     ways = ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule")
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
+    chosen += ["balance_certify"] if line.balance_certify is not None else []
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
     chunks = line.moe_comm_chunks
@@ -268,6 +298,16 @@ def _token_dispatcher(line: CommandLine) -> str:
     return "alltoall"
 
 
+def _check_dedup(line: CommandLine) -> None:
+    flag = line["moe_comm_alltoall"]
+    if find_order(line.moe_comm_order) is None:
+        reason = f"not with {flag}, whose chunks are runs of whole tokens, while DEMI divides the rows of each expert"
+        raise ValueError(f"{line['moe_comm_order']}: {reason}; use optsche, or another all-to-all")
+    if line.moe_parallel_schedule == "s2" and line.tensor_model_parallel_size > 1:
+        reason = f"not with {flag}, because s2 divides the rows of one token among tensor-parallel ranks"
+        raise ValueError(f"--moe-parallel-schedule s2: {reason}; use s1, or another all-to-all")
+
+
 def _check_exchange(line: CommandLine, gloo: bool) -> None:
     cuda = line.machine.cuda
     name = line.moe_comm_alltoall
@@ -277,6 +317,8 @@ def _check_exchange(line: CommandLine, gloo: bool) -> None:
             raise ValueError(
                 f"--moe-comm-alltoall {name}: gloo sends no messages from GPUs; use --distributed-backend nccl"
             )
+    if name == "dedup":
+        _check_dedup(line)
     codec = line.moe_comm_codec
     load_codec(codec)
     if codec == "zfp" and cuda:

@@ -41,19 +41,22 @@ class AllToAll(ABC):
         self.group = group
 
     @abstractmethod
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         """Start sending `rows` [sum of the rank's row of splits_DD, ...] of any dtype and return immediately. Several
-        exchanges may be in progress, and may be waited for in any order. `rows` must not change until then."""
+        exchanges may be in progress, and may be waited for in any order. `rows` must not change until then.
+
+        If `room` exceeds the number of received rows, the exchange may return this many rows; those after the received
+        ones are undefined. Callers omit a `room` of 0, so that a class may lack this argument."""
 
     @property
     def reverse(self) -> "AllToAll":
         """The all-to-all for gradients, in the opposite direction."""
         return self
 
-    def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows, detached and contiguous, and a buffer for the received rows."""
+    def _prepare(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows, detached and contiguous, and a buffer that begins with the received rows."""
         received = int(splits_DD[:, self.group.rank()].sum())
-        return rows.detach().contiguous(), rows.new_empty((received, *rows.shape[1:]))
+        return rows.detach().contiguous(), rows.new_empty((max(received, room), *rows.shape[1:]))
 
 
 class SingleRankAllToAll(AllToAll):
@@ -61,7 +64,7 @@ class SingleRankAllToAll(AllToAll):
 
     reads_all_splits = False
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         return Exchange(lambda: rows)
 
 
@@ -93,15 +96,16 @@ class FlatAllToAll(AllToAll):
         self.options = dist.AllToAllOptions()
         self.options.asyncOp = True
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         # The device waits for the host here: numpy slices faster than torch, and the group's method skips checks
         rank = self.group.rank()
         splits = splits_DD.numpy()
         rows = rows.detach().contiguous()
         output_splits = splits[:, rank].tolist()
         input_splits = splits[rank].tolist()
-        received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-        work = getattr(self.group, ALL_TO_ALL)(received, rows, output_splits, input_splits, self.options)
+        count = sum(output_splits)
+        received = rows.new_empty((max(count, room), *rows.shape[1:]))
+        work = getattr(self.group, ALL_TO_ALL)(received[:count], rows, output_splits, input_splits, self.options)
         return exchange_of([work], received, rows)
 
 
@@ -114,8 +118,8 @@ class P2PAllToAll(AllToAll):
         super().__init__(group)
         connect(group)
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        rows, received = self._prepare(rows, splits_DD)
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
+        rows, received = self._prepare(rows, splits_DD, room)
         rank = self.group.rank()
         output_splits = splits_DD[:, rank].tolist()
         input_splits = splits_DD[rank].tolist()
@@ -166,15 +170,21 @@ def post_rows(
     tag: int = 0,
 ) -> list[dist.Work]:
     """Post a message for each other rank of `group` (None: this rank alone), and copy the rows that stay on this rank.
-    In step k, a rank sends to rank + k and receives from rank - k, so no two ranks send to the same rank."""
+    `received` may have more rows; messages fill the first ones. In step k, a rank sends to rank + k and receives from
+    rank - k, so no two ranks send to the same rank."""
     targets = rows.split(list(input_splits))
-    sources = received.split(list(output_splits))
+    sources = first_blocks(received, output_splits)
     size = len(targets)
     receives = {peer: sources[peer] for peer in ((rank - step) % size for step in range(1, size))}
     sends = {peer: targets[peer] for peer in ((rank + step) % size for step in range(1, size))}
     works = post(group, receives, sends, tag)
     sources[rank].copy_(targets[rank])
     return works
+
+
+def first_blocks(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return consecutive blocks of rows, from the first row on; there may be more rows."""
+    return rows[: sum(sizes)].split(list(sizes))
 
 
 def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tensor) -> Exchange:

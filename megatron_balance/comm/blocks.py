@@ -56,8 +56,16 @@ class Gather:
         rows_R = torch.arange(len(place_R), dtype=place_R.dtype, device=place_R.device)
         return Gather(place_R.index_put_((self.index_R,), rows_R))
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.index_R is None else rows.index_select(0, self.index_R)
+    def __call__(self, rows: torch.Tensor, room: int = 0) -> torch.Tensor:
+        """Return the moved rows. If there are fewer than `room`, undefined rows follow them, `room` rows in all."""
+        if self.index_R is None:
+            missing = room - len(rows)
+            return rows if missing <= 0 else torch.cat([rows, rows.new_empty((missing, *rows.shape[1:]))])
+        if not room:
+            return rows.index_select(0, self.index_R)
+        moved = rows.new_empty((room, *rows.shape[1:]))
+        torch.index_select(rows, 0, self.index_R, out=moved[: len(self.index_R)])
+        return moved
 
 
 STAYS = Gather()

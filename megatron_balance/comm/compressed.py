@@ -27,9 +27,10 @@ class CompressedAllToAll(AllToAll):
     def reverse(self) -> AllToAll:
         return self if self.gradients else self.all_to_all
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         hidden = rows.shape[1]
         dtype = rows.dtype
+        # Decompressed rows get memory of their own, so `room` is of no use here
         exchange = self.all_to_all.start(self.codec.encode(rows.detach()), splits_DD)
         return Exchange(lambda: self.codec.decode(exchange.wait(), hidden, dtype))
 

@@ -23,10 +23,11 @@ class StagedAllToAll(NodeAllToAll):
 
     @abstractmethod
     def _stages(self, rows: torch.Tensor, received: torch.Tensor, splits_DD: torch.Tensor) -> Iterator[Posted]:
-        """Post each stage, yield its messages, and continue when they are complete; the last stage fills `received`."""
+        """Post each stage, yield its messages, and continue when they are complete; the last stage fills the first rows
+        of `received`."""
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        rows, received = self._prepare(rows, splits_DD)
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
+        rows, received = self._prepare(rows, splits_DD, room)
         stages = self._stages(rows, received, splits_DD)
         # A stage waits for the previous stage, but the computation must not
         work = self.side_stream.start(functools.partial(_finish, stages, rows, received))
@@ -70,8 +71,8 @@ class OneDimensionalAllToAll(StagedAllToAll):
             crossed = transposed(crossed, received_DY, (1, 0))
 
         # Step 3: from the leader
-        to_ranks = received_DY.sum(0).tolist() if leads else nothing
-        splits = {"output_splits": [len(received), *nothing[1:]], "input_splits": to_ranks}
+        received_Y = received_DY.sum(0).tolist()
+        splits = {"output_splits": [received_Y[local], *nothing[1:]], "input_splits": received_Y if leads else nothing}
         yield post_rows(self.nodes.intra, local, received, crossed, **splits, tag=self.tag)
 
 

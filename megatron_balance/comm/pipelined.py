@@ -18,6 +18,7 @@ from megatron_balance.comm.alltoall import (
     NodeAllToAll,
     connect,
     exchange_of,
+    first_blocks,
     keep_until_read,
     post,
 )
@@ -30,12 +31,12 @@ class PipelinedAllToAll(NodeAllToAll):
 
     tag = 3
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
-        rows, received = self._prepare(rows, splits_DD)
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
+        rows, received = self._prepare(rows, splits_DD, room)
         rank = self.group.rank()
         first = self.nodes.node * self.nodes.node_size
         sends = rows.split(splits_DD[rank].tolist())
-        receives = received.split(splits_DD[:, rank].tolist())
+        receives = first_blocks(received, splits_DD[:, rank].tolist())
         near, far = peers_in_order(rank, self.group.size(), self.nodes.node_size)
         far_sends = {peer: sends[peer] for peer in far}
         far_receives = {peer: receives[peer] for peer in far}

@@ -5,6 +5,7 @@ cost/exchange.py derives the predictions from the profile.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from megatron_balance.comm.alltoall import (
     P2PAllToAll,
     default_all_to_all,
 )
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.config.flags import named
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel
+from megatron_balance.cost.flex import FlexModel
 from megatron_balance.job.groups import NodeGroups
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
@@ -52,9 +55,9 @@ class Chooser:
     prediction is reused for the next `TURNS` exchanges whose total bytes have the same bit length. It depends only on
     the profile, the split matrix, the size of a row and earlier exchanges, so all ranks choose alike."""
 
-    def __init__(self, profile: ClusterProfile, names: Iterable[str], log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, models: Iterable[ExchangeModel], log: Callable[[str], None] | None = None) -> None:
         """`log` receives a line when a name is chosen for the first time."""
-        self.models = [ExchangeModel.of(profile, name) for name in names]
+        self.models = [*models]
         self.log = log
         self._choices: dict[int, tuple[str, int]] = {}
         """By bit length of the total bytes: the choice, and the number of exchanges for which it still holds."""
@@ -92,11 +95,11 @@ class AutoAllToAll(NodeAllToAll):
     def __init__(self, nodes: NodeGroups, profile: ClusterProfile, log: Callable[[str], None] | None = None) -> None:
         super().__init__(nodes)
         self.members = members_of(nodes)
-        self.chooser = Chooser(profile, self.members, log)
+        self.chooser = Chooser((ExchangeModel.of(profile, name) for name in self.members), log)
 
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor) -> Exchange:
+    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD)
+        return self.members[self.chooser.choose(splits_DD, row_bytes)].start(rows, splits_DD, room)
 
 
 ALL_TO_ALLS: dict[str, type[AllToAll]] = {
@@ -105,19 +108,46 @@ ALL_TO_ALLS: dict[str, type[AllToAll]] = {
     "1dh": OneDimensionalAllToAll,
     "2dh": TwoDimensionalAllToAll,
     "pipe": PipelinedAllToAll,
+    "dedup": DedupAllToAll,
     "auto": AutoAllToAll,
 }
 
 
-def exchange_models(all_to_all: AllToAll, profile: ClusterProfile) -> tuple[ExchangeModel, ...]:
+def exchange_models(
+    all_to_all: AllToAll, profile: ClusterProfile, copies: FlexModel | None = None
+) -> tuple[ExchangeModel, ...]:
     """Return the models of an all-to-all: one for each candidate of `auto`, one for any other all-to-all. An unknown
-    class is assumed to send all messages in one stage."""
+    class is assumed to send all messages in one stage. `copies`: the model of `dedup`."""
     if isinstance(all_to_all, AutoAllToAll):
         return tuple(all_to_all.chooser.models)
+    if isinstance(all_to_all, DedupAllToAll) and copies is not None:
+        return (copies,)
     if type(all_to_all) is type(default_all_to_all(all_to_all.group)):
         return (ExchangeModel.of(profile),)
     name = next((name for name, kind in ALL_TO_ALLS.items() if isinstance(all_to_all, kind)), "p2p")
     return (ExchangeModel.of(profile, name),)
+
+
+class CopiesCase(NamedTuple):
+    """What `auto` needs to know about `dedup`."""
+
+    model: FlexModel
+    row_bytes: float
+    """Bytes of a rank's rows in one exchange of a microbatch under even routing."""
+
+
+def prefers_copies(auto: AutoAllToAll, copies: CopiesCase, log: Callable[[str], None] | None = None) -> bool:
+    """Return whether `dedup` takes the place of `auto`: whether an even exchange is predicted to be faster that way.
+    The choice holds for the whole run, because it changes the last bits of sums, and a resumed run must not."""
+    ranks = auto.nodes.ep.size()
+    if ranks <= auto.nodes.node_size:
+        return False
+    said: list[str] = []
+    chooser = Chooser([*auto.chooser.models, copies.model], said.append)
+    chosen = chooser.predict(np.full((ranks, ranks), copies.row_bytes / ranks))
+    if log is not None and chosen == "dedup":
+        log(said[0])
+    return chosen == "dedup"
 
 
 def find_all_to_all(name: str) -> type[AllToAll]:
@@ -136,6 +166,7 @@ def load_all_to_all(
     nodes: Callable[[], NodeGroups],
     profile: Callable[[], ClusterProfile],
     log: Callable[[str], None] | None = None,
+    copies: Callable[[], CopiesCase] | None = None,
 ) -> AllToAll:
     """Construct the all-to-all of an expert-parallel group; every rank of the job calls this with the same name.
 
@@ -143,6 +174,7 @@ def load_all_to_all(
         nodes: creates the node groups, collectively over the job, for subclasses of NodeAllToAll.
         profile: returns the profile for the predictions of `auto`.
         log: receives a line about each new choice of `auto`.
+        copies: describes `dedup` to `auto`; None: not a candidate.
 
     Raises:
         ValueError: see `find_all_to_all`, or the all-to-all does not support the sizes of the nodes.
@@ -151,5 +183,7 @@ def load_all_to_all(
         return default_all_to_all(ep_group)
     found = find_all_to_all(name)
     if found is AutoAllToAll:
-        return AutoAllToAll(nodes(), profile(), log)
+        auto = AutoAllToAll(nodes(), profile(), log)
+        takes_over = copies is not None and prefers_copies(auto, copies(), log)
+        return DedupAllToAll(auto.nodes) if takes_over else auto
     return found(nodes()) if issubclass(found, NodeAllToAll) else found(ep_group)

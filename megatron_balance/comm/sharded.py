@@ -26,10 +26,10 @@ class Sharding(ABC):
     """Collectives among a host's shards over all of its rows: after rows arrive, and before results return."""
 
     @abstractmethod
-    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor, **room: int) -> Exchange:
         """Start sending this source's rows, ordered by host, to all shards of their hosts. `splits_DW`, int64 in host
         memory, has the number of rows from each source to each host. The exchange returns the rows received by this
-        shard, ordered by source."""
+        shard, ordered by source. For `room`, see `AllToAll.start`."""
 
     @abstractmethod
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
@@ -44,8 +44,8 @@ class Sharding(ABC):
 class Unsharded(Sharding):
     """Each host is one rank."""
 
-    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
-        return all_to_all.start(rows, splits_DW)
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor, **room: int) -> Exchange:
+        return all_to_all.start(rows, splits_DW, **room)
 
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         return all_to_all.start(rows, splits_DW.T)
@@ -57,10 +57,10 @@ class DirectAllToAll(Sharding):
     def __init__(self, shards: int) -> None:
         self.shards = shards
 
-    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor, **room: int) -> Exchange:
         sizes = splits_DW[all_to_all.group.rank()].tolist()
         copies = torch.cat([part for part in rows.split(sizes) for _ in range(self.shards)])
-        return all_to_all.start(copies, splits_DW.repeat_interleave(self.shards, dim=1))
+        return all_to_all.start(copies, splits_DW.repeat_interleave(self.shards, dim=1), **room)
 
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         exchange = all_to_all.start(rows, splits_DW.repeat_interleave(self.shards, dim=1).T)
@@ -81,7 +81,7 @@ class AllGather(Sharding):
         """`shards` are the ranks of this rank's host."""
         self.shards = shards
 
-    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
+    def spread(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor, **room: int) -> Exchange:
         own_WW, sizes_WV = self._splits(splits_DW, all_to_all.group.rank())
         exchange = all_to_all.start(rows, own_WW)
 

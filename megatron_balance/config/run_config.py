@@ -68,6 +68,11 @@ class BalanceConfig:
     """Number of layers of a pipeline stage that can have guests for a microbatch at the same time (--balance-load
     exact, --balance-inner-policy). All layers share these guest slots."""
 
+    balance_certify: float | None = flag_field(None, metavar="EPS")
+    """Give the rows of a pass memory of constant size, 1 + EPS times their mean over ranks, if its plan proves that no
+    rank gets more (--balance-load exact, --balance-inner-policy). Other passes get exactly enough, as all passes do
+    without this flag."""
+
     balance_predictor: Literal["last", "ema", "linear"] = "last"
     """How the next iteration's load is predicted."""
 
@@ -147,7 +152,8 @@ class CommConfig:
 
     moe_comm_alltoall: str = "default"
     """All-to-all of tokens: one of these names, or a class of your own as package.module:Class.
-    - default: flat with NCCL, p2p with gloo."""
+    - default: flat with NCCL, p2p with gloo.
+    - dedup: sends a token once to each node, not once for each expert."""
 
     moe_comm_node_size: int | None = None
     """Number of ranks per node. Default: the launcher's LOCAL_WORLD_SIZE."""

@@ -4,7 +4,7 @@
     candidates   costs of changing experts' hosts, and loads of guests
     network      batches of messages on links within nodes, and on adapters that the ranks of a node share
     exchange     seconds of the all-to-alls
-    flex         seconds of exchanges by the flex dispatcher, which sends a token once to each node and rank
+    flex         seconds of exchanges that send a token once to each node and rank: the flex dispatcher, dedup
     sending      seconds of Trans and Agg, with the best routes and pieces
     messages     the same seconds for many plans, in compiled loops
     loads        tokens that ranks compute, send and receive under a placement

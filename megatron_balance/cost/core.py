@@ -458,3 +458,10 @@ def add_loads(
     """Add the loads of all experts."""
     for e in range(len(primary_E)):
         add_expert(loads_FBD, 1.0, counts_EBD[e], shares_ED[e], primary_E[e], node_size, local_first)
+
+
+@compiled("void(float64[:,:,::1], float64[:,:,::1], int64[::1], int64)")
+def add_owners(loads_FBD: np.ndarray, counts_EBD: np.ndarray, owner_E: np.ndarray, node_size: int) -> None:
+    """Add the loads of all experts, each computed by its owner alone."""
+    for e in range(len(owner_E)):
+        _add_alone(loads_FBD, 1.0, counts_EBD[e], owner_E[e], node_size)

@@ -57,6 +57,10 @@ class ExchangeModel:
             return float(self.network.batch_seconds(stages_BDD).sum())
         return self.line.alpha + self.scale * float(self.network.byte_seconds(self.network.crossing(stages_BDD)).sum())
 
+    def returning(self, bytes_DD: np.ndarray) -> float:
+        """Return the seconds of the exchange that takes the results of these rows back."""
+        return self.seconds(bytes_DD.T)
+
     def links(self, unit: float) -> Links:
         """Return the links for compiled loops, in seconds per unit of `unit` bytes in one exchange."""
         return self.network.links(unit * self.scale)

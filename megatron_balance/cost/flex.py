@@ -1,4 +1,5 @@
-"""Seconds of an exchange by the flex dispatcher (DeepEP, HybridEP), which sends a token once to each node and rank.
+"""Seconds of an exchange that sends a token once to each node and rank: by the flex dispatcher (DeepEP, HybridEP), or
+by `--moe-comm-alltoall dedup`.
 
 A token first goes to the rank with the sender's local rank on each node of its experts. That rank sends it on, within
 the node, to each rank with some of its experts. Results return the same way. An all-to-all sends a row for each expert.
@@ -58,19 +59,24 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class FlexModel(ExchangeModel):
-    """Predicts the seconds of one exchange by the flex dispatcher."""
+    """Predicts the seconds of one exchange by the flex dispatcher or by dedup."""
 
     routing: Routing
     near: Fit
     """One exchange, by the bytes that a rank sends within its node."""
     far: Fit
     """The same between nodes."""
+    shards: int = 1
+    """Consecutive ranks that each get every row of an expert."""
 
     @classmethod
-    def of(cls, profile: ClusterProfile, routing: Routing) -> "FlexModel":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the model for the rates in a profile."""
-        near, far = (profile.link("p2p", level) if profile.flex is None else profile.flex[level] for level in LEVELS)
-        return cls("flex", Network.of(profile), None, routing, near, far)
+    def of(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, profile: ClusterProfile, routing: Routing, name: str = "flex", shards: int = 1
+    ) -> "FlexModel":
+        """Return the model of `flex` or `dedup` for the rates in a profile."""
+        lines = profile.flex if name == "flex" else None
+        near, far = (profile.link("p2p", level) if lines is None else lines[level] for level in LEVELS)
+        return cls(name, Network.of(profile), None, routing, near, far, shards)
 
     @property
     def _nodes(self) -> int:
@@ -86,12 +92,19 @@ class FlexModel(ExchangeModel):
 
     @functools.cached_property
     def latency(self) -> float:
-        return self.near.alpha if self._nodes == 1 else max(self.near.alpha, self.far.alpha)
+        if self._nodes == 1:
+            return self.near.alpha
+        # The flex dispatcher's kernels forward each piece of a message as soon as it arrives
+        return max(self.near.alpha, self.far.alpha) if self.name == "flex" else self.near.alpha + self.far.alpha
 
     def seconds(self, bytes_DD: np.ndarray) -> float:
         if not (bytes_DD.sum() - bytes_DD.trace()):
             return 0.0
         return self.latency + float(self.network.byte_seconds(self.crossing(bytes_DD)).sum())
+
+    def returning(self, bytes_DD: np.ndarray) -> float:
+        # The same copies take the same links in the opposite direction
+        return self.seconds(bytes_DD)
 
     def links(self, unit: float) -> Links:
         """Return links that carry the copies of tokens in an exchange of rows to equally likely experts."""
@@ -110,15 +123,15 @@ class FlexModel(ExchangeModel):
         fraction s of its source's rows do, and `Routing.draws` is k.
 
         Args:
-            bytes_DD: bytes of rows, including those that stay on their rank.
+            bytes_DD: bytes of rows, to each shard, including those that stay on their rank.
         """
         network = self.network
         ranks = network.num_ranks
         row_D = bytes_DD.sum(1)
-        token_D1 = (row_D / self.routing.topk)[:, None]
-        share_DD = bytes_DD / np.where(row_D, row_D, 1.0)[:, None]
-        share_DN = np.add.reduceat(share_DD, network.first_N, axis=1)
-        copy_DD = token_D1 * (1.0 - (1.0 - share_DD).clip(0.0) ** self.routing.draws(ranks))
+        token_D1 = (row_D / (self.routing.topk * self.shards))[:, None]
+        share_DD = self.shards * bytes_DD / np.where(row_D, row_D, 1.0)[:, None]
+        share_DN = np.add.reduceat(share_DD, network.first_N, axis=1) / self.shards
+        copy_DD = token_D1 * (1.0 - (1.0 - share_DD).clip(0.0) ** self.routing.draws(ranks // self.shards))
         near_DD = copy_DD * network.is_near_DD
         far_DD = np.zeros_like(copy_DD)
         if self._nodes > 1:

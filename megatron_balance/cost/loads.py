@@ -5,7 +5,7 @@ See `cost/core.py` for loads [5, B, D].
 
 import numpy as np
 
-from megatron_balance.cost.core import FEATURES, add_loads
+from megatron_balance.cost.core import FEATURES, add_loads, add_owners
 from megatron_balance.cost.network import Network
 from megatron_balance.placement.placement import Placement
 
@@ -43,8 +43,9 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
 
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if owners alone compute them."""
-    alone_ED = (owner_E[:, None] == np.arange(counts_EBD.shape[2])).astype(np.int64)
-    return loads_of(network, "proportional", counts_EBD, alone_ED, owner_E)
+    loads_FBD = np.zeros((FEATURES, *counts_EBD.shape[1:]))
+    add_owners(loads_FBD, np.ascontiguousarray(counts_EBD, np.float64), owner_E, network.node_size)
+    return loads_FBD
 
 
 def placement_loads(network: Network, split: str, counts_BDE: np.ndarray, placement: Placement) -> np.ndarray:

@@ -7,11 +7,20 @@ maxima over ranks. Loads are matrices [D, E] of one microbatch, or [B, D, E] of 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, add_loads, carry, few_batches_each, layer_work, link_times, take_turns
+from megatron_balance.cost.core import (
+    Prices,
+    add_loads,
+    add_owners,
+    carry,
+    few_batches_each,
+    layer_work,
+    link_times,
+    take_turns,
+)
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.flex import FlexModel, Routing
 from megatron_balance.cost.loads import by_microbatch, placement_loads
@@ -109,7 +118,9 @@ class CostModel:
     """Number of Trans of each microbatch: 2 if the backward pass needs one of its own, 1 if the weights of the forward
     pass are still there; 0 if all microbatches share one Trans and one Agg."""
     routing: Routing | None = None
-    """Selects the flex dispatcher's exchange; None selects an all-to-all."""
+    """Selects an exchange that sends a token once to each node; None selects an all-to-all of rows."""
+    copied_by: Literal["flex", "dedup"] = "flex"
+    """What sends tokens, if `routing` is given: the flex dispatcher, or the all-to-all of that name."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -123,11 +134,14 @@ class CostModel:
 
     @cached_property
     def exchange(self) -> ExchangeModel:
-        return ExchangeModel.of(self.profile) if self.routing is None else FlexModel.of(self.profile, self.routing)
+        if self.routing is None:
+            return ExchangeModel.of(self.profile)
+        return FlexModel.of(self.profile, self.routing, self.copied_by)
 
     def prepare(self) -> None:
         """Compile the loops of predictions now, so that no plan waits for numba."""
-        for loop in (add_loads, carry, fastest_sending, few_batches_each, layer_work, link_times, take_turns):
+        loops = add_loads, add_owners, carry, fastest_sending, few_batches_each, layer_work, link_times, take_turns
+        for loop in loops:
             loop.prepare()
 
     @cached_property

@@ -5,6 +5,8 @@ plan.py                the dispatch plan: how many tokens each source sends to e
 cut.py                 one rank's part of a dispatch plan: splits, and the order in which rows are sent
 device_plan.py         one source's part of a dispatch plan, on the device
 dispatcher.py          dispatch, experts and combine: over our all-to-alls, or over megatron-core's dispatchers
+dedup_dispatcher.py    the same with one copy of a token per node
+copies.py              copies of tokens: their order, and how they become rows on their way
 device_dispatcher.py   the same over HybridEP, without host synchronization
 rows.py                a row for every expert that a token chose, and the sums of each token's rows
 reroute.py             maps chosen logical experts to physical experts, for megatron-core's dispatchers

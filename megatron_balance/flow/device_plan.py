@@ -12,7 +12,8 @@ import torch
 
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.flow.plan import Split
-from megatron_balance.placement.placement import MOST_TOKENS, Placement
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.tables import MOST_TOKENS
 
 
 @dataclass(frozen=True, eq=False)

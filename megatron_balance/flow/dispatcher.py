@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -104,7 +105,14 @@ class AllToAllDispatcher(Dispatcher):
         """Find the order of rows by expert; later, the plan cuts this order into blocks and moves them to their place
         of sending. If no block will move, copy the rows as well: the first exchange then starts as soon as the plan is
         known."""
-        map_TE = choices.map_TE
+        order, copied = self._order(tokens_TH, choices.map_TE, placement)
+        return PendingRows(partial(self._decide, choices.map_TE, order, copied))
+
+    def _order(
+        self, tokens_TH: torch.Tensor, map_TE: torch.Tensor, placement: Placement | None
+    ) -> tuple[RowOrder | None, list[torch.Tensor]]:
+        """Return the order of `_most_rows` rows by expert, and the rows if no block will move; None and [] where
+        capacities may drop rows."""
         order = None
         copied = []
         with record_function("dispatch"):
@@ -113,7 +121,7 @@ class AllToAllDispatcher(Dispatcher):
                 if placement is not None and self.chunks is None and self._in_place(placement):
                     # The autograd function of the whole mixture computes the tokens' gradient
                     copied.append(gather_rows(tokens_TH.detach(), order))
-        return PendingRows(partial(self._decide, map_TE, order, copied))
+        return order, copied
 
     def _most_rows(self, map_TE: torch.Tensor) -> int:
         # Not len(), which torch implements in Python
@@ -126,12 +134,12 @@ class AllToAllDispatcher(Dispatcher):
     def _decide(
         self, map_TE: torch.Tensor, order: RowOrder | None, copied: list[torch.Tensor], plan: DispatchPlan
     ) -> Route:
-        """Return the route, given the order of `_most_rows` rows by expert and the copied rows, if they exist."""
+        """Return the route, given the results of `_order`."""
         device = map_TE.device
         chunking = UNSPLIT if self.chunks is None else self.chunks(plan)
         one_by_one = plan.counts_DE.shape[0] == plan.placement.num_ranks and not self.parallel.splits_rows
         if map_TE.is_cpu or chunking.chunks > 1 or not one_by_one:
-            found = self._cut(plan, chunking, device)
+            found = self._cut(plan, chunking.split(plan).numpy(), device)
         else:
             found = cut(plan, self.parallel.source, self._most_rows(map_TE), device, self.reads_all_splits)
         if order is None or found.rows != len(order):
@@ -139,16 +147,18 @@ class AllToAllDispatcher(Dispatcher):
             copied = []
         moved = order.moved(found.move, found.back)
         sent = [] if moved is not order else copied
-        return ChunkedRoute(moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent).dispatch
+        route = ChunkedRoute(
+            moved, found, chunking, self.parallel, self.exchange, self.sharding, device, sent, plan.room
+        )
+        return route.dispatch
 
-    def _cut(self, plan: DispatchPlan, chunking: Chunking, device: torch.device) -> RankCut:
-        """Do the same as `cut`, for any number of chunks and sources."""
+    def _cut(self, plan: DispatchPlan, tokens_CDP: np.ndarray, device: torch.device) -> RankCut:
+        """Do the same as `cut`, for any number of chunks and sources. `tokens_CDP`: see `Chunking.split`."""
         parallel = self.parallel
         hosts = plan.placement.num_ranks
-        tokens_CDP = chunking.split(plan).numpy()
         members_CDP = tokens_CDP[:, parallel.members]
         moves: list[Any] = [STAYS]
-        if chunking.chunks > 1:
+        if len(tokens_CDP) > 1:
             own_CWS = tokens_CDP[:, parallel.source].reshape(len(tokens_CDP), hosts, -1)
             each = sending(plan.placement, members_CDP), BlockMove.transposed(own_CWS, (1, 0, 2))
             moves = gathers([one for move in each for one in (move, move.back)], device)

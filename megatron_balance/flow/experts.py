@@ -85,8 +85,8 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows_RH: rows grouped by slot.
-            tokens_per_slot: [S] home slots, then the guest slots in use: int64, in host memory or on a device. On a
-                device, the host does not wait for it, and `rows_RH` may have more rows, whose results are undefined.
+            tokens_per_slot: [S] home slots, then the guest slots in use: int64, in host memory or on a device, for
+                which the host does not wait. `rows_RH` may have more rows, whose results are undefined.
             probs_R: [R] combine weights.
             gradients: collects the gradients of the weights; None: autograd gets them.
         """

@@ -34,10 +34,14 @@ GROUPED_MM_MAJORS = (9, 10)
 
 @dataclass(frozen=True, eq=False)
 class RowSplit:
-    """Numbers of rows of consecutive slots, known to the host; may be zero."""
+    """Numbers of rows of consecutive slots, known to the host; may be zero. More rows may follow, undefined."""
 
     sizes: Sequence[int]
     device: torch.device
+
+    def parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each slot's rows."""
+        return rows[: sum(self.sizes)].split(self.sizes)
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
@@ -138,7 +142,7 @@ def _products(rows_RI: torch.Tensor, matrices: Sequence[torch.Tensor], split: Ro
     else:
         output_RO = rows_RI.new_empty(len(rows_RI), width)
         grouped = 0
-    each = zip(rows_RI.split(split.sizes), output_RO.split(split.sizes), slots_of(matrices), strict=True)
+    each = zip(split.parts(rows_RI), split.parts(output_RO), slots_of(matrices), strict=True)
     for number, (rows, output, matrix_IO) in enumerate(each):
         if number >= grouped and len(rows):
             torch.mm(rows, matrix_IO, out=output)
@@ -180,10 +184,10 @@ class EngineGemm(GroupedGemm):
         assert not isinstance(split, DeviceSplit), "the numbers of rows are arguments"
         output = rows.new_empty(len(rows), width)
         sizes = list(split.sizes)
-        if len(rows):
+        if any(sizes):
             matrices = [*slots_of(weights)]
-            parts = [*rows.contiguous().split(sizes)]
-            self._call(matrices, parts, [output], m_splits=sizes, single_output=True, **options)
+            parts = [*split.parts(rows.contiguous())]
+            self._call(matrices, parts, [output[: sum(sizes)]], m_splits=sizes, single_output=True, **options)
         return output
 
     def _call(

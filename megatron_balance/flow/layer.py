@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import Router
@@ -30,19 +29,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.compressed import TokenExchange
+from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.config.run_config import BalanceConfig
 from megatron_balance.device.host_memory import HostReader, Reading
 from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import ChunkChoice
 from megatron_balance.flow.chunks.pipeline import Begin
+from megatron_balance.flow.dedup_dispatcher import DedupDispatcher
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, Split, by_host, make_dispatch_plan
-from megatron_balance.job.collectives import ALL_GATHER
+from megatron_balance.job.collectives import start_gather
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 
@@ -105,11 +106,10 @@ class BalancedMoELayer(MoELayer):
         self.split: Split = "local_first"
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
+        self.limit: int | None = None
+        """`certified_rows` of training passes; None: passes need no certificate."""
 
         self._reader = reader
-        self._gather_options = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
-        self._gather_options.asyncOp = True
-
         self.router = cast(Router, submodules.router(config=config, pg_collection=parallel.router_groups()))
         self.router.is_mtp_layer = is_mtp_layer  # pyright: ignore[reportArgumentType] (an attribute since 0.19)
         decide = self.router.routing
@@ -131,6 +131,8 @@ class BalancedMoELayer(MoELayer):
             return MegatronDispatcher(self.config, self.ep_group.rank(), self.parallel.source, self.parallel.groups)
         # megatron-core sets the layer's number after its construction
         chunking = None if chunks is None else lambda plan: chunks(number_of(self), plan)
+        if isinstance(exchange.probs, DedupAllToAll):
+            return DedupDispatcher(self.config, self.parallel, exchange, chunking, self._reader)
         return AllToAllDispatcher(self.config, self.parallel, exchange, chunking)
 
     def forward(
@@ -186,16 +188,14 @@ class BalancedMoELayer(MoELayer):
         with record_function("count"):
             counts_E = self.parallel.counts(choices.map_TE)
             group = self.parallel.sources
-            counts_DE = counts_E.new_empty(group.size() * counts_E.numel())
-            # Call the group's method directly, as in FlatAllToAll.start: the device waits for the host here
-            work = getattr(group, ALL_GATHER)(counts_DE, counts_E, self._gather_options)
+            gathered = start_gather(group, counts_E)
 
         def on_device() -> torch.Tensor:
-            work.wait()
+            counts_DE = gathered()
             if not on_host:
                 # The pass may end before the host has the load
                 keep_until_read(counts_E, counts_DE)
-            return counts_DE.view(-1, counts_E.numel())
+            return counts_DE
 
         by_source = self._reader.read(on_device)
         hosts = self.ep_group.size()
@@ -213,7 +213,8 @@ class BalancedMoELayer(MoELayer):
             return DevicePlan(self.placement, load.on_device, self.split, self.node_size)
         counts_DE = load.by_source()
         with record_function("plan"):
-            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size)
+            limit = self.limit if self.training else None
+            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size, limit)
 
 
 def _unwanted() -> torch.Tensor:

@@ -5,7 +5,9 @@ hosts (ranks of an expert-parallel group).
 """
 
 import functools
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ class DispatchPlan:
     counts_DE: torch.Tensor
     split: Split = "local_first"
     node_size: int | None = None
+    limit: int | None = None
 
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
@@ -51,9 +54,28 @@ class DispatchPlan:
         """[D, W]: tokens that each source sends to each host."""
         return torch.from_numpy(sums_by_host(self.tokens_DP.numpy(), self.placement.num_ranks))
 
+    @functools.cached_property
+    def room(self) -> int:
+        """Rows for which every host allocates memory: `limit` if this plan sends no host more; otherwise 0, which means
+        exactly the rows that arrive."""
+        if self.limit is None or self.splits_DW.sum(0).max() > self.limit:
+            return 0
+        return self.limit
+
+
+def certified_rows(even_rows: int, excess: float) -> int:
+    """Return the most rows of a host in a certified pass (`--balance-certify excess`), given the rows of each host
+    under even routing if no token is dropped: (1 + excess) times as many, rounded up. `excess` counts as the decimal
+    number that was written, because its nearest binary number may be larger."""
+    return math.ceil((1 + Fraction(str(excess))) * even_rows)
+
 
 def make_dispatch_plan(
-    counts_DE: torch.Tensor, placement: Placement, split: Split = "local_first", node_size: int | None = None
+    counts_DE: torch.Tensor,
+    placement: Placement,
+    split: Split = "local_first",
+    node_size: int | None = None,
+    limit: int | None = None,
 ) -> DispatchPlan:
     """Distribute each source's tokens over the hosts of the experts that the tokens chose.
 
@@ -68,11 +90,12 @@ def make_dispatch_plan(
             `proportional`: tokens are shared in proportion to the placement's quotas, or to vExperts (FlexMoE,
             Algorithm 3). See also `placement/splits.py`.
         node_size: number of consecutive hosts that share a node; None: all hosts share one.
+        limit: the `certified_rows`; None: every host allocates memory for exactly the rows that arrive.
     """
     assert counts_DE.ndim == 2, counts_DE.shape
     sources, experts = counts_DE.shape
     assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
-    return DispatchPlan(placement, counts_DE, split, node_size)
+    return DispatchPlan(placement, counts_DE, split, node_size, limit)
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:

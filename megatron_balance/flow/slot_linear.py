@@ -60,8 +60,10 @@ class _SlotLinear(torch.autograd.Function):
             to_rows = linear.gradients.gemm.input_gradients(gradient_RO, linear.weights, split)
         to_scale = None
         if ctx.needs_input_grad[1]:
-            parts = zip(gradient_RO.split(split.sizes), slots_of(linear.biases), strict=True)
-            to_scale = torch.cat([(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]).to(scale_R.dtype)
+            parts = zip(split.parts(gradient_RO), slots_of(linear.biases), strict=True)
+            sums = [(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]
+            undefined = gradient_RO.new_empty(len(gradient_RO) - sum(split.sizes))
+            to_scale = torch.cat([*sums, undefined]).to(scale_R.dtype)
         linear.gradients.add(rows_RI, gradient_RO, scale_R, split)
         return to_rows, to_scale, None, None
 
@@ -70,6 +72,6 @@ def _add_biases(
     output_RO: torch.Tensor, biases: Sequence[torch.Tensor], split: RowSplit, scale_R: torch.Tensor | None
 ) -> None:
     """Add each slot's bias to its rows, slot by slot: a bias for each row would be as large as the rows."""
-    scales = None if scale_R is None else scale_R.unsqueeze(-1).split(split.sizes)
-    for slot, (rows, bias_O) in enumerate(zip(output_RO.split(split.sizes), slots_of(biases), strict=True)):
+    scales = None if scale_R is None else split.parts(scale_R.unsqueeze(-1))
+    for slot, (rows, bias_O) in enumerate(zip(split.parts(output_RO), slots_of(biases), strict=True)):
         rows.add_(bias_O if scales is None else (bias_O * scales[slot]).to(rows.dtype))

@@ -125,9 +125,9 @@ class LinearGradients:
         if isinstance(split, DeviceSplit):
             self._uncounted.append((gradient_RO, rows_RI, split))
             return
-        rows = rows_RI.split(split.sizes)
-        gradients = gradient_RO.split(split.sizes)
-        scales = [None] * len(rows) if scale_R is None else scale_R.split(split.sizes)
+        rows = split.parts(rows_RI)
+        gradients = split.parts(gradient_RO)
+        scales = [None] * len(rows) if scale_R is None else split.parts(scale_R)
         for parts, part in zip(self.parts, map(SlotRows, rows, gradients, scales), strict=False):
             if len(part.rows_RI):
                 parts.append(part)

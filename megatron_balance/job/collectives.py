@@ -37,6 +37,24 @@ ALL_TO_ALL = "all_to_all_single" if _RENAMED else "alltoall_base"
 REDUCE_SCATTER = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
 REDUCE_SCATTERS = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
 
+_GATHER_OPTIONS = dist.distributed_c10d.AllgatherOptions()  # pyright: ignore[reportPrivateImportUsage]
+_GATHER_OPTIONS.asyncOp = True
+
+
+def start_gather(group: dist.ProcessGroup, part: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start gathering one tensor of equal shape from each rank of `group`; return the function that waits for all of
+    them: [ranks, ...]. On CUDA, the current stream waits, not the host."""
+    whole = part.new_empty((group.size(), *part.shape))
+    # Call the group's method directly, as in FlatAllToAll.start: the device waits for the host here
+    work = getattr(group, ALL_GATHER)(whole.view(-1), part.view(-1), _GATHER_OPTIONS)
+
+    def gathered() -> torch.Tensor:
+        work.wait()
+        return whole
+
+    return gathered
+
+
 COLLECTIVES: dict[str, tuple[str, tuple[int, ...]]] = {
     "allreduce": ("all-reduces", (0,)),
     "allreduce_coalesced": ("all-reduces", (0,)),

@@ -51,6 +51,8 @@ class LayerReport(NamedTuple):
     """Time of the layer's exchanges and experts, and of its waits for Trans and Agg."""
     prediction_error: float
     """Fraction of tokens predicted for the wrong expert or source (`predictor.prediction_error`)."""
+    certified: float = math.nan
+    """Fraction of passes that `--balance-certify` gave memory of constant size; NaN without this flag."""
     expert_load_min: float = 1.0
     expert_load_max: float = 1.0
     expert_load_std: float = 0.0
@@ -149,10 +151,12 @@ def log_fields(iterations: Sequence[Mapping[int, LayerReport]], lengths: Sequenc
             lengths,
         )
 
+    certified = averaged("certified")
+    proven = "" if math.isnan(certified) else f" certified: {certified:.1%} |"
     waited = "/".join(f"{summed(f'{name}_wait_seconds') * 1e3:.1f}" for name in ("plan", "trans", "agg"))
     return (
         f" max/mean load: {averaged('ratio_before'):.2f} -> {averaged('ratio_after'):.2f} |"
-        f" planned: {averaged('ratio_planned'):.2f} |"
+        f" planned: {averaged('ratio_planned'):.2f} |{proven}"
         f" hosts added: {_count(summed('hosts_added'))} | experts moved: {_count(summed('experts_moved'))} |"
         f" plan (ms): {summed('plan_seconds') * 1e3:.1f} |"
         f" trans+agg (MB): {summed('trans_bytes', 'agg_bytes') / 1e6:.1f} |"
@@ -169,7 +173,9 @@ def tensorboard_scalars(reports: Mapping[int, LayerReport], factors: Factors) ->
     """Return an iteration's scalars by Megatron's tags; in `moe/{name}_layer_{i}`, layers count from 0."""
     scalars = {f"moe/calibration_{name}": factor for name, factor in factors._asdict().items()}
     for name in LayerReport._fields:
-        values = {layer: getattr(report, name) for layer, report in reports.items()}
+        values = {layer: value for layer, report in reports.items() if not math.isnan(value := getattr(report, name))}
+        if not values:
+            continue
         scalars |= {f"moe/{name}_layer_{layer - 1}": float(value) for layer, value in values.items()}
         for percent in PERCENTILES:
             scalars[f"moe/{name}_p{percent}"] = float(np.percentile(list(values.values()), percent))

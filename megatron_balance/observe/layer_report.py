@@ -1,5 +1,7 @@
 """Report about one MoE layer's finished iteration, for the log."""
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,8 @@ class FinishedIteration:
     """The placement of all microbatches, or of each one."""
     planned_ratio: float | None
     """`LayerReport.ratio_planned`; None: there was no plan, or plans were for the exact loads."""
+    limit: int | None
+    """Most rows of a rank in a certified pass; None: passes need no certificate."""
     sending: Callable[[], tuple[float, float]]
     """Returns the predicted seconds of one Trans and one Agg of each placement, without overlap; not calibrated."""
     trans: Sequence[TransPlan]
@@ -103,6 +107,7 @@ def layer_report(
         ratio_after=after,
         ratio_planned=after if last.planned_ratio is None else last.planned_ratio,
         rb=gain,
+        certified=math.nan if last.limit is None else _certified(calibrated, last, last.limit),
         expert_load_min=least,
         expert_load_max=most,
         expert_load_std=deviation,
@@ -126,6 +131,12 @@ def _loads(cost: CostModel, counts_BDE: np.ndarray, placements: Sequence[Placeme
     if len(placements) == 1:
         return cost.loads(counts_BDE, placements[0])
     return np.concatenate([cost.loads(*one) for one in zip(counts_BDE, placements, strict=True)], axis=1)
+
+
+def _certified(cost: CostModel, last: FinishedIteration, limit: int) -> float:
+    """Return the fraction of passes in which no rank computes more than `limit` rows; loads are not exact enough."""
+    passes = zip(last.loads, last.placements, strict=True)
+    return statistics.fmean(cost.traffic(*one).sum(1).max() <= limit for one in passes)
 
 
 def explanation(number: int, cost: CostModel, expected_BDE: np.ndarray, before: Placement, after: Placement) -> str:

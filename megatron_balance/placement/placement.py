@@ -1,18 +1,16 @@
 """Which ranks own and which ranks host the experts of one MoE layer."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import chain
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_balance.placement.tables import MOST_TOKENS, Tables, table, tables_of
 from megatron_balance.placement.text import EMPTY, IntRows, parsed, printed
-
-MOST_TOKENS = 2**31 - 1
-"""Maximum sum of an expert's quotas, and of its tokens, so a product of two such sums fits in int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +59,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        self._check_hosts()
-        self._check_quotas()
+        if self._tables is None:
+            self._check_hosts()
+            self._check_quotas()
 
     @classmethod
     def identity(cls, num_experts: int, num_ranks: int, guest_slots: int = 0) -> "Placement":
@@ -106,7 +105,7 @@ class Placement:
         Raises:
             ValueError: a rank lacks a free guest slot, or the placement is invalid.
         """
-        owners, alone = (self.owners, self._alone) if home is None else _owners(home, self.num_experts)
+        owners, alone = (self.owners, self._alone) if home is None else _owned(home, self.num_experts)[:2]
         # Most experts are computed by their owner alone, so loop over the others only
         moved = [expert for expert, (ranks, own) in enumerate(zip(hosts, alone, strict=True)) if ranks != own]
         ascending: list[tuple[int, ...]] = [*alone]
@@ -136,6 +135,49 @@ class Placement:
             hosts=tuple(ascending),
             primary=tuple(primary),
             quotas=tuple(ordered) if any(ordered) else (),
+        )
+
+    def with_quotas(
+        self, expert_N: np.ndarray, host_N: np.ndarray, quota_N: np.ndarray, *, kept_slots: int, guest_slots: int
+    ) -> "Placement":
+        """Return a placement in which some experts have other hosts, with quotas. It is several times faster than
+        `rehost`, for plans that a forward pass waits for.
+
+        Args:
+            expert_N, host_N, quota_N: all hosts of these experts, ordered by expert, then by rank, and their quotas. If
+                an expert's primary is no longer a host, the first host is.
+            kept_slots: number of a rank's guest slots that keep their experts; guests that `self` does not have there
+                take the following slots, in the order of experts.
+            guest_slots: number of a rank's guest slots.
+
+        Raises:
+            ValueError: a rank lacks a free guest slot, or the placement is invalid.
+        """
+        hosts = [*self.hosts]
+        primary = [*self.primary]
+        quotas = [*self.quotas] or [()] * self.num_experts
+        rows = [[*row[:kept_slots]] for row in self.guests]
+        ranks = host_N.tolist()
+        shares = quota_N.tolist()
+        ends = [*np.flatnonzero(np.diff(expert_N, prepend=EMPTY)).tolist(), len(ranks)]
+        for first, after in itertools.pairwise(ends):
+            expert = int(expert_N[first])
+            hosts[expert] = own = (*ranks[first:after],)
+            quotas[expert] = (*shares[first:after],)
+            if primary[expert] not in own:
+                primary[expert] = own[0]
+            owner = self.owners[expert]
+            for rank in own:
+                if rank != owner and expert not in rows[rank]:
+                    rows[rank].append(expert)
+        empty = (EMPTY,) * guest_slots
+        return Placement(
+            num_experts=self.num_experts,
+            home=self.home,
+            guests=tuple((*row, *empty[len(row) :]) for row in rows),
+            hosts=tuple(hosts),
+            primary=tuple(primary),
+            quotas=tuple(quotas) if any(quotas) else (),
         )
 
     @cached_property
@@ -199,17 +241,27 @@ class Placement:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """[E]: the rank that owns each expert."""
-        return _owners(self.home, self.num_experts)[0]
+        return _owned(self.home, self.num_experts).owners
 
     @cached_property
     def _alone(self) -> tuple[tuple[int], ...]:
         """[E]: `hosts` if only owners compute."""
-        return _owners(self.home, self.num_experts)[1]
+        return _owned(self.home, self.num_experts).alone
+
+    @property
+    def tables(self) -> Tables:
+        """Arrays derived from this placement."""
+        assert self._tables is not None
+        return self._tables
 
     @cached_property
-    def tables(self) -> "Tables":
-        """Arrays derived from this placement."""
-        return Tables(self)
+    def _tables(self) -> Tables | None:
+        """The tables of a valid placement, which are computed to find out whether it is valid; otherwise None."""
+        try:
+            home_DS = _owned(self.home, self.num_experts).home_DS
+            return tables_of(home_DS, self.guests, self.hosts, self.primary, self.quotas)
+        except OverflowError:
+            return None
 
     def __str__(self) -> str:
         """Return the home slots, a plus and the guest slots of each rank, such as `0 1:5 + 3! . | 2x2 3x0 + 1:7 .`
@@ -230,25 +282,18 @@ class Placement:
         return hashlib.blake2b(str(self).encode(), digest_size=16).hexdigest()
 
     def _check_sizes(self) -> None:
-        owned = sorted(chain.from_iterable(self.home))
-        if not owned or owned != list(range(self.num_experts)) or len({*map(len, self.home)}) != 1:
-            raise ValueError(f"home {self.home}: must hold each of {self.num_experts} experts once, evenly over ranks")
+        _owned(self.home, self.num_experts)
         if len(self.guests) != self.num_ranks or len({*map(len, self.guests)}) != 1:
             raise ValueError(f"guests {self.guests}: {self.num_ranks} ranks need equally many guest slots")
         if not len(self.hosts) == len(self.primary) == self.num_experts:
             sizes = f"hosts of {len(self.hosts)} experts, primaries of {len(self.primary)}"
             raise ValueError(f"{sizes}: each of {self.num_experts} experts needs one entry")
+        if len(self.quotas) not in (0, self.num_experts):
+            raise ValueError(f"quotas of {len(self.quotas)} experts: give those of all {self.num_experts}, or none")
 
     def _check_hosts(self) -> None:
         hosted: list[list[int]] = [[] for _ in self.home]
-        rows = zip(self.hosts, self._alone, self.primary, self.owners, strict=True)
-        # Most experts are computed by their owner alone; a comprehension passes over them quickly
-        shared = [
-            (expert, ranks, primary, owner)
-            for expert, (ranks, alone, primary, owner) in enumerate(rows)
-            if primary != owner or (ranks is not alone and ranks != alone)
-        ]
-        for expert, ranks, primary, owner in shared:
+        for expert, (ranks, primary, owner) in enumerate(zip(self.hosts, self.primary, self.owners, strict=True)):
             if not ranks:
                 raise ValueError(f"expert {expert}: has no host")
             if list(ranks) != sorted(ranks):
@@ -265,8 +310,6 @@ class Placement:
                 raise ValueError(f"rank {rank}: its guest slots hold experts {guests}, but it must host {experts}")
 
     def _check_quotas(self) -> None:
-        if len(self.quotas) not in (0, self.num_experts):
-            raise ValueError(f"quotas of {len(self.quotas)} experts: give those of all {self.num_experts}, or none")
         for expert, quotas in enumerate(self.quotas):
             if not quotas:
                 continue
@@ -279,12 +322,25 @@ class Placement:
                 )
 
 
+class _Owned(NamedTuple):
+    """What follows from home slots."""
+
+    owners: tuple[int, ...]
+    """See `Placement.owners`."""
+    alone: tuple[tuple[int], ...]
+    """A tuple of each owner alone."""
+    home_DS: np.ndarray
+
+
 @lru_cache(maxsize=64)
-def _owners(home: IntRows, num_experts: int) -> tuple[tuple[int, ...], tuple[tuple[int], ...]]:
-    """Return `Placement.owners`, and a tuple of each owner alone."""
+def _owned(home: IntRows, num_experts: int) -> _Owned:
+    """Raises ValueError: see `Placement`."""
+    owned = sorted(itertools.chain.from_iterable(home))
+    if not owned or owned != list(range(num_experts)) or len({*map(len, home)}) != 1:
+        raise ValueError(f"home {home}: must hold each of {num_experts} experts once, evenly over ranks")
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
     owners = tuple(rank_of[expert] for expert in range(num_experts))
-    return owners, tuple(zip(owners, strict=True))
+    return _Owned(owners, tuple(zip(owners, strict=True)), table(home))
 
 
 def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[int, ...]:
@@ -299,124 +355,3 @@ def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[i
     if left:
         raise ValueError(f"rank {rank}: no free guest slot of {len(slots)} for experts {left[::-1]}")
     return tuple(filled)
-
-
-class Guests(NamedTuple):
-    """Experts in guest slots, ordered by rank and slot, int64."""
-
-    owner_M: np.ndarray
-    expert_M: np.ndarray
-    rank_M: np.ndarray
-
-
-class HostTable(NamedTuple):
-    """Hosts of all experts, int64, ordered by expert, then by rank."""
-
-    first_E: Annotated[np.ndarray, "int64[::1]"]
-    """[E + 1]: index of each expert's first host, and the end of the last expert's hosts."""
-    host_N: Annotated[np.ndarray, "int64[::1]"]
-    share_N: Annotated[np.ndarray, "int64[::1]"]
-    """Shares of the expert's tokens: see `Tables.shares_ED`."""
-    primary_E: Annotated[np.ndarray, "int64[::1]"]
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Arrays derived from a placement. They must not be changed. In shapes, N counts physical experts in use, K is the
-    maximum number of hosts of an expert, and M counts guests."""
-
-    placement: Placement
-
-    def complete(self) -> None:
-        """Compute the arrays for a forward pass: all but `shares_ED`, which policies and dispatch on the device use."""
-        for name, member in vars(Tables).items():
-            if isinstance(member, cached_property) and name != "shares_ED":
-                getattr(self, name)
-
-    @cached_property
-    def guests(self) -> Guests:
-        """The experts in guest slots."""
-        guests_DG = _table(self.placement.guests)
-        rank_M, slot_M = (guests_DG >= 0).nonzero()
-        expert_M = guests_DG[rank_M, slot_M]
-        return Guests(np.array(self.placement.owners, dtype=np.int64)[expert_M], expert_M, rank_M)
-
-    @cached_property
-    def hosting(self) -> HostTable:
-        """The hosts of all experts, once each, and their shares of tokens."""
-        hosts = self.placement.hosts
-        quotas = self.placement.quotas
-        expert_M = np.repeat(np.arange(len(hosts)), [*map(len, hosts)])
-        rank_M = _flat(hosts)
-        share_M = np.ones_like(rank_M)
-        if quotas:
-            share_M = _flat([own or (1,) * len(row) for own, row in zip(quotas, hosts, strict=True)])
-        # A host with several vExperts is listed several times
-        (first_N,) = ((np.diff(expert_M, prepend=-1) != 0) | (np.diff(rank_M, prepend=-1) != 0)).nonzero()
-        return HostTable(
-            first_E=np.searchsorted(expert_M[first_N], np.arange(len(hosts) + 1)),
-            host_N=rank_M[first_N],
-            share_N=np.add.reduceat(share_M, first_N),
-            primary_E=np.asarray(self.placement.primary),
-        )
-
-    @property
-    def first_E(self) -> np.ndarray:
-        """[E + 1]: index of each expert's first physical expert in `physical_N`, and the end of the last expert's."""
-        return self.hosting.first_E
-
-    @cached_property
-    def expert_N(self) -> np.ndarray:
-        """Logical expert of each entry of `physical_N`."""
-        return np.repeat(np.arange(self.placement.num_experts), np.diff(self.first_E))
-
-    @cached_property
-    def physical_N(self) -> np.ndarray:
-        """Physical experts in use, ordered by logical expert, then by rank."""
-        experts = self.placement.num_experts
-        slot_DS = np.concatenate([_table(self.placement.home), _table(self.placement.guests)], axis=1)
-        (filled_P,) = (slot_DS.ravel() >= 0).nonzero()
-        name_P = filled_P // self.placement.slots_per_rank * experts + slot_DS.ravel()[filled_P]
-        order_P = np.argsort(name_P)
-        wanted_N = self.hosting.host_N * experts + self.expert_N
-        return filled_P[order_P[np.searchsorted(name_P, wanted_N, sorter=order_P)]]
-
-    @cached_property
-    def expert_P(self) -> np.ndarray:
-        """[P]: logical expert of each physical expert; -1 for none."""
-        expert_P = np.full(self.placement.num_physical, EMPTY)
-        expert_P[self.physical_N] = self.expert_N
-        return expert_P
-
-    @cached_property
-    def by_physical_N(self) -> np.ndarray:
-        """Indices into `physical_N` that sort it in ascending order."""
-        return np.argsort(self.physical_N)
-
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether logical and physical experts have the same numbers."""
-        return len(self.physical_N) == len(self.expert_P) and bool((np.diff(self.expert_P) == 1).all())
-
-    @cached_property
-    def shares_ED(self) -> np.ndarray:
-        """[E, D] int64: relative shares of an expert's tokens (quotas or vExperts); 0 for ranks that are not hosts."""
-        shares_ED = np.zeros((self.placement.num_experts, self.placement.num_ranks), dtype=np.int64)
-        shares_ED[self.expert_N, self.hosting.host_N] = self.hosting.share_N
-        return shares_ED
-
-    @cached_property
-    def physicals_EK(self) -> np.ndarray:
-        """[E, K]: physical experts of each logical expert; rows are padded with their last entry."""
-        first_E1 = self.first_E[:-1, None]
-        after_E1 = self.first_E[1:, None]
-        return self.physical_N[np.minimum(first_E1 + np.arange((after_E1 - first_E1).max()), after_E1 - 1)]
-
-
-def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return [rows, columns] int64 of rows of equal length, maybe 0."""
-    return _flat(rows).reshape(len(rows), len(rows[0]))
-
-
-def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(rows), dtype=np.int64)

@@ -18,7 +18,8 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from megatron_balance.device.compiled import compiled
-from megatron_balance.placement.placement import MOST_TOKENS, Placement
+from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.tables import MOST_TOKENS
 
 SPLITS = ("local_first", "proportional")
 

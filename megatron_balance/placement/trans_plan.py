@@ -61,6 +61,20 @@ class TransPlan:
         rows = [(*message, number) for number, messages in enumerate(rounds) for message in messages]
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
 
+    @classmethod
+    def direct(cls, expert_M: np.ndarray, source_M: np.ndarray, target_M: np.ndarray) -> "TransPlan":
+        """Return the plan that sends each of these experts whole, in one round."""
+        order_M = np.lexsort((target_M, source_M, expert_M))
+        nothing_M = np.zeros_like(expert_M)
+        return cls(
+            expert_M=expert_M[order_M],
+            source_M=source_M[order_M],
+            target_M=target_M[order_M],
+            piece_M=nothing_M,
+            pieces_M=nothing_M + 1,
+            round_M=nothing_M,
+        )
+
     @property
     def rounds(self) -> tuple[tuple[ExpertPiece, ...], ...]:
         """The messages as objects, for printing and tests."""

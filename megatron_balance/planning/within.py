@@ -15,8 +15,7 @@ import numpy as np
 from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import HostRules, tokens_of
-from megatron_balance.placement.text import EMPTY
-from megatron_balance.placement.trans_plan import EMPTY_PLAN, ExpertPiece, TransPlan
+from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
@@ -53,57 +52,30 @@ def plan_within(
         slots: number of guest slots of a rank for the pass.
         cost: prices a Trans and an Agg for this microbatch (`CostModel.trans_each`).
     """
+    tables = placement.tables
+    owner_E = np.array(placement.owners)
     rules = HostRules.of(placement, split, cost.network.node_size)
     tokens_DP = tokens_of(counts_DE, placement, rules)
-    names_DS = np.arange(tokens_DP.shape[1]).reshape(placement.num_ranks, -1)
-    rank_P = names_DS.ravel() // placement.slots_per_rank
-    added = policy.guests(tokens_DP, rank_P, names_DS, slots, cost)
     tokens_P = tokens_DP.sum(0)
-    quotas = {} if split == "proportional" else _shared(placement, tokens_P)
-    guests: list[list[int]] = [[] for _ in placement.home]
-    messages = []
-    for name, target, tokens in zip(*(column_M.tolist() for column_M in added), strict=True):
-        expert = int(placement.tables.expert_P[name])
-        source = int(rank_P[name])
-        own = quotas.setdefault(expert, _quotas(expert, placement, tokens_P))
-        if target not in own and target != placement.owner(expert):
-            guests[target].append(expert)
-            messages.append(ExpertPiece(expert, source, target, 0))
-        own[source] -= tokens
-        own[target] = own.get(target, 0) + tokens
-    plan = TransPlan.of([sorted(messages)]) if messages else EMPTY_PLAN
-    return PassPlan(_with_guests(placement, guests, quotas, slots), plan)
-
-
-def _with_guests(
-    placement: Placement, guests: list[list[int]], quotas: dict[int, dict[int, int]], slots: int
-) -> Placement:
-    """Return the placement with more guest slots, guests and quotas. A host that gives away all of its tokens keeps
-    one, because it keeps its slot."""
-    hosts = [*placement.hosts]
-    shares = [*placement.quotas] or [()] * placement.num_experts
-    for expert, own in quotas.items():
-        ranks = sorted(own)
-        hosts[expert] = (*ranks,)
-        shares[expert] = (*(max(1, own[rank]) for rank in ranks),)
-    rows = ((*row, *more, *[EMPTY] * (slots - len(more))) for row, more in zip(placement.guests, guests, strict=True))
-    return Placement(
-        num_experts=placement.num_experts,
-        home=placement.home,
-        guests=tuple(rows),
-        hosts=tuple(hosts),
-        primary=placement.primary,
-        quotas=tuple(shares) if any(shares) else (),
-    )
-
-
-def _shared(placement: Placement, tokens_P: np.ndarray) -> dict[int, dict[int, int]]:
-    """Return, by expert and host, the tokens of experts with several hosts."""
-    shared = (expert for expert, hosts in enumerate(placement.hosts) if len({*hosts}) > 1)
-    return {expert: _quotas(expert, placement, tokens_P) for expert in shared}
-
-
-def _quotas(expert: int, placement: Placement, tokens_P: np.ndarray) -> dict[int, int]:
-    """Return the tokens of each host of an expert."""
-    hosts = dict.fromkeys(placement.hosts[expert])
-    return {rank: int(tokens_P[placement.physical(rank, expert)]) for rank in hosts}
+    names_DS = np.arange(len(tokens_P)).reshape(placement.num_ranks, -1)
+    rank_P = names_DS.ravel() // placement.slots_per_rank
+    name_M, target_M, moved_M = policy.guests(tokens_DP, rank_P, names_DS, slots, cost)
+    expert_M = tables.expert_P[name_M]
+    source_M = rank_P[name_M]
+    tokens_ED = np.zeros_like(tables.shares_ED)
+    tokens_ED[tables.expert_N, tables.hosting.host_N] = tokens_P[tables.physical_N]
+    np.subtract.at(tokens_ED, (expert_M, source_M), moved_M)
+    np.add.at(tokens_ED, (expert_M, target_M), moved_M)
+    is_host_ED = tables.shares_ED > 0
+    # Several hosts may give tokens to the same guest: the first one sends the weights
+    _, first_X = np.unique(expert_M * placement.num_ranks + target_M, return_index=True)
+    new_X = first_X[~is_host_ED[expert_M, target_M][first_X] & (owner_E[expert_M] != target_M)[first_X]]
+    is_host_ED[expert_M, target_M] = True
+    changed_E = np.zeros(placement.num_experts, bool) if split == "proportional" else is_host_ED.sum(1) > 1
+    changed_E[expert_M] = True
+    expert_N, host_N = (is_host_ED & changed_E[:, None]).nonzero()
+    # A host that gives away all of its tokens keeps one, because it keeps its slot
+    quota_N = np.maximum(1, tokens_ED[expert_N, host_N])
+    kept = placement.guest_slots
+    found = placement.with_quotas(expert_N, host_N, quota_N, kept_slots=kept, guest_slots=kept + slots)
+    return PassPlan(found, TransPlan.direct(expert_M[new_X], source_M[new_X], target_M[new_X]))

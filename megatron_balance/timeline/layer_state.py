@@ -1,7 +1,7 @@
 """State of one MoE layer during an iteration, and the rounds of its placement's Trans and Agg."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -95,6 +95,10 @@ class LayerState:
     """Returns the state that moves with an expert to a new owner."""
     within: PlanPass | None = None
     """Plans for the exact load of each microbatch; None: there are no such plans."""
+    limit: int | None = None
+    """Most rows of a rank in a certified pass; None: passes need no certificate."""
+    split: str | None = None
+    """How hosts share tokens in each microbatch; None: as the manager's cost model assumes."""
 
     fresh: bool = False
     """Whether the guest slots hold the current weights of `placement`."""
@@ -184,6 +188,7 @@ class LayerState:
             agg=[one.plan for operation, one in executed if operation is Operation.AGG],
             rank_seconds=partial(_rank_seconds, executed),
             planned_ratio=None if self.passes else planned_ratio,
+            limit=self.limit,
             loads=self.loads,
             spans=self.spans,
             waits=self.waits,
@@ -208,6 +213,8 @@ class LayerState:
         self.reported = True
         cost = self.manager.cost
         calibrated = self.manager.cost_of(len(self.last.loads), factors)
+        if self.split not in (None, calibrated.split):
+            calibrated = replace(calibrated, split=self.split)
         return partial(layer_report, self.last, cost, calibrated, self.initial, rank=rank, factors=factors)
 
 

@@ -54,7 +54,7 @@ def plan_for(question: Question) -> Plan:
 def prepare(placement: Placement, transport: SendingModel) -> None:
     """Compute a placement's tables for the time between load and exchange, and the messages of its Trans. Placement and
     transport cache the results. Any thread may call this."""
-    placement.trimmed.tables.complete()
+    _ = placement.trimmed.tables
     transport.plan(placement)
 
 

@@ -92,6 +92,9 @@ def exchange_everything(names: list[str], node_size: int) -> None:
             for name, member in members.items():
                 found = member.start(rows, needed(member, splits_DD)).wait()
                 assert found.dtype == dtype and torch.equal(found, expected), (name, kind, dtype)
+                for room in (received - 1, received + 5):
+                    found = member.start(rows, needed(member, splits_DD), room).wait()
+                    assert len(found) == max(received, room) and torch.equal(found[:received], expected), name
         for dtype in (torch.bfloat16, torch.float64):
             # Not contiguous, as activations may be
             rows = some_rows(sent, dtype, (3, 2)).transpose(1, 2) / 7

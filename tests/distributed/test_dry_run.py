@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_balance.app import launch
-from megatron_balance.app.dry_run import balanced_tokens, held, imagined_run, model_chunk
+from megatron_balance.app.dry_run import held, imagined_run, model_chunk, reserved_tokens
 from megatron_balance.app.memory import chunk_activations
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -87,6 +87,9 @@ ACTIVATIONS = {
     "sequence parallel, sharded experts": (
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --disable-bias-linear"
     ),
+    "certified passes": (
+        "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact --balance-certify 0.5"
+    ),
     "tokens split by s1": "--tensor-model-parallel-size 2 --disable-bias-linear --moe-parallel-schedule s1",
 }
 EVEN = "--seq-length 64 --hidden-size 64 --moe-router-force-workload balanced"
@@ -113,7 +116,7 @@ def keep(flags: str) -> tuple[int, int]:
     assert loss.requires_grad
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in known)
     chunk = model_chunk(run.model[0])
-    return kept, chunk_activations(run.config, chunk, balanced_tokens(run.config, run), run.vocab_size).stored
+    return kept, chunk_activations(run.config, chunk, reserved_tokens(run.config, run), run.vocab_size).stored
 
 
 @pytest.mark.parametrize("flags", ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -188,3 +191,26 @@ def test_256_ranks_need_little_of_one_machine(flags: str, billions: float) -> No
     assert used.ru_maxrss < 1.5e6, "KiB"
     # CPU time, not wall-clock time, because tests share their machine
     assert used.ru_utime + used.ru_stime < 30
+
+
+def test_a_dry_run_compares_certified_passes_with_even_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    flags = (
+        "--dry-run --distributed-backend gloo --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+        "--seq-length 1024 --moe-ffn-hidden-size 8192 --global-batch-size 8 --balance-policy quota "
+        "--balance-inner-policy quota"
+    )
+    even: list[str] = []
+    certified: list[str] = []
+    out = ""
+    for more, found in (("", even), ("--balance-certify 0.125", certified)):
+        launch.pretrain([*BASE.split(), *flags.split(), *more.split()])
+        out = capsys.readouterr().out
+        found += re.findall(r"^ +[01] +[0-9-]+ +1 \(1\) .* ([0-9.]+) +[0-9.]+ +[12]$", out, re.MULTILINE)
+    stages = re.findall(
+        r"^  stage ([01]): ([0-9.]+) GiB \(4608 rows\) .* ([0-9.]+) GiB \(4096 rows\) for even", out, re.MULTILINE
+    )
+    assert stages == [("0", certified[0], even[0]), ("1", certified[1], even[1])]
+    assert float(certified[0]) > float(even[0]) and "estimated, for certified passes)" in out

@@ -181,6 +181,16 @@ def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
 
 @pytest.mark.parametrize(
     "flags",
+    ["--balance-load exact", pytest.param("--balance-inner-policy quota", marks=pytest.mark.slow)],
+)
+def test_plans_of_each_microbatch_change_nothing(ranks, flags: str) -> None:
+    flags = f"{POLICY} --balance-overlap blockwise {flags}"
+    plain, balanced = (ranks(2).run(own_loop, one)[0] for one in ("--moe-layer-impl megatron", flags))
+    check(plain, balanced)
+
+
+@pytest.mark.parametrize(
+    "flags",
     [pytest.param("", marks=pytest.mark.slow), f"{POLICY} --balance-overlap blockwise --moe-comm-chunks 2"],
 )
 def test_passes_without_a_backward_pass_change_nothing(ranks, flags: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_balance.comm import alltoall, pipelined, sharded
-from megatron_balance.comm.alltoall import FlatAllToAll, P2PAllToAll, post
+from megatron_balance.comm.alltoall import AllToAll, FlatAllToAll, P2PAllToAll, post
 from megatron_balance.flow.chunks.order import Chunking
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
@@ -68,6 +68,7 @@ def scheduled_layer(
     chunks: int,
     saa: bool,
     capacity_factor: float | None,
+    wire: Callable[[dist.ProcessGroup], AllToAll] | None = None,
 ) -> BalancedMoELayer:
     """Build a layer that follows a schedule's steps in a given number of chunks; see `check_schedule`."""
     tensor, expert, shards = layout
@@ -83,7 +84,7 @@ def scheduled_layer(
     groups = build_groups(config, seed=7)
     twin = new_twin(groups.tp, dist.group.WORLD) if saa else None
     path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, twin)
-    wire = FlatAllToAll if chunks == 1 else P2PAllToAll
+    wire = wire or (FlatAllToAll if chunks == 1 else P2PAllToAll)
     layer = build_layer(config, groups, wire(path.exchange_group), path)
     if chunks > 1:
         chunking = Chunking(random_order(chunks, 1), random_order(chunks, 2))
@@ -100,6 +101,7 @@ def check_schedule(
     saa: bool = False,
     capacity_factor: float | None = None,
     noise: float = 0.0,
+    wire: Callable[[dist.ProcessGroup], AllToAll] | None = None,
 ) -> None:
     """Check that a layer's output and gradients equal those of unsharded experts that compute each token once.
 
@@ -108,7 +110,7 @@ def check_schedule(
     logits differ.
     """
     tensor, _, shards = layout
-    layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor)
+    layer = scheduled_layer(layout, schedule, activation, sequence_parallel, chunks, saa, capacity_factor, wire)
     config = layer.config
     path = layer.parallel
     # Tokens differ by rank with sequence parallelism, and otherwise only by data-parallel rank

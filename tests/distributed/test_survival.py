@@ -148,13 +148,22 @@ def losses(output: str) -> dict[int, set[str]]:
     return found
 
 
+EACH_MICROBATCH = (
+    "--balance-policy quota --balance-inner-policy quota --balance-overlap blockwise --balance-guest-slots 1 "
+    "--moe-router-force-workload rotating_hotspot"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_torchrun_restarts_a_killed_job(tmp_path, ranks):
-    kills = 10
-    iterations = 200
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kills", "balance"), [(10, ""), (20, EACH_MICROBATCH)], ids=["without a policy", "with plans of each microbatch"]
+)
+def test_torchrun_restarts_a_killed_job(kills, balance, tmp_path, ranks, profiles):
+    iterations = 20 * kills
     flags = f"{BASE} --expert-model-parallel-size 2 --num-layers 1 --hidden-dropout 0.1 --log-interval 1 --async-save"
-    flags += f" --train-iters {iterations} --save-interval 5 --keep-last 2"
+    flags += f" --train-iters {iterations} --save-interval 5 --keep-last 2 {balance}"
+    flags += f" --balance-profile {profiles[RANKS]}" if balance else ""
     directories = [tmp_path / "undisturbed", tmp_path / "killed"]
     outputs = []
     for directory, number in zip(directories, (0, kills), strict=True):
@@ -163,6 +172,7 @@ def test_torchrun_restarts_a_killed_job(tmp_path, ranks):
         outputs.append(output)
     undisturbed, killed = map(losses, outputs)
     assert undisturbed == killed and len(killed) == iterations
+    assert not balance or len(re.findall(r"hosts added: [1-9]", outputs[1])) > iterations // 2
     resumed = [int(iteration) for iteration in re.findall(r"loaded checkpoint from \S*iter_(\d+)", outputs[1])]
     assert len(resumed) >= kills - 1 and outputs[1].count("no checkpoint there") == 1 + kills - len(resumed)
     count, unequal = ranks(1).run(unequal_tensors, *map(str, directories))[0]

@@ -32,6 +32,9 @@ def complaints(outcomes: list[Watched]) -> list[str]:
 EXCHANGES = {
     "1dh": "--moe-comm-alltoall 1dh --moe-comm-codec fp8 --moe-comm-chunks 2",
     "2dh": "--moe-comm-alltoall 2dh --moe-comm-codec int8 --moe-comm-codec-directions all --moe-comm-chunks 3",
+    "dedup": "--moe-comm-alltoall dedup --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "dedup in chunks": "--moe-comm-alltoall dedup --moe-comm-codec fp8 --moe-comm-chunks 3",
     "pipe": "--moe-comm-alltoall pipe --moe-comm-codec fp8 --recompute-granularity selective --recompute-modules moe",
 }
 

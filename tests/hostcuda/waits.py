@@ -46,6 +46,11 @@ CASES = {
     "exact": Case(f"--bf16 --balance-policy top2 --balance-load exact --balance-overlap blockwise {OPTIMIZER}"),
     "two_scales": Case(f"--bf16 {BLOCKWISE} --balance-inner-policy quota {OPTIMIZER}"),
     "chunks": Case("--bf16 --moe-comm-chunks 4 --moe-comm-order interleaved"),
+    "dedup": Case("--bf16 --moe-comm-alltoall dedup --moe-comm-node-size 1"),
+    "dedup_exact": Case(
+        "--bf16 --moe-comm-alltoall dedup --moe-comm-node-size 1 --balance-policy top2 --balance-load exact "
+        f"--balance-profile builtin --balance-overlap blockwise {OPTIMIZER}"
+    ),
     "recomputation": Case("--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "transformer_engine": Case("--bf16 --moe-permute-fusion", "te and apex"),
     "flex_counted": Case(f"--bf16 {FLEX} --moe-flex-rows counted", "deep_ep"),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.comm.pipelined import PipelinedAllToAll, peers_in_order
 from megatron_balance.comm.registry import ALL_TO_ALLS, TURNS, Chooser, find_all_to_all
-from megatron_balance.profile.cluster_profile import builtin
 from tests.unit.commands import CPU, GPU, argv, checked_on
 
 
@@ -51,9 +50,7 @@ class Counting:
 
 def choosing(seconds: Mapping[str, Callable[[float], float]]) -> Chooser:
     """Return a chooser among names that take these seconds."""
-    chooser = Chooser(builtin(2, 2, 64, 64), ())
-    chooser.models = [Counting(*pair) for pair in seconds.items()]
-    return chooser
+    return Chooser([Counting(*pair) for pair in seconds.items()])
 
 
 def exchanged(chooser: Chooser, rows: int) -> str:
@@ -82,7 +79,7 @@ def test_the_first_one_wins_where_predictions_hardly_differ(seconds: float, chos
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ring", "choose from default, flat, p2p, 1dh, 2dh, pipe, auto"),
+        ("ring", "choose from default, flat, p2p, 1dh, 2dh, pipe, dedup, auto"),
         ("no.such.module:Ring", "cannot be imported"),
         ("megatron_balance.comm.pipelined:Ring", "cannot be imported"),
         (":Ring", "cannot be imported"),

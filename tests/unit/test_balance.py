@@ -18,7 +18,8 @@ from megatron_balance.observe.balance import (
 
 def report(**changes: float) -> LayerReport:
     ratios = dict.fromkeys(("ratio_before", "ratio_after", "ratio_planned", "rb"), 1.0)
-    return LayerReport(**(dict.fromkeys(LayerReport._fields, 0.0) | ratios | changes))
+    uncertified = {"certified": math.nan}
+    return LayerReport(**(dict.fromkeys(LayerReport._fields, 0.0) | ratios | uncertified | changes))
 
 
 def test_log_fields_are_means_over_iterations() -> None:
@@ -35,6 +36,14 @@ def test_log_fields_are_means_over_iterations() -> None:
         " max/mean load: 1.50 -> 1.25 | planned: 1.00 | hosts added: 1.5 | experts moved: 2 | plan (ms): 3.0 |"
         " trans+agg (MB): 2.5 | waited for plan/trans/agg (ms): 0.1/2.5/2.0 |"
     )
+
+
+def test_certified_passes_appear_with_their_flag_only() -> None:
+    line = log_fields([{1: report(certified=1.0), 2: report(certified=0.5)}, {1: report(certified=1.0)}])
+    assert " planned: 1.00 | certified: 87.5% | hosts added: 0 |" in line
+    tags = tensorboard_scalars({1: report(certified=0.25), 2: report(certified=0.75)}, Factors())
+    assert (tags["moe/certified_layer_0"], tags["moe/certified_p50"]) == (0.25, 0.5)
+    assert "certified" not in log_fields([{1: report()}]) + str(tensorboard_scalars({1: report()}, Factors()))
 
 
 @pytest.mark.parametrize(("iterations", "shown"), [(1, "1"), (10, "0.1"), (100, "0.01"), (300, "0.003")])
@@ -63,7 +72,7 @@ def test_tensorboard_scalars() -> None:
     scalars = tensorboard_scalars(reports, factors)
     found = [scalars.pop(f"moe/calibration_{name}") for name in ("exchange", "experts", "trans", "agg")]
     assert found == [1.5, 2.5, 3.5, 4.5]
-    names = [f"moe/{name}" for name in LayerReport._fields]
+    names = [f"moe/{name}" for name in LayerReport._fields if name != "certified"]
     suffixes = [f"_layer_{layer - 1}" for layer in reports] + ["_p50", "_p75", "_p90", "_p95"]
     assert scalars.keys() == {f"{name}{suffix}" for name in names for suffix in suffixes}
     assert scalars["moe/ratio_after_layer_3"] == 3.0

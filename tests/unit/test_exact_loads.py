@@ -71,6 +71,23 @@ def test_each_microbatch_adds_guests_to_the_placement_of_the_iteration(monkeypat
             assert report.agg_bytes == (before.added_hosts + MICROBATCHES) * COST.grad_bytes
 
 
+def test_reports_count_rows_as_the_hosts_of_each_microbatch_share_them(monkeypatch) -> None:
+    world = build(monkeypatch, **TWO_SCALES["two scales"])
+    cost = dataclasses.replace(COST, split="proportional")
+    load = loads(1)
+    rows = {}
+    for layer, state in world.balancer.layers.items():
+        state.within = functools.partial(added, layer, [])
+        state.split = "proportional"
+        planned = [added(layer, [], counts_DE, OWNERS).placement for counts_DE in load[layer]]
+        rows[layer] = np.concatenate([cost.traffic(*one).sum(1) for one in zip(load[layer], planned, strict=True)])
+        state.limit = int(np.median(rows[layer].max(1)))
+    world.iterate(1, load)
+    for layer, report in world.balancer.report().items():
+        assert report.ratio_after == pytest.approx(evenness(rows[layer], rows[layer])[1], rel=1e-2)
+        assert report.certified == (MICROBATCHES // 2 + MICROBATCHES % 2) / MICROBATCHES
+
+
 def added(number: int, journal: list[tuple], counts_DE: np.ndarray, placement: Placement) -> PassPlan:
     """Return a plan with one more guest: the expert with most tokens that a rank does not compute."""
     journal.append(("within", number, counts_DE.tolist(), placement))

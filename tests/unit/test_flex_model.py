@@ -113,3 +113,14 @@ def test_rates_of_the_dispatcher_replace_those_of_links() -> None:
     assert model.latency == 1e-5
     plain = FlexModel.of(found, Routing(16, 2))
     assert model.seconds(rows_DD) - 1e-5 == pytest.approx(2 * (plain.seconds(rows_DD) - plain.latency))
+
+
+def test_dedup_uses_the_links_and_one_level_after_the_other() -> None:
+    lines = {"intra": Fit(1e-5, 2 / 100e9, 0.0, 0.0), "inter": Fit(3e-5, 1 / 20e9, 0.0, 0.0)}
+    measured = ClusterProfile(**{**vars(profile(4, 2)), "flex": lines})
+    model = FlexModel.of(measured, Routing(16, 2), "dedup")
+    assert model.latency == NEAR.alpha + FAR.alpha
+    rows_DD = np.full((4, 4), 1e6)
+    plain = FlexModel.of(profile(4, 2), Routing(16, 2))
+    assert model.seconds(rows_DD) - model.latency == pytest.approx(plain.seconds(rows_DD) - plain.latency)
+    assert model.returning(rows_DD) == model.seconds(rows_DD)

@@ -92,6 +92,9 @@ def test_log_line(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert fields(lines[0])["loss"] == "6.250000E+00"
 
 
+NAN = float("nan")
+
+
 def balance(**changes: float) -> LayerReport:
     """Return the report of a layer that balancing improved."""
     numbers = dict.fromkeys(LayerReport._fields, 0.0)
@@ -99,6 +102,7 @@ def balance(**changes: float) -> LayerReport:
         "ratio_before": 2.5,
         "ratio_after": 1.25,
         "ratio_planned": 1.02,
+        "certified": NAN,
         "rb": 4.0,
         "hosts_added": 3.0,
         "plan_seconds": 2e-4,
@@ -106,7 +110,6 @@ def balance(**changes: float) -> LayerReport:
     return LayerReport(**(numbers | {"trans_bytes": 4e6, "agg_bytes": 2e6} | changes))
 
 
-NAN = float("nan")
 IDLE = balance(ratio_after=2.5, hosts_added=0.0, plan_seconds=0.0, trans_bytes=0.0, agg_bytes=0.0)
 
 

@@ -17,7 +17,7 @@ VALUES = {
     **{"balance_token_split": "proportional", "balance_profile": "auto", "balance_calibrate": "calibration.jsonl"},
     **{"balance_explain": "", "balance_log_dir": "loads", "balance_overlap": "blockwise"},
     **{"balance_timeline": "traces", "balance_ownership": "transfer", "balance_guest_ring": "3"},
-    **{"balance_inner_policy": "quota"},
+    **{"balance_inner_policy": "quota", "balance_certify": "0.1"},
 }
 OPTION_VALUES = {
     **{"balance_alpha": "0.5", "balance_threshold": "1.5", "balance_metric": "variance"},
@@ -37,7 +37,7 @@ def test_balance_flags_without_a_policy(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_balance_flags_with_a_policy(name: str) -> None:
-    needed = "--balance-load exact" if name == "balance_guest_ring" else ""
+    needed = "--balance-load exact" if name in ("balance_guest_ring", "balance_certify") else ""
     settings = parse(f"{EP4} --balance-policy pro_prophet {needed} {flag_of(name)} {VALUES[name]}").config.balance
     assert str(getattr(settings, name)) == (VALUES[name] or "True")
 

@@ -42,8 +42,8 @@ def test_tables_are_those_of_one_host_after_another(placement: Placement) -> Non
 
 @given(placements())
 def test_a_pickle_has_nothing_that_follows_from_the_fields(placement: Placement) -> None:
-    before = pickle.dumps(placement)
-    placement.trimmed.tables.complete()
+    before = pickle.dumps(dataclasses.replace(placement))
+    _ = placement.trimmed.tables.physicals_EK
     assert pickle.loads(before) == placement and len(pickle.dumps(placement)) == len(before)
 
 
@@ -208,6 +208,30 @@ def test_texts_that_are_no_placement(text: str) -> None:
 def test_what_is_no_placement(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(BY_HAND, **changes)
+
+
+@given(placements(), st.data())
+def test_a_changed_field_is_found_or_harmless(placement: Placement, data: st.DataObject) -> None:
+    """The compiled loop and the checks that name the problem agree: tables exist exactly without a problem."""
+    name = data.draw(st.sampled_from(["guests", "hosts", "quotas", "primary"]))
+    rows = [*getattr(placement, name)] or [()] * placement.num_experts
+    index = data.draw(st.integers(0, len(rows) - 1))
+    near = st.integers(-2, placement.num_experts)
+    if name == "primary":
+        rows[index] = data.draw(near)
+    elif name == "guests":
+        rows[index] = (*data.draw(st.lists(near, min_size=placement.guest_slots, max_size=placement.guest_slots)),)
+    else:
+        rows[index] = (*data.draw(st.lists(near | st.just(2**31) | st.just(2**70), max_size=4)),)
+    try:
+        changed = dataclasses.replace(placement, **{name: (*rows,)})
+    except ValueError as error:
+        assert str(error).startswith(("expert", "rank"))
+    else:
+        for expert, ranks in enumerate(changed.hosts):
+            assert changed.primary[expert] in ranks
+            for rank in ranks:
+                assert changed.tables.expert_P[changed.physical(rank, expert)] == expert
 
 
 def test_added_hosts_fill_free_slots_in_order() -> None:

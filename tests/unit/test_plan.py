@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.flow.device_plan import DeviceTables, tokens_until
-from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan, certified_rows, make_dispatch_plan
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, physicals_of, placements
 
@@ -218,3 +218,22 @@ def test_a_device_divides_each_sources_tokens_the_same_way(case: tuple) -> None:
         planned_XK = plan.tokens_DP[source][tables.physicals_EK[tables.shared_X]] * tables.is_host_XK
         assert torch.equal(until_EK[tables.shared_X], planned_XK.cumsum(1))
         assert (until_EK[:, -1] >= counts_E).all()
+
+
+@given(st.integers(0, 10**9), st.integers(1, 99999), st.integers(1, 6))
+def test_certified_rows_exceed_even_rows_by_exactly_the_written_fraction(
+    even_rows: int, digits: int, places: int
+) -> None:
+    rows = certified_rows(even_rows, digits / 10**places)
+    assert (rows - 1) * 10**places < even_rows * (10**places + digits) <= rows * 10**places or even_rows == rows == 0
+
+
+@given(plans, st.integers(0, 100))
+def test_room_is_constant_or_exact(plan: DispatchPlan, limit: int) -> None:
+    limited = make_dispatch_plan(plan.counts_DE, plan.placement, plan.split, plan.node_size, limit)
+    assert torch.equal(limited.tokens_DP, plan.tokens_DP)
+    slots = plan.placement.slots_per_rank
+    busiest = max(
+        sum(plan.tokens_DP.sum(0).tolist()[first:][:slots]) for first in range(0, plan.placement.num_physical, slots)
+    )
+    assert (plan.room, limited.room) == (0, limit if busiest <= limit else 0)

@@ -163,5 +163,5 @@ def test_plans_are_never_slower_than_owners_alone(
     if current.guest_slots and current.num_ranks > 1:
         search = Search(counts_BDE, owners(current), np.array(current.home), current.guest_slots, cost)
         best = search.best()
-        seconds = cost.layer_seconds(counts_BDE, search.placement(best, current))
+        seconds = cost.layer_seconds(counts_BDE, search.placement(best, alone))
         assert best.charged == pytest.approx(seconds + HIDDEN * best.hidden, rel=1e-9)

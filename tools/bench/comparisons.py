@@ -105,6 +105,19 @@ CHUNKS = Comparison(
     handling=True,
 )
 
+# A rank's rows are 2 MiB with top-4, 4 MiB with top-8. With pipe, top-4 and two nodes, the network takes a third, half
+# and two thirds of an iteration at these speeds
+COPIES = Comparison(
+    f"{MODEL} --num-layers 2 --seq-length 512 --num-experts 32 --moe-ffn-hidden-size 256 "
+    "--moe-router-load-balancing-type none --moe-router-force-load-balancing",
+    variants({name: f"--moe-comm-alltoall {name}" for name in ("pipe", "dedup")}),
+    cases={f"top-{topk}": f"--moe-router-topk {topk}" for topk in (4, 8)},
+    cluster=Cluster(ranks_per_node=4),
+    speeds=(2.4, 4.8, 9.6),
+    iterations=6,
+    warmup=2,
+)
+
 # ScheMoE's Table 10: each variant has the flags of those before it
 STEPS = {
     "naive": "--moe-comm-alltoall flat",
@@ -235,6 +248,7 @@ COMPARISONS = {
     "alltoalls": ALLTOALLS,
     "codecs": CODECS,
     "chunks": CHUNKS,
+    "copies": COPIES,
     "schemoe": SCHEMOE,
     "policies": POLICIES,
     "policies-here": POLICIES_HERE,

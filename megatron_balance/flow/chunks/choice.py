@@ -134,7 +134,7 @@ class TaskModel:
         messages = self.sharding.messages(splits_DW)
         spreading, collecting = (self._among_shards(name, received) for name in self.sharding.collectives)
         c1, a1, d1 = self._exchange(first, messages)
-        c2, a2, d2 = self._exchange(second, [splits_WW.T for splits_WW in messages])
+        c2, a2, d2 = self._exchange(second, messages, back=True)
         # Collectives among shards follow the arrival of rows and precede the return of results
         return ChunkTimes(c1, a1, d1 + spreading, computing, c2 + collecting, a2, d2)
 
@@ -144,16 +144,24 @@ class TaskModel:
             return 0.0
         return self.profile.link(collective, "intra").seconds(rows * self.hidden * self.dtype.itemsize)
 
-    def _exchange(self, all_to_all: AllToAll, messages: Sequence[np.ndarray]) -> tuple[float, float, float]:
-        """Return the seconds of compression (busiest sender), exchange, and decompression (busiest receiver)."""
+    def _exchange(
+        self, all_to_all: AllToAll, messages: Sequence[np.ndarray], back: bool = False
+    ) -> tuple[float, float, float]:
+        """Return the seconds of compression (busiest sender), exchange, and decompression (busiest receiver). `back`:
+        the exchange carries the results of these rows."""
         compressed = isinstance(all_to_all, CompressedAllToAll)
         row_bytes = self.hidden * self.dtype.itemsize
         if compressed:
             row_bytes = all_to_all.codec.bytes_per_row(self.hidden, self.dtype)
-        seconds = max(min(model.seconds(splits_WW * row_bytes) for model in self.models) for splits_WW in messages)
+        times = [
+            [(model.returning if back else model.seconds)(splits_WW * row_bytes) for model in self.models]
+            for splits_WW in messages
+        ]
+        seconds = max(map(min, times))
         if not compressed:
             return 0.0, seconds, 0.0
-        sent, received = (max(float(splits_WW.sum(axis).max()) for splits_WW in messages) for axis in (1, 0))
+        axes = (0, 1) if back else (1, 0)
+        sent, received = (max(float(splits_WW.sum(axis).max()) for splits_WW in messages) for axis in axes)
         encode, decode = self.profile.codec(self.codec)
         return (
             encode.overhead + encode.seconds_per_token * sent,

@@ -62,13 +62,34 @@ class ChunkedRoute:
     device: torch.device
     copied: list[torch.Tensor]
     """The rows, if they have been copied from their tokens; the first pass pops them."""
+    room: int
+    """Rows for which the experts of a pass in one chunk have memory (`DispatchPlan.room`). Rows after those that arrive
+    are undefined, and are never sent."""
 
     def dispatch(self, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks":
         """Start the first exchange of rows, outside of autograd."""
-        waiting = self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH.detach(), self.order))
+        waiting = self.rows_of(tokens_TH.detach())
         _, chunk = self.chunking.forward[0]
-        exchange = self.sharding.spread(self.exchange.dispatch, waiting.pop(chunk), self.cut.splits[chunk])
+        exchange = self.spread(self.exchange.dispatch, chunk, waiting.pop(chunk))
         return SentChunks(self, tokens_TH, choices.probs_TE, waiting, {chunk: exchange})
+
+    def rows_of(self, tokens_TH: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the rows that this rank sends, by chunk, given its tokens or the gradients of their sums."""
+        return self.parts(self.copied.pop() if self.copied else gather_rows(tokens_TH, self.order))
+
+    def sums_of(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return each token's sum [T, H] of the rows that `collect` returned, by chunk; the transpose of `rows_of`."""
+        return combine(self.joined(results), self.order)
+
+    def spread(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
+        """Start sending a chunk's rows to their experts."""
+        room = {"room": self.room} if self.room else {}
+        return self.sharding.spread(all_to_all, rows, self.cut.splits[chunk], **room)
+
+    def collect(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
+        """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
+        sharding = self.parallel.simultaneous or self.sharding
+        return sharding.collect(all_to_all, rows, self.cut.splits[chunk])
 
     @functools.cached_property
     def sorting(self) -> Sorting:
@@ -86,6 +107,11 @@ class ChunkedRoute:
     def tokens_CS(self) -> torch.Tensor:
         """[C, S] in host memory: rows of each chunk for each slot of this rank."""
         return torch.from_numpy(self.cut.received_CDS.sum(1))
+
+    @functools.cached_property
+    def arriving_C(self) -> list[int]:
+        """Rows of each chunk that arrive at this rank."""
+        return self.tokens_CS.sum(1).tolist()
 
     @functools.cached_property
     def all_splits_DW(self) -> torch.Tensor:
@@ -156,16 +182,15 @@ class ChunkTasks(ABC):
 
     def send(self, chunk: int, rows: torch.Tensor) -> Exchange:
         """Start sending a chunk's rows to their experts."""
-        return self.route.sharding.spread(self.to_experts, rows, self.route.cut.splits[chunk])
+        return self.route.spread(self.to_experts, chunk, rows)
 
     @abstractmethod
     def compute(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for the rows that arrived."""
 
     def send_back(self, chunk: int, rows: torch.Tensor) -> Exchange:
-        """Start sending results to the sources of their rows or, with SAA, to all members that share the rows."""
-        sharding = self.route.parallel.simultaneous or self.route.sharding
-        return sharding.collect(self.back, rows, self.route.cut.splits[chunk])
+        """Start sending a chunk's results back."""
+        return self.route.collect(self.back, chunk, rows)
 
     def finish(self) -> None:  # noqa: B027
         """Do the work that no rank waits for; called when the results of all chunks have been sent."""
@@ -231,16 +256,16 @@ class _Forward(ChunkTasks):
         # `begin` distinguishes a pass from its recomputation by `torch.is_grad_enabled()`
         with record_function("experts"), torch.set_grad_enabled(self.with_graph):
             if not self.graphs:
-                probs_R = sorting.weights_to_slots(self.weights.wait())
-                self._probs = probs_R.split(route.tokens_CS.sum(1).tolist())
+                probs_R = sorting.weights_to_slots(self.weights.wait(), route.room)
+                self._probs = [probs_R] if route.room else probs_R.split(route.arriving_C)
                 self.begin("experts")
-            rows = sorting.to_slots[chunk](rows)
+            rows = sorting.to_slots[chunk](rows, route.room)
             output, self.graphs[chunk] = self.experts.graph(
                 rows, route.tokens_CS[chunk], self._probs[chunk], self.gradients, self.with_graph
             )
             if len(self.graphs) == len(route.cut.splits):
                 self.begin("combine")
-        return sorting.to_sources[chunk](output)
+        return sorting.to_sources[chunk](output, route.room)[: route.arriving_C[chunk]]
 
 
 class _Backward(ChunkTasks):
@@ -265,15 +290,16 @@ class _Backward(ChunkTasks):
         with record_function("experts backward"):
             if not self.of_probs:
                 self.begin("experts_backward")
-            rows = sorting.to_slots[chunk](rows)
-            rows, self.of_probs[chunk] = self.graphs.pop(chunk).backward(rows)
+            rows = sorting.to_slots[chunk](rows, route.room)
+            rows, of_probs = self.graphs.pop(chunk).backward(rows)
+            self.of_probs[chunk] = of_probs[: route.arriving_C[chunk]]
         if not self.graphs:
             probs = torch.cat([self.of_probs[one] for one in range(len(route.cut.splits))])
             probs = sorting.weights_to_sources(probs)
             self.begin("dispatch_backward")
             with record_function("dispatch backward"):
                 self.weights = route.sharding.collect(route.exchange.probs.reverse, probs, route.all_splits_DW)
-        return sorting.to_sources[chunk](rows)
+        return sorting.to_sources[chunk](rows, route.room)[: route.arriving_C[chunk]]
 
     def finish(self) -> None:
         with record_function("weight gradients"):
@@ -310,17 +336,17 @@ class _Mixture(torch.autograd.Function):
         ctx.gradients = tasks.gradients
         ctx.probs_shape = probs_TE.shape
         with record_function("combine"):
-            return combine(route.joined(results), route.order)
+            return route.sums_of(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         route = ctx.route
         with record_function("combine backward"):
-            parts = route.parts(gather_rows(gradients[0], route.order))
+            parts = route.rows_of(gradients[0])
         tasks = _Backward(route, ctx.graphs, ctx.gradients, ctx.begin)
         results = execute(route.chunking.backward, parts, tasks)
         with record_function("dispatch backward"):
-            of_tokens = combine(route.joined(results), route.order)
+            of_tokens = route.sums_of(results)
             of_probs = route.of_all_members(route.cut.weights_to_chunks(tasks.weights.wait()))
             to_probs = scatter_weights(of_probs, route.order, ctx.probs_shape)
         return of_tokens, to_probs, None, None, None, None, *tasks.of_weights

@@ -77,7 +77,7 @@ class Quota(Policy):
         if search.is_even and not search.can_localize:
             return alone
         best = search.quick() if cost.trans_each else search.best()
-        return search.placement(best, current) if search.pays(best) else alone
+        return search.placement(best, alone) if search.pays(best) else alone
 
     def guests(
         self, counts_DE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, cost: CostModel
@@ -140,7 +140,7 @@ class Search:
             owner_E=owner_E,
             home_DS=home_DS,
             owned_FBD=owned_FBD,
-            **_pairs(counts_BDE if self.can_localize else counts_BDE[:0], owner_E, cost),
+            **_pairs(counts_BDE, owner_E, cost if self.can_localize else None),
             slots=slots,
         )
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
@@ -263,38 +263,36 @@ class Search:
         found = plan._replace(taken_DG=taken_DG, hidden=float(hidden), charged=charged)
         return found if found.charged < plan.charged else plan
 
-    def placement(self, plan: GuestPlan, current: Placement) -> Placement:
-        """Return the placement with these guests; owners compute the remaining tokens."""
-        owned = current.owners
-        hosts: list[tuple[int, ...]] = [*zip(owned, strict=True)]
-        quotas = list[tuple[int, ...]]([()]) * len(owned)
-        primary = [*owned]
+    def placement(self, plan: GuestPlan, alone: Placement) -> Placement:
+        """Return the placement with these guests; owners compute the remaining tokens. `alone` has no guests."""
         expert_M, rank_M, taken_M = plan.guests
-        left_E = self._layer.total_E - np.bincount(expert_M, taken_M, len(owned)).astype(np.int64)
-        for expert, rank, tokens in zip(expert_M.tolist(), rank_M.tolist(), taken_M.tolist(), strict=True):
-            if quotas[expert]:
-                hosts[expert] += (rank,)
-                quotas[expert] += (tokens,)
-            elif left := int(left_E[expert]):
-                hosts[expert] += (rank,)
-                quotas[expert] = (left, tokens)
-            else:
-                hosts[expert] = (rank,)
-                quotas[expert] = (tokens,)
-                primary[expert] = rank
-        return current.rehost(hosts, primary, quotas=quotas)
+        shared_X = np.unique(expert_M)
+        left_E = self._layer.total_E - np.bincount(expert_M, taken_M, alone.num_experts).astype(np.int64)
+        kept_X = shared_X[left_E[shared_X] > 0]
+        expert_N = np.append(expert_M, kept_X)
+        host_N = np.append(rank_M, self._layer.owner_E[kept_X])
+        quota_N = np.append(taken_M, left_E[kept_X])
+        order_N = np.lexsort((host_N, expert_N))
+        ordered = (column_N[order_N] for column_N in (expert_N, host_N, quota_N))
+        return alone.with_quotas(*ordered, kept_slots=0, guest_slots=self._layer.slots)
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
-    """Return whether experts may be sent to save messages: they are hidden, or smaller than their tokens."""
+    """Return whether experts may be sent to save messages: they are hidden, or smaller than their tokens. A plan that a
+    forward pass waits for has no time to find them."""
     # Tokens travel to experts and back, forward and backward
     experts_bytes = counts.shape[-1] * (cost.param_bytes + cost.grad_bytes)
+    if cost.trans_each:
+        return False
     pays = cost.sends_ahead or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
     return pays and len(cost.network.first_N) > 1
 
 
-def _pairs(counts_BDE: np.ndarray, owner_E: np.ndarray, cost: CostModel) -> dict[str, np.ndarray]:
-    """Return the fields of Layer about experts and other nodes."""
+def _pairs(counts_BDE: np.ndarray, owner_E: np.ndarray, cost: CostModel | None) -> dict[str, np.ndarray]:
+    """Return the fields of Layer about experts and other nodes; None: no expert will be localized."""
+    if cost is None:
+        nothing = np.zeros(0, np.int64)
+        return {"pair_P": nothing, "pair_tokens_P": nothing}
     network = cost.network
     tokens_NE = np.add.reduceat(counts_BDE.sum(0), network.first_N, axis=0)
     tokens_NE[network.node_D[owner_E], np.arange(len(owner_E))] = 0
