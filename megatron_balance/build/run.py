@@ -110,7 +110,7 @@ def build_run(
         objective=objective,
         balancer=build_balancer(wiring, model, optimizer, microbatches=batches.get, policy=policy),
         chunks=wiring.chunks,
-        pairs=PairedPasses(config.transformer, groups, model) if pairs else None,
+        pairs=PairedPasses(groups, model) if pairs else None,
         progress=progress,
     )
 

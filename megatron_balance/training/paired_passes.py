@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_type
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -49,10 +48,8 @@ class PairedPasses:
     two pairs, so weights, sums of gradients and messages of the pipeline are in order.
     """
 
-    def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, model: Sequence[torch.nn.Module]
-    ) -> None:
-        self._config = config
+    def __init__(self, groups: ProcessGroupCollection, model: Sequence[torch.nn.Module]) -> None:
+        """`model`: the chunks of this rank, whose layers give way from now on."""
         self._groups = groups
         self._turns = Turns()
         self._signature = inspect.signature(combined_1f1b.combined_forward_backward_step)
@@ -111,7 +108,7 @@ class PairedPasses:
         return output, num_tokens, gradient
 
     def _run_forward(self, asked: SimpleNamespace, stream: torch.cuda.Stream) -> tuple[Any, Any]:
-        chunks = self._config.virtual_pipeline_model_parallel_size
+        chunks = asked.config.virtual_pipeline_model_parallel_size
         last = asked.f_model_chunk_id is None or asked.f_model_chunk_id == (chunks or 1) - 1
         config = asked.config
         if asked.b_model is not None:
