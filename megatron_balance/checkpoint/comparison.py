@@ -85,7 +85,7 @@ FIELDS: dict[str, Kind] = {
         (
             *("data_cache_path", "num_workers", "data_args_path", "per_split_data_args_path", "mmap_bin_files"),
             *("num_dataset_builder_threads", "dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
-            *("tokenizer_hf_use_fast", "trust_remote_code"),
+            *("tokenizer_hf_use_fast", "trust_remote_code", "overlap_moe_expert_parallel_comm"),
         ),
         Kind.ANY,
     ),

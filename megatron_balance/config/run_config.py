@@ -152,8 +152,7 @@ class CommConfig:
 
     moe_comm_alltoall: str = "default"
     """All-to-all of tokens: one of these names, or a class of your own as package.module:Class.
-    - default: flat with NCCL, p2p with gloo.
-    - dedup: sends a token once to each node, not once for each expert."""
+    - default: flat with NCCL, p2p with gloo."""
 
     moe_comm_node_size: int | None = None
     """Number of ranks per node. Default: the launcher's LOCAL_WORLD_SIZE."""

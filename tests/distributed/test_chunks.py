@@ -59,6 +59,8 @@ class Watched(ChunkTasks):
         self.tasks = tasks
         self.log = log
         self.spans = tasks.spans
+        self.waits = tasks.waits
+        self.begin = tasks.begin
 
     def watched(self, exchange: Exchange, waited: ChunkStep) -> Exchange:
         return Exchange(lambda: (self.log.append(waited), exchange.wait())[1])

@@ -245,7 +245,8 @@ def moments(hosted: bool, chunks: int, recompute: bool) -> list[str]:
     copy = rows.gather_rows
 
     def gather_rows(tokens_TH: torch.Tensor, order: rows.RowOrder) -> torch.Tensor:
-        if sys._getframe(1).f_code.co_name != "backward":
+        # Gradients are copied like rows
+        if sys._getframe(2).f_code.co_name != "backward":
             seen.append("rows")
         return copy(tokens_TH, order)
 
