@@ -236,7 +236,7 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(manager, layer.experts, overlap, fields, within, layer.limit, layer.split)
+    return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
 
 
 def _usual_microbatches(config: TransformerConfig) -> int:

@@ -28,9 +28,9 @@ Counted = tuple[Destinations, Reading]
 class DedupDispatcher(AllToAllDispatcher):
     """Executes the plan with copies of tokens, in one chunk or in several.
 
-    The sizes of messages between nodes do not follow from the load: the ranks gather them as well. If each expert has
-    its home as its only host and there is one chunk, they do so while they gather the load, and the host waits once.
-    Otherwise, destinations depend on the plan, and the host waits a second time.
+    The sizes of messages between nodes do not follow from the load. So the ranks gather them as well, and the host
+    waits twice. If each expert has its home as its only host and there is one chunk, the second gather is queued right
+    behind that of the load. Otherwise, destinations depend on the plan, and the second gather follows the plan.
     """
 
     def __init__(

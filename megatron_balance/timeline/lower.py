@@ -50,7 +50,7 @@ def compute_order(passes: Iterable[Pass], blocks: Sequence[Sequence[int]], on_de
     backward = [[_backward(computation) for computation in reversed(chunk)] for chunk in forward]
     order: list[Action] = []
     beside: list[Action] = []
-    """Computations of a forward pass, until those of the backward pass beside it are known."""
+    """Computations of the latest paired forward pass. They are merged with those of the backward pass that follows."""
     for chunk, microbatch, is_forward, paired in passes:
         computations = (forward if is_forward else backward)[chunk]
         own = [computation._replace(microbatch=microbatch) for computation in computations]

@@ -2,7 +2,7 @@
 
 run               Run: the objects of a built run
 loop              the training loop, one iteration, evaluation, and early ends of a run
-paired_passes     the forward pass of one microbatch beside the backward pass of another
+paired_passes     runs the forward pass of a microbatch together with the backward pass of another
 progress          counters that checkpoints save, and reports about iterations
 objective         the loss of a microbatch, with weights of the losses of predictions and routers
 data              data sets, and the samples that each rank reads

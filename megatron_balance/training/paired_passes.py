@@ -1,4 +1,7 @@
-"""The forward pass of one microbatch beside the backward pass of another (`--overlap-moe-expert-parallel-comm`)."""
+"""Runs the forward pass of a microbatch together with the backward pass of another.
+
+This is `--overlap-moe-expert-parallel-comm`: while one pass waits for an exchange, the other one computes.
+"""
 
 import contextlib
 import copy
