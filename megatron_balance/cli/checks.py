@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -381,6 +382,19 @@ def _check_data(line: CommandLine) -> None:
     if line.data_path and line.split is None:
         line.split = DEFAULT_SPLIT
         line.notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+    if line.dataloader_inter_document_masking:
+        _check_documents_of_files(line)
+
+
+def _check_documents_of_files(line: CommandLine) -> None:
+    """Check the requirements of `--dataloader-inter-document-masking`."""
+    flag = "--dataloader-inter-document-masking"
+    if line.reset_attention_mask:
+        where = "at the ends of documents in the files, and at end-of-document tokens"
+        raise ValueError(f"{flag} and --reset-attention-mask: divide samples {where}; choose one")
+    if not hasattr(GPTDatasetConfig, "inter_document_masking"):
+        absent = "the installed megatron-core does not have it"
+        raise ValueError(f"{flag}: {absent}; use --reset-attention-mask, or install a version that has it")
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from torch.utils.data import DataLoader
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
+from megatron_balance.device.documents import document_numbers, documents_of
 from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.groups import gather, sequence_chunks
 from megatron_balance.messages import described
@@ -28,8 +29,12 @@ from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. With multi-token prediction, also
-`prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
+"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. If documents are kept apart, also
+`documents` (device/documents.py) of whole sequences. With multi-token prediction, also `prediction_mask(depth)` for
+each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
+
+SAMPLE = ("tokens", "labels", "position_ids", "loss_mask")
+"""Tensors of a data set's sample that a Batch has."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ def build_data(
 
     `consumed` returns the numbers of samples that training and validation have consumed, when their first one is drawn.
     """
-    # Only the first and last stage read samples: tokens and labels
-    reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
+    # Only the first and last stage read samples (tokens and labels), unless all stages must know the documents
+    reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp) or config.data.documents_apart
     _check_files(config.data, reads)
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if config.data.mock_data else GPTDataset,
@@ -152,6 +157,8 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
     data: DataConfig = config.data
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     blend, *per_split = (data_files.parse_blend(words) if words else None for words in paths)
+    # Only newer versions have the field
+    within_files = {"inter_document_masking": True} if data.dataloader_inter_document_masking else {}
     return GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
@@ -160,7 +167,8 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         split=data.split,
         path_to_cache=data.data_cache_path,
         tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
+        # The positions show where documents begin
+        reset_position_ids=data.reset_position_ids or data.reset_attention_mask,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         mid_level_dataset_surplus=data.mid_level_dataset_surplus,
@@ -171,6 +179,7 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
         # Attention is causal by construction, so a mask per sample would only cost memory
         create_attention_mask=False,
+        **within_files,
     )
 
 
@@ -218,12 +227,23 @@ def _iterate(
         )
         for sample in loader:
             check_batch(sample, dataset, vocab_size)
-            batch = {name: value.to(device, non_blocking=True) for name, value in sample.items()}
-            batch |= prediction_masks(batch["loss_mask"], config.transformer.mtp_num_layers or 0)
+            batch = _on_device(sample, config.data, device)
+            batch |= prediction_masks(batch, config.transformer.mtp_num_layers or 0)
             yield on_context_rank(batch, groups.cp.rank(), groups.cp.size())
         if not repeat:
             return
         position = 0
+
+
+def _on_device(sample: Batch, data: DataConfig, device: torch.device | int) -> Batch:
+    """Return the Batch of a microbatch in host memory, without prediction masks."""
+    batch = {name: sample[name] for name in SAMPLE}
+    if data.documents_apart:
+        positions = batch["position_ids"]
+        batch["documents"] = documents_of(positions)
+        if not (data.reset_position_ids or data.dataloader_inter_document_masking):
+            batch["position_ids"] = torch.arange(positions.shape[1]).expand_as(positions).contiguous()
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:
@@ -243,14 +263,20 @@ def prediction_mask(depth: int) -> str:
     return f"loss_mask_{depth}"
 
 
-def prediction_masks(loss_mask: torch.Tensor, depths: int) -> Batch:
-    """Return the entries of a Batch for multi-token prediction, given the mask [b, s] of whole sequences.
+def prediction_masks(batch: Batch, depths: int) -> Batch:
+    """Return the entries of a Batch for multi-token prediction; `batch` has whole sequences.
 
-    At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence.
+    At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence. If
+    documents are kept apart, it may also belong to another document, whose tokens the prediction must not read.
     """
     if not depths:
         return {}
+    loss_mask = batch["loss_mask"]
     masks = [torch.nn.functional.pad(loss_mask[:, depth:], (0, depth)) for depth in range(1, 1 + depths)]
+    if "documents" in batch:
+        numbers_bs = document_numbers(batch["documents"], *loss_mask.shape)
+        for depth, mask in enumerate(masks, 1):
+            mask[:, :-depth] *= numbers_bs[:, depth:] == numbers_bs[:, :-depth]
     numbers = torch.stack([mask.sum() for mask in masks])
     return {prediction_mask(depth): mask for depth, mask in enumerate(masks, 1)} | {"predictable": numbers}
 
