@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.device.documents import document_numbers, documents_of
@@ -33,8 +34,8 @@ Batch = dict[str, torch.Tensor]
 `documents` (device/documents.py) of whole sequences. With multi-token prediction, also `prediction_mask(depth)` for
 each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
-SAMPLE = ("tokens", "labels", "position_ids", "loss_mask")
-"""Tensors of a data set's sample that a Batch has."""
+PER_SAMPLE = ("cu_seqlens", "max_seqlen")
+"""What newer versions of megatron-core add to a sample whose documents are kept apart, in place of `documents`."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,14 @@ def build_data(
 
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
+        count = chunks * exist[split.value]
+        if dataset is None:
+            return [iter(()) for _ in range(count)]
         options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
-        return [
-            iter(()) if dataset is None else _iterate(dataset, config, groups, **options)
-            for _ in range(chunks * exist[split.value])
-        ]
+        if config.data.documents_apart:
+            # All chunks read, one after the other, so they share a loader and its workers
+            return [*itertools.tee(_iterate(dataset, config, groups, **options), count)]
+        return [_iterate(dataset, config, groups, **options) for _ in range(count)]
 
     train = iterators(Split.train, consumed[0], False)
     return Data(train, iterators(Split.valid, consumed[1], True), iterators(Split.test, lambda: 0, True))
@@ -219,6 +223,7 @@ def _iterate(
         loader = DataLoader(
             dataset,
             batch_sampler=samples,
+            collate_fn=functools.partial(collate, data=config.data),
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available(),
             # Seeds from the default generator would change the random numbers of dropout
@@ -227,7 +232,7 @@ def _iterate(
         )
         for sample in loader:
             check_batch(sample, dataset, vocab_size)
-            batch = _on_device(sample, config.data, device)
+            batch = {name: value.to(device, non_blocking=True) for name, value in sample.items()}
             batch |= prediction_masks(batch, config.transformer.mtp_num_layers or 0)
             yield on_context_rank(batch, groups.cp.rank(), groups.cp.size())
         if not repeat:
@@ -235,15 +240,16 @@ def _iterate(
         position = 0
 
 
-def _on_device(sample: Batch, data: DataConfig, device: torch.device | int) -> Batch:
-    """Return the Batch of a microbatch in host memory, without prediction masks."""
-    batch = {name: sample[name] for name in SAMPLE}
-    if data.documents_apart:
-        positions = batch["position_ids"]
-        batch["documents"] = documents_of(positions)
-        if not (data.reset_position_ids or data.dataloader_inter_document_masking):
-            batch["position_ids"] = torch.arange(positions.shape[1]).expand_as(positions).contiguous()
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+def collate(samples: list[Batch], data: DataConfig) -> Batch:
+    """Return the tensors of a microbatch in host memory; with `documents`, if documents are kept apart."""
+    batch = default_collate(samples)
+    if not data.documents_apart:
+        return batch
+    positions = batch["position_ids"]
+    batch["documents"] = documents_of(positions)
+    if not (data.reset_position_ids or data.dataloader_inter_document_masking):
+        batch["position_ids"] = torch.arange(positions.shape[1]).repeat(len(positions), 1)
+    return {name: value for name, value in batch.items() if name not in PER_SAMPLE}
 
 
 def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:

@@ -112,7 +112,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             assert isinstance(max_seqlen_q, int) and max_seqlen_kv == max_seqlen_q
             kernels.on_device(cu_seqlens_q=cu_seqlens_q)
             assert query_layer.dim() == key_layer.dim() == value_layer.dim() == 3, "packed tensors are 3D"
-            tokens = torch.arange(len(query_layer), device=query_layer.device)
+            tokens = torch.arange(len(query_layer), dtype=torch.int32, device=query_layer.device)
             numbers = torch.bucketize(tokens, cu_seqlens_q[1:], right=True)
             near = (tokens[:, None] - tokens).abs() < max_seqlen_q
             hidden = (tokens > tokens[:, None]) | (numbers[:, None] != numbers) | ~near
