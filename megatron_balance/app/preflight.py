@@ -22,6 +22,7 @@ from megatron_balance.job import job, limits
 from megatron_balance.job.agreement import Facts
 from megatron_balance.job.groups import Topology, expert_node_size
 from megatron_balance.planning.policy_process import PolicyProcess
+from megatron_balance.training.conversations import check_conversations
 from megatron_balance.training.data import batch_bytes
 from megatron_balance.training.data_files import check_data
 from megatron_balance.training.schedule import run_length, scheduler_settings
@@ -61,6 +62,8 @@ def preflight(argv: list[str]) -> Preflight:
         if config.data.reset_attention_mask and end_of_document(tokenizer) is None:
             unknown = "the tokenizer has no end-of-document token; use a model that has one, or leave the flag out"
             raise ValueError(f"--reset-attention-mask: {unknown}")
+        if config.data.sft:
+            check_conversations(config.data, tokenizer)
         notices = check_files(config, topology, launch.rank, vocabulary(tokenizer, config.tokenizer))
         if policy is not None:
             policy.ready(config.launch.patience)

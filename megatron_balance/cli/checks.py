@@ -71,6 +71,12 @@ OTHER_LAYOUTS = (
 )
 """Fields that divide the layers among pipeline stages; alternatives to `--pipeline-model-parallel-layout`."""
 
+NOT_WITH_SFT = (
+    *("mock_data", "reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "eod_mask_loss"),
+    *("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
+)
+"""Fields of data in other formats, and of documents that end with a token."""
+
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
 
@@ -382,8 +388,20 @@ def _check_data(line: CommandLine) -> None:
     if line.data_path and line.split is None:
         line.split = DEFAULT_SPLIT
         line.notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+    if line.sft:
+        _check_conversations(line)
     if line.dataloader_inter_document_masking:
         _check_documents_of_files(line)
+
+
+def _check_conversations(line: CommandLine) -> None:
+    """Check the requirements of `--sft`."""
+    for name in NOT_WITH_SFT:
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: does not go with --sft, which reads JSON lines; leave one of them out")
+    if line.tokenizer_type != "HuggingFaceTokenizer":
+        remedy = "use HuggingFaceTokenizer and a model with a chat template"
+        raise ValueError(f"{line['tokenizer_type']}: with --sft, {remedy}")
 
 
 def _check_documents_of_files(line: CommandLine) -> None:

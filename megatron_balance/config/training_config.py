@@ -124,10 +124,14 @@ class DataConfig:
     """Let tokens attend to their own document of the data file only, and restart position ids there. Needs megatron-core
     0.19 or newer."""
 
+    sft: bool = False
+    """Train on conversations: the files of --data-path are JSON lines with the key messages, and only tokens of the
+    assistant have loss. Conversations share samples, in which tokens attend to their own conversation only."""
+
     @property
     def documents_apart(self) -> bool:
         """Whether tokens attend to their own document only; then all pipeline stages read samples."""
-        return self.reset_attention_mask or self.dataloader_inter_document_masking
+        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft
 
 
 def _signal(text: str) -> enum.Enum:

@@ -26,6 +26,7 @@ from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.groups import gather, sequence_chunks
 from megatron_balance.messages import described
 from megatron_balance.training import data_files
+from megatron_balance.training.conversations import ConversationConfig, ConversationDataset, Conversations
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
@@ -76,11 +77,13 @@ def build_data(
     # Only the first and last stage read samples (tokens and labels), unless all stages must know the documents
     reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp) or config.data.documents_apart
     _check_files(config.data, reads)
+    settings = _dataset_config(config, tokenizer)
+    kind: Any = MockGPTDataset if config.data.mock_data else GPTDataset
+    if isinstance(settings, ConversationConfig):
+        settings.files = _conversations(config, tokenizer)
+        kind = ConversationDataset
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if config.data.mock_data else GPTDataset,
-        _num_samples(config, length),
-        lambda: reads or torch.distributed.get_rank() == 0,
-        _dataset_config(config, tokenizer),
+        kind, _num_samples(config, length), lambda: reads or torch.distributed.get_rank() == 0, settings
     )
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
     vocab_size = vocabulary(tokenizer, config.tokenizer)
@@ -105,16 +108,18 @@ def build_data(
 
 def _check_files(data: DataConfig, reads: bool) -> None:
     """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
-    prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
+    prefixes = data_files.paths(data)
     problem = None
     contents: dict[str, str] = {}
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
-            # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
-            data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
-            paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+            paths = prefixes
+            if not data.sft:
+                # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
+                data_files.check_indices(prefixes, thorough=rank == 0)
+                paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
             # There may be hundreds of files, so large ones are compared by size and a few samples
             contents = {path: content_digest(Path(path), MIB) for path in paths}
         except ValueError as error:
@@ -157,13 +162,28 @@ def _num_samples(config: RunConfig, length: Length) -> list[int]:
     return [length.samples, (length.iterations // train.eval_interval + 1) * evaluated, evaluated]
 
 
+def _conversations(config: RunConfig, tokenizer: MegatronTokenizerBase) -> dict[str, Conversations]:
+    """Read all files of conversations; raise ValueError on every rank if one of them is invalid."""
+    files = {}
+    problem = None
+    try:
+        for path in data_files.paths(config.data):
+            files[path] = Conversations(path, tokenizer, config.model.seq_length)
+            data_files.check_split(path, len(files[path]), config.data.split)
+    except ValueError as error:
+        problem = str(error)
+    for first in filter(None, gather(problem)):
+        raise ValueError(first)
+    return files
+
+
 def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
     data: DataConfig = config.data
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     blend, *per_split = (data_files.parse_blend(words) if words else None for words in paths)
     # Only newer versions have the field
     within_files = {"inter_document_masking": True} if data.dataloader_inter_document_masking else {}
-    return GPTDatasetConfig(
+    return (ConversationConfig if data.sft else GPTDatasetConfig)(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
         blend=blend,
@@ -247,7 +267,7 @@ def collate(samples: list[Batch], data: DataConfig) -> Batch:
         return batch
     positions = batch["position_ids"]
     batch["documents"] = documents_of(positions)
-    if not (data.reset_position_ids or data.dataloader_inter_document_masking):
+    if data.reset_attention_mask and not data.reset_position_ids:
         batch["position_ids"] = torch.arange(positions.shape[1]).repeat(len(positions), 1)
     return {name: value for name, value in batch.items() if name not in PER_SAMPLE}
 

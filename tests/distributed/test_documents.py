@@ -17,6 +17,7 @@ from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.job.layout import build_groups
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
+from tests import chat
 from tests.distributed import runs
 from tests.distributed.gradients import differences, measure
 from tests.distributed.test_context_parallel import CHANNELS, FORMS, HEADS
@@ -103,7 +104,7 @@ def test_attention_is_that_of_each_document_alone(ranks, world_size: int) -> Non
 
 MODEL = (
     "--num-layers 2 --disable-bias-linear --swiglu --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 "
-    "--moe-z-loss-coeff 0 --clip-grad 0 --calculate-per-token-loss --mtp-loss-scaling-factor 0.5 --init-method-std 0.2"
+    "--moe-z-loss-coeff 0 --clip-grad 0 --mtp-loss-scaling-factor 0.5 --init-method-std 0.2"
 )
 END = 127
 """End-of-document token of the base run's tokenizer."""
@@ -130,25 +131,26 @@ def gradients(run: Run) -> dict[str, torch.Tensor]:
 
 def packed(flags: str, data: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the gradients of an iteration, and its losses."""
-    run = runs.build(f"{data} {MODEL} {flags} {APART}", WITHOUT_DATA)
+    run = runs.build(f"{MODEL} --calculate-per-token-loss {flags} {data}", WITHOUT_DATA)
     losses = train_step(run).losses
     return gradients(run), losses
 
 
 def separate(flags: str, data: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return the same of a model that gets one document at a time."""
-    run = runs.build(f"{data} {MODEL} {flags}", WITHOUT_DATA)
+    """Return the same of a model that gets one document at a time; in a run with `--sft`, one conversation."""
+    run = runs.build(f"{MODEL} {flags} {data}", WITHOUT_DATA)
     (model,) = run.model
     depths = run.config.transformer.mtp_num_layers or 0
     sums = [torch.zeros(()) for _ in range(1 + depths)]
     counts = [0.0] * (1 + depths)
     batch = next(run.data.train[0])
+    starts = batch["position_ids"] == 0 if run.config.data.sft else batch["tokens"].roll(1, 1) == END
     documents = 0
-    for sample in range(len(batch["tokens"])):
-        ends = 1 + (batch["tokens"][sample, :-1] == END).nonzero().flatten()
-        for part in torch.arange(batch["tokens"].shape[1]).tensor_split(ends):
+    for sample, first in enumerate(starts):
+        for part in torch.arange(len(first)).tensor_split(1 + first[1:].nonzero().flatten()):
             tokens, labels, mask = (batch[name][sample, part][None] for name in ("tokens", "labels", "loss_mask"))
-            losses = model(tokens, torch.arange(len(part))[None], None, labels=labels, loss_mask=mask)
+            whole = torch.tensor([0, len(part)]).int() if run.config.data.sft else None
+            losses = model(tokens, torch.arange(len(part))[None], whole, labels=labels, loss_mask=mask)
             documents += 1
             for depth, own in enumerate([losses, *unwrap_model(model).losses[:-1]] if depths else [losses]):
                 kept = mask[:, depth:]
@@ -184,8 +186,22 @@ def separate(flags: str, data: str) -> tuple[dict[str, torch.Tensor], dict[str, 
     ],
 )
 def test_a_model_learns_from_each_document_alone(ranks, data: str, world_size: int, flags: str, layout: str) -> None:
+    check(ranks, world_size, data, flags, f"{flags} {layout} {APART}")
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, ""), pytest.param(2, CP2, marks=pytest.mark.slow)])
+def test_a_model_learns_from_each_conversation_alone(ranks, tmp_path: Path, world_size: int, layout: str) -> None:
+    turns = [[" ".join(chat.WORDS[one : one + 2]) for one in range(number)] for number in (2, 4, 2, 2, 4, 2, 2, 4)]
+    path = chat.write_conversations(tmp_path / "conversations.jsonl", [chat.conversation(*one) for one in turns])
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat.write_tokenizer(tmp_path)}"
+    data = f"--sft --data-path {path} --split 1,0,0 {tokenizer} --tokenizer-hf-use-fast --seq-length 128"
+    check(ranks, world_size, data, MTP, f"{MTP} {layout}")
+
+
+def check(ranks, world_size: int, data: str, flags: str, packing: str) -> None:
+    """Check that a run with the flags `packing` learns what one with `flags` learns from one document at a time."""
     expected, losses = ranks(1).run(separate, flags, data)[0]
-    found, logged = ranks(world_size).run(packed, f"{flags} {layout}", data)[0]
+    found, logged = ranks(world_size).run(packed, packing, data)[0]
     assert {name: logged[name] for name in losses} == pytest.approx(losses, rel=1e-6)
     for name, gradient in found.items():
         assert (gradient - expected[name]).abs().max() <= TOLERANCE * expected[name].abs().max(), name
@@ -207,7 +223,7 @@ LAYOUTS = {
 )
 def test_every_layout_keeps_documents_apart(ranks, data: str, name: str) -> None:
     world_size, layout = LAYOUTS[name]
-    flags = f"{data} {MODEL} {MTP} --num-layers 4 --global-batch-size 8 {APART}"
+    flags = f"{data} {MODEL} --calculate-per-token-loss {MTP} --num-layers 4 --global-batch-size 8 {APART} --log-params-norm --log-num-zeros-in-grad"
     (alone,) = ranks(1).run(measure, flags, WITHOUT_DATA)
     measured = ranks(world_size).run(measure, f"{flags} {layout}", WITHOUT_DATA)
     assert max(differences(measured, alone).values()) <= 1e-5
