@@ -31,7 +31,7 @@ from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.writing import staged, writing
-from megatron_balance.training.tokenizer import build_tokenizer
+from megatron_balance.training.tokenizer import build_tokenizer, end_of_document
 from textfiles import BadLine, Chunk, ToolError, existing_file, parse_line, positive_int, progress, read_chunks
 
 BAD_LINES_SHOWN = 20

@@ -121,8 +121,8 @@ class DataConfig:
     """Let tokens attend to their own document only; a document ends with an end-of-document token."""
 
     dataloader_inter_document_masking: bool = False
-    """Let tokens attend to their own document of the data file only, and restart position ids there. Needs megatron-core
-    0.19 or newer."""
+    """Let tokens attend to their own document of the data file only, and restart position ids there. This needs
+    megatron-core 0.19 or newer."""
 
     sft: bool = False
     """Train on conversations: the files of --data-path are JSON lines with the key messages, and only tokens of the

@@ -1,8 +1,8 @@
 """Instruction data (`--sft`): conversations in JSON lines, packed into samples; only the assistant's tokens have loss.
 
-A line is an object with the key `messages`: a list of objects with the texts `role` (`system`, `user`, `assistant`, ...)
-and `content`. The tokenizer's chat template turns a conversation into one text. Every epoch shuffles the conversations;
-a sample takes the next ones as long as they fit, and its remaining tokens have no loss.
+A line is an object with the key `messages`: a list of objects with the texts `role` (`system`, `user`, `assistant`) and
+`content`. The tokenizer's chat template turns a conversation into one text. Every epoch shuffles the conversations; a
+sample takes the next ones as long as they fit, and its remaining tokens have no loss.
 
 C is the number of conversations of an epoch, L the number of tokens of a conversation, s that of a sample.
 """

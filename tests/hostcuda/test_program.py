@@ -123,7 +123,7 @@ def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--mtp-num-layers 1 --position-embedding-type rope"])
 def test_packed_documents_are_those_of_a_mask(device_ranks, curve_of, more: str) -> None:
-    """With Transformer Engine, documents that are kept apart are packed sequences; on a CPU, a mask hides the others."""
+    """With Transformer Engine, documents that are kept apart are packed; on a CPU, a mask hides the other documents."""
     flags = f"{PLAIN} --seq-length 64 --micro-batch-size 4 --init-method-std 0.2 --reset-position-ids {more}"
     outcomes = device_ranks(2, "te and apex").run(watched, f"{flags} --reset-attention-mask", 3)
     assert not complaints(outcomes)

@@ -1,5 +1,6 @@
 """Conversations: which tokens are learned, how samples are packed, and which files are refused."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def test_the_assistants_words_are_learned(tokenizer: Any, messages: list[dict[st
 def test_a_sample_takes_what_fits(lengths: list[int], length: int) -> None:
     starts = pack(np.array(lengths), length)
     assert starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) > 0).all()
-    for first, end in zip(starts[:-1], starts[1:], strict=True):
+    for first, end in itertools.pairwise(starts):
         assert sum(lengths[first:end]) <= length
         assert end == len(lengths) or sum(lengths[first : end + 1]) > length
 
@@ -76,7 +77,7 @@ def test_samples_hold_every_conversation_of_an_epoch_once(
         sample = {name: value.numpy() for name, value in dataset[number].items()}
         assert {len(value) for value in sample.values()} == {SAMPLE}
         starts = [*np.flatnonzero(sample["position_ids"] == 0), SAMPLE]
-        for first, end in zip(starts[:-1], starts[1:], strict=True):
+        for first, end in itertools.pairwise(starts):
             ids = sample["tokens"][first:end]
             if not ids.any():
                 assert not sample["loss_mask"][first:end].any()
