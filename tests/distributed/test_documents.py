@@ -40,7 +40,7 @@ APART = "--reset-attention-mask --reset-position-ids"
 WITHOUT_DATA = runs.BASE.replace("--mock-data ", "")
 
 TOLERANCE = 1e-6
-"""Of float32, relative to the norm of a gradient."""
+"""Of float32, relative to the norm of all gradients; that of a single parameter may differ by twice as much."""
 
 
 def attention_deviation(kind: str, form: dict) -> float:
@@ -204,7 +204,9 @@ def check(ranks, world_size: int, data: str, flags: str, packing: str) -> None:
     found, logged = ranks(world_size).run(packed, packing, data)[0]
     assert {name: logged[name] for name in losses} == pytest.approx(losses, rel=1e-6)
     for name, gradient in found.items():
-        assert (gradient - expected[name]).norm() <= TOLERANCE * expected[name].norm(), name
+        assert (gradient - expected[name]).norm() <= 2 * TOLERANCE * expected[name].norm(), name
+    every, wanted = (torch.cat([one[name].flatten() for name in found]) for one in (found, expected))
+    assert (every - wanted).norm() <= TOLERANCE * wanted.norm()
 
 
 NUMBERS = "--log-params-norm --log-num-zeros-in-grad --make-vocab-size-divisible-by 64"
