@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -187,6 +188,11 @@ def separate(flags: str, data: str) -> tuple[dict[str, torch.Tensor], dict[str, 
 )
 def test_a_model_learns_from_each_document_alone(ranks, data: str, world_size: int, flags: str, layout: str) -> None:
     check(ranks, world_size, data, flags, f"{flags} {layout} {APART}")
+
+
+@pytest.mark.skipif(not hasattr(GPTDatasetConfig, "inter_document_masking"), reason="newer versions only")
+def test_documents_of_files_are_kept_apart(ranks, data: str) -> None:
+    check(ranks, 2, data, MTP, f"{MTP} {CP2} --dataloader-inter-document-masking")
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, ""), pytest.param(2, CP2, marks=pytest.mark.slow)])
