@@ -117,7 +117,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             near = (tokens[:, None] - tokens).abs() < max_seqlen_q
             hidden = (tokens > tokens[:, None]) | (numbers[:, None] != numbers) | ~near
             one_batch = (one[:, None] for one in (query_layer, key_layer, value_layer))
-            return self.forward(*one_batch, hidden, "arbitrary").squeeze(1)
+            return DotProductAttention.forward(self, *one_batch, hidden, "arbitrary").squeeze(1)
         if kind not in ("causal", "no_mask", "arbitrary"):
             raise NotImplementedError(f"DotProductAttention with attn_mask_type {kind}")
         self._check(query_layer, key_layer, value_layer)
