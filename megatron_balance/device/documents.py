@@ -71,8 +71,9 @@ class DocumentAttention(ContextParallelAttention):
         hidden = self.hidden(tokens, tokens, numbers_bs)
         return LatentDotProductAttention.forward(self, query, key, value, hidden, *args, **kwargs)
 
-    def hidden(self, queries: int, keys: int, attention_mask: torch.Tensor) -> torch.Tensor:
+    def hidden(self, queries: int, keys: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return what queries do not see; `attention_mask` has the number of each token's document."""
+        assert attention_mask is not None
         return hidden_keys(attention_mask[:, :keys], queries, self.window)
 
 

@@ -172,32 +172,35 @@ class ConversationConfig(GPTDatasetConfig):
 class ConversationDataset(MegatronDataset):
     """Samples of packed conversations, of as many epochs as they need."""
 
-    def __init__(self, dataset: Conversations, path: str, indices: np.ndarray, samples: int | None, *more: Any) -> None:
+    dataset: Any
+    """The Conversations, for which megatron-core has no type."""
+
+    def __init__(self, dataset: Any, path: str, indices: np.ndarray, samples: int | None, *more: Any) -> None:
         """`indices`: the file's conversations that belong to this set; `samples`: how many it must have, None: those of
         an epoch."""
         super().__init__(dataset, path, indices, samples, *more)
         order = []
         starts = [np.zeros(1, dtype=np.int64)]
         generator = np.random.RandomState(self.config.random_seed)
-        while len(order) == 0 or sum(map(len, starts)) - 1 < (samples or 0):
+        while not order or sum(map(len, starts)) - 1 < (samples or 0):
             order.append(generator.permutation(indices))
             packed = pack(dataset.lengths[order[-1]], self.config.sequence_length)
             starts.append(starts[-1][-1] + packed[1:])
-        self._order = np.concatenate(order)
+        self._order: Any = np.concatenate(order)
         self._starts = np.concatenate(starts)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: ConversationConfig) -> Conversations:
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
         return config.files[dataset_path]
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Conversations) -> int:
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
         return len(low_level_dataset)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor | np.ndarray]:
         """Return a sample's `tokens`, `labels`, `position_ids` [s] int64 and `loss_mask` [s] float32."""
         length = self.config.sequence_length
         tokens = np.zeros(length, dtype=np.int64)

@@ -182,7 +182,7 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     blend, *per_split = (data_files.parse_blend(words) if words else None for words in paths)
     # Only newer versions have the field
-    within_files = {"inter_document_masking": True} if data.dataloader_inter_document_masking else {}
+    within_files: dict[str, Any] = {"inter_document_masking": True} if data.dataloader_inter_document_masking else {}
     return (ConversationConfig if data.sft else GPTDatasetConfig)(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,

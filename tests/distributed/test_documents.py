@@ -204,6 +204,27 @@ def test_a_model_learns_from_each_conversation_alone(ranks, tmp_path: Path, worl
     check(ranks, world_size, data, MTP, f"{MTP} {layout}")
 
 
+def refused(flags: str) -> str:
+    """Return the message with which this rank refuses to build a run."""
+    with pytest.raises(ValueError) as refusal:
+        runs.build(flags, WITHOUT_DATA)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "problem"),
+    [(9, "conversations.jsonl:10: is not JSON"), (2, "--split 8,1,1 leaves none of its 2 documents")],
+)
+def test_every_rank_refuses_bad_conversations(ranks, tmp_path: Path, count: int, problem: str) -> None:
+    """Before a job starts, only the first conversations are tokenized."""
+    path = chat.write_conversations(tmp_path / "conversations.jsonl", [chat.conversation("what", "rain")] * count)
+    if count == 9:
+        Path(path).write_text(f"{Path(path).read_text()}{{\n")
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat.write_tokenizer(tmp_path)}"
+    flags = f"--sft --data-path {path} --split 8,1,1 {tokenizer} --tokenizer-hf-use-fast"
+    assert all(problem in said for said in ranks(2).run(refused, flags))
+
+
 def check(ranks, world_size: int, data: str, flags: str, packing: str) -> None:
     """Check that a run with the flags `packing` learns what one with `flags` learns from one document at a time."""
     expected, losses = ranks(1).run(separate, flags, data)[0]
