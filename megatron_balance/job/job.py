@@ -216,7 +216,11 @@ def _wait_for_listener(launch: Launch, address: str, deadline: float) -> bool:
             if notice is not None and time.monotonic() >= notice:
                 notice = None
                 where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
-                print(f"waiting for {_holder(launch)} at {where}: {_obstacle(address, error)}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting for {_holder(launch)} at {where}: {_obstacle(address, error)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(0.1)
 
 

@@ -113,7 +113,9 @@ def test_a_store_that_is_not_there(listens: bool, monkeypatch, capfd) -> None:
         f"127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): no key-value store of rank 0 there within 0.01 minutes "
         f"(--distributed-timeout-minutes): {'something' if listens else 'nothing'} listens there"
     )
-    told = f"waiting for rank 0 at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): Connection refused; this is each machine"
+    told = (
+        f"waiting for rank 0 at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): Connection refused; this is each machine"
+    )
     assert (told in capfd.readouterr().err.replace("[Errno 111] ", "")) != listens
 
 
