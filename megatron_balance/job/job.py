@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import socket
 import sys
@@ -215,18 +216,15 @@ def _wait_for_listener(launch: Launch, address: str, deadline: float) -> bool:
                 return False
             if notice is not None and time.monotonic() >= notice:
                 notice = None
-                where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
-                print(
-                    f"waiting for {_holder(launch)} at {where}: {_obstacle(address, error)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                waits = f"waiting for {_holder(launch)} at {address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
+                print(f"{waits}: {_obstacle(address, error)}", file=sys.stderr, flush=True)
             time.sleep(0.1)
 
 
 def _obstacle(address: str, error: OSError) -> str:
     """Say what kept a process from connecting, and what the user can check."""
-    if socket.gethostbyname(address).startswith("127."):
+    found = {ipaddress.ip_address(place[0].partition("%")[0]) for *_, place in socket.getaddrinfo(address, None)}
+    if all(one.is_loopback for one in found):
         remedy = "this is each machine's own address; give all nodes the same address of the first node"
     else:
         remedy = "check that the first node has this address, that it has started, and that no firewall is between"

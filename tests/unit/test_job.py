@@ -119,6 +119,11 @@ def test_a_store_that_is_not_there(listens: bool, monkeypatch, capfd) -> None:
     assert (told in capfd.readouterr().err.replace("[Errno 111] ", "")) != listens
 
 
+@pytest.mark.parametrize(("address", "own"), [("localhost", True), ("::1", True), ("203.0.113.7", False)])
+def test_an_address_of_each_machine_itself_is_named(address: str, own: bool) -> None:
+    assert ("each machine's own address" in job._obstacle(address, OSError("refused"))) == own
+
+
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"^LOCAL_RANK=5: this process sees 4 GPUs; .*--nproc-per-node 4"):
