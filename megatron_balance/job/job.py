@@ -223,7 +223,7 @@ def _wait_for_listener(launch: Launch, address: str, deadline: float) -> bool:
 
 def _obstacle(address: str, error: OSError) -> str:
     """Say what kept a process from connecting, and what the user can check."""
-    found = {ipaddress.ip_address(place[0].partition("%")[0]) for *_, place in socket.getaddrinfo(address, None)}
+    found = {ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in socket.getaddrinfo(address, None)}
     if all(one.is_loopback for one in found):
         remedy = "this is each machine's own address; give all nodes the same address of the first node"
     else:

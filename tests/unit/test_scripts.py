@@ -28,10 +28,13 @@ SHELL = [
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Path:
-    """Return a stand-in for torchrun that prints its arguments, each followed by a zero byte."""
+    """Return a stand-in for torchrun that prints its arguments, each followed by a zero byte. Beside it is one for
+    getent that knows all hosts but nod0."""
     path = tmp_path / "torchrun"
     path.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    path.chmod(0o755)
+    path.with_name("getent").write_text('#!/bin/sh\n[ "$2" != nod0 ]\n')
+    for program in (path, path.with_name("getent")):
+        program.chmod(0o755)
     return path
 
 
@@ -41,9 +44,8 @@ def words(torchrun: Path, script: Path, *arguments: str, **environment: str) -> 
         for name, value in os.environ.items()
         if not name.startswith(("SLURM", "MASTER", "NODE_RANK", "NNODES"))
     }
-    ran = subprocess.run(
-        [script, *arguments], env={**clean, "TORCHRUN": str(torchrun), **environment}, capture_output=True, check=True
-    )
+    clean |= {"TORCHRUN": str(torchrun), "PATH": f"{torchrun.parent}:{clean['PATH']}"}
+    ran = subprocess.run([script, *arguments], env=clean | environment, capture_output=True, check=True)
     return ran.stdout.decode().split("\0")[:-1]
 
 
@@ -128,6 +130,7 @@ def test_a_layout_overrides_common_flags(torchrun: Path, monkeypatch: pytest.Mon
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR=: every node needs the same address of node 0; NNODES is 2"),
         ("NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost", "MASTER_ADDR=localhost: every node needs"),
         ("NNODES=2 NODE_RANK=0 MASTER_ADDR=::1", "MASTER_ADDR=::1: every node needs"),
+        ("NNODES=2 NODE_RANK=1 MASTER_ADDR=nod0", "MASTER_ADDR=nod0: this node knows no such host"),
         ("NNODES=2 NODE_RANK=2 MASTER_ADDR=node0", "NODE_RANK=2: set it"),
         ("NNODES=2 NODE_RANK=first MASTER_ADDR=node0", "NODE_RANK=first: set it"),
         ("NODE_RANK=1 MASTER_ADDR=node0", "NODE_RANK=1: set it"),
