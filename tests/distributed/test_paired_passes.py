@@ -67,7 +67,7 @@ CASES = {
     "interleaved, multi-token prediction": (4, f"{INTERLEAVED} --mtp-num-layers 1 --position-embedding-type rope"),
 }
 
-QUICK = ("chunks", "full recomputation", "distributed optimizer", "interleaved, blockwise")
+QUICK = ("full recomputation", "interleaved, blockwise")
 
 
 @pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=QUICK))
