@@ -90,6 +90,7 @@ ACTIVATIONS = {
     "certified passes": (
         "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact --balance-certify 0.5"
     ),
+    "documents apart": "--reset-attention-mask",
     "tokens split by s1": "--tensor-model-parallel-size 2 --disable-bias-linear --moe-parallel-schedule s1",
 }
 EVEN = "--seq-length 64 --hidden-size 64 --moe-router-force-workload balanced"
@@ -111,7 +112,11 @@ def keep(flags: str) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run.model[0](
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("documents"),
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
         )
     assert loss.requires_grad
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in known)
