@@ -187,7 +187,7 @@ UNKNOWN: dict[str, list[tuple[str, Any]]] = {
     ],
     "glm4_moe": [
         ("norm_topk_prob", False),
-        ("partial_rotary_factor", 0.49),
+        ("partial_rotary_factor", 0.48),
         ("rope_scaling", YARN),
         ("layer_types", ["sliding_attention"]),
     ],
