@@ -237,7 +237,7 @@ class ModelConfig:
     yarn_mscale_all_dim: float | None = None
     """Factor of YaRN's logarithm by which the scale of queries and keys is divided. Default: 0."""
 
-    yarn_correction_range_round_to_int: bool = flag_field(True, arg_names=["--no-yarn-correction-range-round-to-int"])
+    yarn_correction_range_round_to_int: bool = True
     """Do not round the range of frequencies that YaRN scales partly."""
 
     make_vocab_size_divisible_by: int = 128

@@ -96,13 +96,13 @@ CHANGED = {
     "deepseek_v3": "--rotary-base 500000 --moe-router-group-topk 2 --moe-router-group-score-topk 2",
     "deepseek_v3 yarn": "--rotary-scaling-factor 2 --mscale-all-dim 0.5",
     "glm4_moe": "--rotary-percent 0.75 --rotary-base 500000 --moe-router-topk 3",
-    "gpt_oss": "--yarn-rotary-scaling-factor 2 --activation-func-clamp-value 0.5 --window-attn-skip-freq 2",
+    "gpt_oss": "--yarn-rotary-scaling-factor 2 --activation-func-clamp-value 0.5",
     "minimax_m2": "--rotary-percent 0.25 --norm-epsilon 1e-3",
     "qwen3_moe yarn": "--position-embedding-type rope --rotary-base 5000",
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", variants(CHANGED.keys(), {*CHANGED} - {"minimax_m2", "qwen3_moe yarn"}))
 def test_an_export_is_what_was_trained(ranks, tmp_path, name: str) -> None:
     """Its config.json describes the run's flags instead of the source's model."""
     hf, there, copy, back = (tmp_path / part for part in ("hf", "there", "copy", "back"))

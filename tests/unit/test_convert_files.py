@@ -300,6 +300,8 @@ def test_a_choice_of_experts_that_no_config_describes_is_refused() -> None:
 WITHOUT_EFFECT = {
     "Kimi-K2": {"kv_channels": 112, "moe_router_pre_softmax": True, "moe_router_num_groups": 1,
                 "moe_router_group_topk": 1},
+    "gpt-oss-20b": {"window_attn_skip_freq": 2, "yarn_mscale": None, "yarn_mscale_all_dim": None},
+    "GLM-4.5-Air": {"window_attn_skip_freq": 2, "yarn_beta_fast": 7.0, "moe_router_pre_softmax": True},
     "Qwen3-30B-A3B": {"ffn_hidden_size": 8192, "moe_layer_freq": [1] * 48, "rotary_scaling_factor": 40.0},
     "DeepSeek-V3": {"moe_router_topk_scaling_factor": 2.5, "moe_router_group_score_topk": 2, "q_lora_rank": 1536},
 }  # fmt: skip
