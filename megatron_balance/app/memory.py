@@ -130,7 +130,7 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     width = transformer.kv_channels
     t = transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
-    rotated = config.model.position_embedding_type == "rope"
+    rotated = config.model.position_embedding_type in ("rope", "yarn")
     # The norm's input is a view of the projection's output. A rotation does not keep its input
     normed = (query + key) * (_norm(transformer) - (2 if rotated else 1)) if transformer.qk_layernorm else 0
     if config.model.qk_layernorm_across_heads:

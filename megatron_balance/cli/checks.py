@@ -181,13 +181,14 @@ def _check_conditions(line: CommandLine) -> None:
     for condition, idle in NO_EFFECT_WITHOUT.items():
         names, _, value = condition.partition(" ")
         needed = names.split("|")
-        if any(getattr(line, name) == value if value else getattr(line, name) for name in needed):
+        values = value.split("|")
+        if any(getattr(line, name) in values if value else getattr(line, name) for name in needed):
             continue
-        missing = f"{' or '.join(map(flag_of, needed))} {value}".rstrip()
+        missing = f"{' or '.join(map(flag_of, needed))} {' or '.join(values)}".rstrip()
         line.notices += [
             f"{flag_of(name)} has no effect without {missing}" for name in idle.split() if name in line.given
         ]
-    if "--no-position-embedding" in line.given and line.position_embedding_type != "rope":
+    if "--no-position-embedding" in line.given and line.position_embedding_type not in ("rope", "yarn"):
         raise ValueError(
             f"--no-position-embedding: not with {line['position_embedding_type']}; leave it out, or use rope"
         )
@@ -246,8 +247,11 @@ def _check_model(line: CommandLine) -> None:
             raise ValueError(f"{line['num_query_groups']}: with --qk-layernorm-across-heads it {must}")
     if line.multi_latent_attention:
         _check_latent_attention(line)
+    elif line.position_embedding_type == "yarn":
+        _check_yarn(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
-        raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
+        remedy = "use --position-embedding-type yarn, or leave it out"
+        raise ValueError(f"--rope-type yarn: belongs to --multi-latent-attention; {remedy}")
     activations = [flag_of(name) for name in machine_checks.ACTIVATIONS if getattr(line, name)]
     if len(activations) > 1:
         raise ValueError(f"{' and '.join(activations)}: choose one activation")
@@ -261,6 +265,29 @@ def _check_model(line: CommandLine) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if line.overlap_param_gather and not (line.use_distributed_optimizer and line.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
+
+
+def _check_yarn(line: CommandLine) -> None:
+    """Check the flags of `--position-embedding-type yarn`; set the betas to the paper's values if they are not given
+    (YaRN, section 3.2)."""
+    for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
+        if getattr(line, name) is None:
+            raise ValueError(f"--position-embedding-type yarn: also give {flag_of(name)}")
+        at_least(line, 1, [name])
+    # megatron-core would ignore the first three, and fail in the first pass with the last one
+    for name, plain in {
+        "rotary_percent": 1,
+        "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "rotary_interleaved": False,
+    }.items():
+        if getattr(line, name) != plain:
+            raise ValueError(f"{line[name]}: not with --position-embedding-type yarn; leave it out, or use rope")
+    for name, usual in {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}.items():
+        if getattr(line, name) is None:
+            setattr(line, name, usual)
+        if getattr(line, name) <= 0:
+            raise ValueError(f"{line[name]}: give more than 0")
 
 
 def _check_latent_attention(line: CommandLine) -> None:

@@ -140,9 +140,9 @@ def choose_fusions(line: CommandLine) -> None:
     plain = gelu and line.bias_gelu_fusion and line.add_bias_linear and not line.num_moe_experts
     line.bias_activation_fusion = machine.cuda and (gated or plain)
     line.bias_dropout_fusion = machine.cuda and line.bias_dropout_fusion
-    line.apply_rope_fusion = (
-        real and machine.transformer_engine and line.apply_rope_fusion and not line.multi_latent_attention
-    )
+    # The fused kernel knows neither latent attention nor YaRN's scale of queries and keys
+    plain_rope = not line.multi_latent_attention and line.position_embedding_type != "yarn"
+    line.apply_rope_fusion = real and machine.transformer_engine and line.apply_rope_fusion and plain_rope
     line.persist_layer_norm = real and (machine.apex or not local) and line.persist_layer_norm
     line.moe_permute_fusion = real and line.moe_permute_fusion
     for name in KERNELS:

@@ -175,7 +175,7 @@ OTHERS = (
 
 @pytest.mark.parametrize(
     ("flags", "billions"),
-    [(MIXTRAL, 1.877), pytest.param(QWEN, 1.683, marks=pytest.mark.slow)],
+    [pytest.param(MIXTRAL, 1.877, marks=pytest.mark.slow), pytest.param(QWEN, 1.683, marks=pytest.mark.slow)],
     ids=["mixtral", "qwen"],
 )
 def test_256_ranks_need_little_of_one_machine(flags: str, billions: float) -> None:
