@@ -1,5 +1,8 @@
 """Documents of a microbatch: where they begin, which keys are hidden, and which predictions count."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
 from megatron_balance.device.documents import document_numbers, documents_of, hidden_keys
 from megatron_balance.training.data import prediction_mask, prediction_masks
+from megatron_balance.training.tokenizer import end_of_document
 from tests.unit.commands import CPU, GPU, checked_on, parse
 
 END = 9
@@ -75,6 +79,12 @@ def test_predictions_read_and_end_in_one_document(tokens: torch.Tensor, depths: 
                 counts = place + depth < length and loss_mask[sample, place + depth] and not crosses
                 assert masks[prediction_mask(depth)][sample, place] == float(counts)
         assert masks["predictable"][depth - 1] == masks[prediction_mask(depth)].sum()
+
+
+@pytest.mark.parametrize(("eod", "found"), [(0, 0), (9, 9), (10, None), (-1, None), (None, None)])
+def test_only_a_token_of_the_vocabulary_ends_documents(eod: int | None, found: int | None) -> None:
+    tokenizer: Any = SimpleNamespace(eod=eod, vocab_size=10)
+    assert end_of_document(tokenizer) == found
 
 
 def test_engines_packed_sequences_are_not_split() -> None:
