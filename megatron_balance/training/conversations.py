@@ -142,7 +142,7 @@ def encoder(tokenizer: MegatronTokenizerBase) -> Callable[[Messages], Tokens]:
                 before = written(messages[:number], asks=True)
                 after = written(messages[: number + 1])
                 if not (after.startswith(before) and text.startswith(after)):
-                    raise ValueError("the chat template does not keep what it wrote for earlier messages")
+                    raise ValueError("the chat template does not write one message after the other; use one that does")
                 # A token without characters, or with some from before the answer, is not learned
                 learned |= (len(before) <= first) & (first < end) & (end <= len(after))
         return Tokens(np.array(encoded["input_ids"], dtype=np.int64), learned)

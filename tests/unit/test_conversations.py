@@ -120,12 +120,12 @@ def test_a_bad_line_is_named(tokenizer: Any, tmp_path: Path, name: str) -> None:
         check_conversations(DataConfig(sft=True, data_path=[str(path)]), tokenizer)
 
 
-def test_a_template_must_keep_what_it_wrote(tmp_path: Path) -> None:
+def test_a_template_must_write_one_message_after_the_other(tmp_path: Path) -> None:
     """Some templates leave out what the assistant thought in earlier turns."""
     forgetful = chat.TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else '...' }}")
     model = chat.write_tokenizer(tmp_path, forgetful)
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model))
-    with pytest.raises(ValueError, match="does not keep what it wrote"):
+    with pytest.raises(ValueError, match="does not write one message after the other"):
         encoder(tokenizer)(CONVERSATIONS[1])
 
 
