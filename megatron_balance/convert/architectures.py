@@ -106,6 +106,8 @@ def _layers_between(config: Fields) -> set[int]:
     start = config["moe_layer_start_index"]
     end = config.get("moe_layer_end_index", -1)
     every = config.get("moe_layer_interval", 1)
+    if end >= layers:
+        raise ValueError(f"moe_layer_end_index {end}: there are {layers} layers")
     last = layers - 1 if end == -1 else end
     return {layer for layer in range(layers) if (layer + 1) % every or not start <= layer <= last}
 

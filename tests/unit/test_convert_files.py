@@ -185,6 +185,14 @@ UNKNOWN: dict[str, list[tuple[str, Any]]] = {
         ("mlp_only_layers", [99]),
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ],
+    "ernie4_5_moe": [
+        ("use_bias", True),
+        ("moe_norm_min", 0.1),
+        ("moe_gate", "top2_fused"),
+        ("moe_use_aux_free", False),
+        ("moe_num_experts", [64, 64]),
+        ("moe_layer_end_index", 99),
+    ],
     "glm4_moe": [
         ("norm_topk_prob", False),
         ("partial_rotary_factor", 0.48),
