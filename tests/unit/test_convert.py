@@ -22,7 +22,7 @@ from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner, process_state
 from megatron_balance.checkpoint.manifest import read as read_manifest
-from megatron_balance.convert.conversion import export_model, import_model
+from megatron_balance.convert.conversion import checked_model, export_model, import_model
 from megatron_balance.convert.model import Model
 from megatron_balance.convert.pieces import HALVES, Piece, query_key_value
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
@@ -224,6 +224,15 @@ def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
     import_model(source, tmp_path / "there", quiet, ["model.layers.9."])
     export_model(tmp_path / "there", tmp_path / "back", quiet)
     assert tensors(tmp_path / "back").keys() == tensors(models("mixtral")).keys()
+
+
+def test_ernies_multi_token_prediction_is_left_out(models, tmp_path) -> None:
+    source = tmp_path / "source"
+    said = list[str]()
+    shutil.copytree(models("ernie4_5_moe"), source)
+    change(source, lambda all: all.update({"model.mtp_linear_proj.0.weight": torch.ones(2)}))
+    assert {*checked_model(source, log=said.append)[1].tensors} == {*tensors(models("ernie4_5_moe"))}
+    assert said == ["1 tensors of multi-token prediction are left out: model.mtp_*\n"]
 
 
 def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(models, tmp_path) -> None:

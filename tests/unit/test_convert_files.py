@@ -192,6 +192,7 @@ UNKNOWN: dict[str, list[tuple[str, Any]]] = {
         ("moe_use_aux_free", False),
         ("moe_num_experts", [64, 64]),
         ("moe_layer_end_index", 99),
+        ("rope_scaling", YARN),
     ],
     "glm4_moe": [
         ("norm_topk_prob", False),
