@@ -154,8 +154,8 @@ class Model:
                 )
         if default is None and part != 1:
             raise ValueError(f"{name} {part}: only 1 is supported for {self.model_type}")
-        if not 0 < part <= 1 or int(self.channels * part) % 2:
-            raise ValueError(f"{name} {part}: must leave an even number of a head's {self.channels} channels to rotate")
+        if part > 1 or int(self.channels * part) < 2 or int(self.channels * part) % 2:
+            raise ValueError(f"{name} {part}: must rotate an even number of a head's {self.channels} channels")
         return part
 
     def notices(self, capacity: float | None = None) -> Iterator[str]:

@@ -244,6 +244,11 @@ def test_an_entry_that_may_change_the_model_is_refused_by_name(name: str) -> Non
             Model(BASES[name] | {key: value})
 
 
+def test_other_kinds_of_models_are_refused_with_the_missing_part() -> None:
+    with pytest.raises(ValueError, match=r"model_type 'qwen3_next': not supported, because .* linear attention"):
+        Model({"model_type": "qwen3_next"})
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_entries_without_effect_are_accepted(name: str) -> None:
     more = {"architectures": ["A"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1, "_from": "x"}
