@@ -38,6 +38,7 @@ from megatron_balance.device.attention import (
     PlainQuerySelfAttention,
     TorchNorm,
 )
+from megatron_balance.device.documents import DocumentAttention, packed_documents
 from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.device.without_engine import skip_lone_sums
 from megatron_balance.flow.experts import GroupedExperts
@@ -303,6 +304,10 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
             keys.update(LATENT_KEYS)
         if shape.context_parallel_size > 1:
             attention.core_attention = ContextParallelAttention
+        if config.data.documents_apart:
+            attention.core_attention = DocumentAttention
+    elif config.data.documents_apart:
+        attention.core_attention = packed_documents(attention.core_attention)
     if parts(layer.mlp)[0] is MoELayer:
         # The norm before an MoE layer keeps the checkpoint name that it has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)

@@ -67,7 +67,8 @@ FIELDS: dict[str, Kind] = {
             # What is minimized
             *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
             *("moe_router_bias_update_rate", "mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
-            *("allow_ambiguous_pad_tokens", "reset_position_ids", "moe_router_force_load_balancing"),
+            *("allow_ambiguous_pad_tokens", "reset_position_ids", "reset_attention_mask"),
+            *("dataloader_inter_document_masking", "moe_router_force_load_balancing"),
             *("moe_router_force_workload", "moe_comm_codec", "moe_comm_codec_directions", "test_mode"),
             # In which batches and by which steps
             *("global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),

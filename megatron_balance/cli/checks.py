@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -69,6 +70,12 @@ OTHER_LAYOUTS = (
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 """Fields that divide the layers among pipeline stages; alternatives to `--pipeline-model-parallel-layout`."""
+
+NOT_WITH_SFT = (
+    *("mock_data", "reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "eod_mask_loss"),
+    *("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
+)
+"""Fields of data in other formats, and of documents that end with a token."""
 
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
@@ -408,6 +415,31 @@ def _check_data(line: CommandLine) -> None:
     if line.data_path and line.split is None:
         line.split = DEFAULT_SPLIT
         line.notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+    if line.sft:
+        _check_conversations(line)
+    if line.dataloader_inter_document_masking:
+        _check_documents_of_files(line)
+
+
+def _check_conversations(line: CommandLine) -> None:
+    """Check the requirements of `--sft`."""
+    for name in NOT_WITH_SFT:
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: does not go with --sft, which reads JSON lines; leave one of them out")
+    if line.tokenizer_type != "HuggingFaceTokenizer":
+        remedy = "use HuggingFaceTokenizer and a model with a chat template"
+        raise ValueError(f"{line['tokenizer_type']}: with --sft, {remedy}")
+
+
+def _check_documents_of_files(line: CommandLine) -> None:
+    """Check the requirements of `--dataloader-inter-document-masking`."""
+    flag = "--dataloader-inter-document-masking"
+    if line.reset_attention_mask:
+        where = "at the ends of documents in the files, and at end-of-document tokens"
+        raise ValueError(f"{flag} and --reset-attention-mask: divide samples {where}; choose one")
+    if not hasattr(GPTDatasetConfig, "inter_document_masking"):
+        absent = "the installed megatron-core does not have it"
+        raise ValueError(f"{flag}: {absent}; use --reset-attention-mask, or install a version that has it")
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -9,6 +9,8 @@ from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """Activations other than GELU."""
 
+KEEP_DOCUMENTS_APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 NEEDS_ENGINE = f"needs Transformer Engine on CUDA ({INSTALL})"
@@ -103,6 +105,10 @@ def check_context_parallelism(line: CommandLine) -> None:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
     if sizes and math.prod(sizes) != context:
         raise ValueError(f"{written}: their product must be {flag}")
+    apart = [name for name in KEEP_DOCUMENTS_APART if getattr(line, name)]
+    if apart and line.transformer_impl == "transformer_engine":
+        reason = "Transformer Engine splits each document among the ranks, which needs padding"
+        raise ValueError(f"{flag_of(apart[0])}: not with {flag}, because {reason}; leave one of them out")
     tensor = line.tensor_model_parallel_size
     heads = line.num_attention_heads
     groups = line.num_query_groups if line.group_query_attention else heads
