@@ -177,7 +177,8 @@ def _kind(section: str, name: str, saved: Mapping[str, Any], mine: Mapping[str, 
         return Kind.STATE
     if name == "max_position_embeddings" and mine["position_embedding_type"] != "learned_absolute":
         return Kind.ANY
-    if name == "position_embedding_type" and saved[name] in ("rope", "yarn") and mine[name] in ("rope", "yarn"):
+    rotary = ("rope", "yarn")
+    if name == "position_embedding_type" and mine[name] in rotary and saved.get(name) in rotary:
         return Kind.FUNCTION
     if name == "moe_router_enable_expert_bias" and mine[name]:
         # The bias starts at zero, which changes nothing at first

@@ -117,6 +117,7 @@ SHORTHANDS = {
 
 
 YARN = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("yarn_"))
+"""Fields of YaRN without latent attention."""
 
 
 class Parsed(NamedTuple):

@@ -40,6 +40,8 @@ class Architecture:
     """Name of the learned numbers, one for each head, in the denominators of attention."""
     rotary_part: float | None = None
     """Fraction of a head's channels that are rotated, unless config.json sets another; None: always all of them."""
+    rotary_interleaved: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together, instead of i and i + n/2."""
     normalized: Callable[[Fields], bool] = lambda config: bool(config["norm_topk_prob"])
     """Whether the weights of a token's experts sum to one."""
     dense_layers: Callable[[Fields], set[int]] = lambda config: set()
@@ -106,6 +108,8 @@ def _layers_between(config: Fields) -> set[int]:
     start = config["moe_layer_start_index"]
     end = config.get("moe_layer_end_index", -1)
     every = config.get("moe_layer_interval", 1)
+    if end >= layers:
+        raise ValueError(f"moe_layer_end_index {end}: there are {layers} layers")
     last = layers - 1 if end == -1 else end
     return {layer for layer in range(layers) if (layer + 1) % every or not start <= layer <= last}
 
@@ -218,7 +222,7 @@ ARCHITECTURES = {
         normalized=lambda config: True,
         dense_layers=_layers_between,
         prediction=("model.mtp_",),
-        flags=lambda config: {"rotary-interleaved": True},
+        rotary_interleaved=True,
         required={"use_bias": False, "moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True},
         # transformers drops no tokens
         irrelevant=frozenset({"moe_capacity"}),

@@ -80,8 +80,8 @@ class Model:
     def _rope_type(self) -> str:
         """Return the type of rotary embeddings after checking their settings."""
         rope = self.rope
-        latent = self.architecture.latent
-        supported = ["default"] if self.architecture.rotary_part else ["default", "yarn"]
+        arch = self.architecture
+        supported = ["default"] if arch.rotary_part or arch.rotary_interleaved else ["default", "yarn"]
         kind = rope.first_of("rope_type", "type", default="default")
         if kind not in supported:
             raise ValueError(
@@ -89,7 +89,7 @@ class Model:
                 f"{self.model_type}"
             )
         self._require(rope, "attention_factor", None)
-        if latent:
+        if arch.latent:
             self._require(rope, "truncate", True)
         if kind == "yarn":
             one = rope.get("mscale")
@@ -154,8 +154,8 @@ class Model:
                 )
         if default is None and part != 1:
             raise ValueError(f"{name} {part}: only 1 is supported for {self.model_type}")
-        if not 0 < part <= 1 or int(self.channels * part) % 2:
-            raise ValueError(f"{name} {part}: must leave an even number of a head's {self.channels} channels to rotate")
+        if part > 1 or int(self.channels * part) < 2 or int(self.channels * part) % 2:
+            raise ValueError(f"{name} {part}: must rotate an even number of a head's {self.channels} channels")
         return part
 
     def notices(self, capacity: float | None = None) -> Iterator[str]:
@@ -207,6 +207,7 @@ class Model:
             "add-qkv-bias": arch.qkv_bias(config) and not arch.biases,
             arch.qk_norm(config): bool(arch.qk_norm(config)),
             "moe-shared-expert-gate": arch.shared_gate and self.shared_width is not None,
+            "rotary-interleaved": arch.rotary_interleaved,
             "moe-router-pre-softmax": not self.normalized,
             "moe-router-enable-expert-bias": arch.expert_bias is not None,
             **arch.flags(config),

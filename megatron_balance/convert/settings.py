@@ -158,7 +158,7 @@ def _groups(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 def _rope(model: Model, content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of rotary embeddings, in the form that config.json already has."""
     base = saved["rotary_base"]
-    part = saved["rotary_percent"]
+    part = number_in(saved["rotary_percent"], 0, 1, flag_of("rotary_percent"))
     names = {"rope_type": ROPE, "position_embedding_type": PLAIN_ROPE}
     scaled = [fields for name, fields in names.items() if saved.get(name) == "yarn"]
     yarn = {key: saved[name] for fields in scaled for name, key in fields.items()}

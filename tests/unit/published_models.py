@@ -81,6 +81,21 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
+ERNIE: dict[str, Any] = {
+    **COMMON,
+    "model_type": "ernie4_5_moe",
+    "moe_capacity": [64, 64, 64],
+    "moe_gate": "topk",
+    "moe_layer_interval": 1,
+    "moe_num_experts": 64,
+    "moe_use_aux_free": True,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+
 GLM: dict[str, Any] = {
     **COMMON,
     "model_type": "glm4_moe",
@@ -302,6 +317,25 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "num_experts_per_tok": 8,
             "rope_scaling": {**YARN, "beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
             "routed_scaling_factor": 2.827,
+        },
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        21.83,
+        {
+            **sized(ERNIE, 28, 2560, 12288, 20, 4, 131072, moe_intermediate_size=1536, moe_num_shared_experts=2),
+            "moe_k": 6,
+            "moe_layer_end_index": 27,
+            "moe_layer_start_index": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ERNIE-4.5-300B-A47B": (
+        299.5,
+        {
+            **sized(ERNIE, 54, 8192, 28672, 64, 8, 131072, moe_intermediate_size=3584, moe_num_shared_experts=0),
+            "moe_k": 8,
+            "moe_layer_end_index": 53,
+            "moe_layer_start_index": 3,
         },
     ),
     "GLM-4.5": (

@@ -23,6 +23,7 @@ PUBLISHED_AS = {
     "deepseek_v3": "DeepSeek-V3",
     "glm45_air": "GLM-4.5-Air",
     "gpt_oss_120b": "gpt-oss-120b",
+    "kimi_k2": "Kimi-K2",
     "minimax_m2": "MiniMax-M2",
     "mixtral_8x22b": "Mixtral-8x22B",
     "mixtral_8x7b": "Mixtral-8x7B",

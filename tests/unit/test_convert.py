@@ -22,7 +22,7 @@ from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner, process_state
 from megatron_balance.checkpoint.manifest import read as read_manifest
-from megatron_balance.convert.conversion import export_model, import_model
+from megatron_balance.convert.conversion import checked_model, export_model, import_model
 from megatron_balance.convert.model import Model
 from megatron_balance.convert.pieces import HALVES, Piece, query_key_value
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
@@ -226,6 +226,15 @@ def test_tensors_that_are_to_be_left_out(models, tmp_path) -> None:
     assert tensors(tmp_path / "back").keys() == tensors(models("mixtral")).keys()
 
 
+def test_ernies_multi_token_prediction_is_left_out(models, tmp_path) -> None:
+    source = tmp_path / "source"
+    said = list[str]()
+    shutil.copytree(models("ernie4_5_moe"), source)
+    change(source, lambda all: all.update({"model.mtp_linear_proj.0.weight": torch.ones(2)}))
+    assert {*checked_model(source, log=said.append)[1].tensors} == {*tensors(models("ernie4_5_moe"))}
+    assert said == ["1 tensors of multi-token prediction are left out: model.mtp_*\n"]
+
+
 def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(models, tmp_path) -> None:
     source = tmp_path / "source"
     said = list[str]()
@@ -319,8 +328,11 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
-LARGE = ("Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V2", "DeepSeek-V3", "Kimi-K2", "GLM-4.5", "gpt-oss-120b")
-"""Published models of whose types there are smaller ones."""
+LARGE = (
+    *("Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V2", "DeepSeek-V3", "Kimi-K2", "GLM-4.5", "GLM-4.5-Air"),
+    *("MiniMax-M2", "ERNIE-4.5-300B-A47B", "gpt-oss-120b"),
+)
+"""Published models that take seconds."""
 
 
 @pytest.mark.parametrize("name", variants([*PUBLISHED], {*PUBLISHED} - {*LARGE}))
@@ -333,7 +345,8 @@ def test_published_models_have_as_many_numbers_here(name: str) -> None:
         # transformers does not know kimi_k2
         known = config | {"model_type": config["model_type"].replace("kimi_k2", "deepseek_v3")}
         source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
-    expected = sum(tensor.numel() for tensor in source.state_dict().values())
+    # Tied tables are one tensor
+    expected = sum(tensor.numel() for tensor in {*source.state_dict(keep_vars=True).values()})
     assert expected / 1e9 == pytest.approx(billions, rel=2e-3)
     model = Model(config)
     assert (
@@ -344,7 +357,7 @@ def test_published_models_have_as_many_numbers_here(name: str) -> None:
         (chunk,) = run.model
         found = sum(value.numel() for value in chunk.state_dict().values() if isinstance(value, torch.Tensor))
     padding = run.vocab_size - model.vocabulary
-    assert found == expected + 2 * padding * model.hidden
+    assert found == expected + (1 if model.tied else 2) * padding * model.hidden
 
 
 def peak_bytes(*words: str) -> int:

@@ -185,6 +185,15 @@ UNKNOWN: dict[str, list[tuple[str, Any]]] = {
         ("mlp_only_layers", [99]),
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ],
+    "ernie4_5_moe": [
+        ("use_bias", True),
+        ("moe_norm_min", 0.1),
+        ("moe_gate", "top2_fused"),
+        ("moe_use_aux_free", False),
+        ("moe_num_experts", [64, 64]),
+        ("moe_layer_end_index", 99),
+        ("rope_scaling", YARN),
+    ],
     "glm4_moe": [
         ("norm_topk_prob", False),
         ("partial_rotary_factor", 0.48),
@@ -233,6 +242,11 @@ def test_an_entry_that_may_change_the_model_is_refused_by_name(name: str) -> Non
     for key, value in UNKNOWN[name]:
         with pytest.raises(ValueError, match=key):
             Model(BASES[name] | {key: value})
+
+
+def test_other_kinds_of_models_are_refused_with_the_missing_part() -> None:
+    with pytest.raises(ValueError, match=r"model_type 'qwen3_next': not supported, because .* linear attention"):
+        Model({"model_type": "qwen3_next"})
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -327,11 +341,22 @@ def test_flags_that_a_checkpoint_lacks_are_the_sources() -> None:
     assert found == trained_config(model, fields(model, rotary_base=7), torch.float32) and found["rope_theta"] == 7
 
 
+DAMAGED = [
+    *(
+        ("DeepSeek-V3", name)
+        for name in ("moe_router_topk", "moe_router_group_topk", "rotary_base", "layernorm_epsilon")
+    ),
+    *(("gpt-oss-20b", name) for name in ("position_embedding_type", "window_attn_skip_freq", "yarn_mscale")),
+    ("GLM-4.5-Air", "rotary_percent"),
+]
+"""Models and their flags that another program may have written."""
+
+
 @pytest.mark.parametrize("value", ["x", [], {}, 0, -1, 1e300])
-@pytest.mark.parametrize("name", ["moe_router_topk", "moe_router_group_topk", "rotary_base", "layernorm_epsilon"])
-def test_damaged_flags_of_a_checkpoint_are_refused(name: str, value: Any) -> None:
-    model = Model(PUBLISHED["DeepSeek-V3"][1])
-    with pytest.raises(ValueError, match=saved_flags.flag_of(name) + "|rope_theta|rms_norm_eps"):
+@pytest.mark.parametrize(("source", "name"), DAMAGED)
+def test_damaged_flags_of_a_checkpoint_are_refused(source: str, name: str, value: Any) -> None:
+    model = Model(PUBLISHED[source][1])
+    with pytest.raises(ValueError, match=saved_flags.flag_of(name) + "|rope|rotary|rms_norm_eps|mscale"):
         trained_config(model, fields(model, **{name: value}), torch.float32)
 
 

@@ -1,5 +1,6 @@
 """Weights in MXFP4 are read as transformers reads them, and only if their blocks and scales fit together."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,26 +37,27 @@ def test_the_first_number_of_a_byte_is_in_its_lower_half() -> None:
     assert numbers[0, :3, 0].tolist() == [-12.0, -1.0, 0.0] and numbers.shape == (1, 32, 1)
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory) -> Path:
     """Return the directory of a tiny gpt-oss whose experts are in MXFP4."""
-    hf_models.save("gpt_oss", tmp_path / "hf", intermediate_size=32)
+    directory = tmp_path_factory.mktemp("hf")
+    hf_models.save("gpt_oss", directory, intermediate_size=32)
 
     def quantize(all: dict[str, torch.Tensor]) -> None:
         for name in NAMES:
             experts, columns, rows = all.pop(name).shape
             all[name + mxfp4.BLOCKS], all[name + mxfp4.SCALES] = random_blocks(experts, rows, columns)
 
-    change(tmp_path / "hf", quantize)
-    return tmp_path / "hf"
+    change(directory, quantize)
+    return directory
 
 
-def test_an_import_makes_them_bfloat16(source: Path, tmp_path: Path) -> None:
+def test_an_import_makes_them_bfloat16(quantized: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    import_model(source, tmp_path / "there", said.append)
+    import_model(quantized, tmp_path / "there", said.append)
     assert said[0] == "6 tensors in MXFP4 become bfloat16\n"
     export_model(tmp_path / "there", tmp_path / "back", quiet)
-    before = Weights(source)
+    before = Weights(quantized)
     after = Weights(tmp_path / "back")
     assert before.shapes == after.shapes
     assert all(torch.equal(before.read(name), after.read(name)) for name in after.shapes)
@@ -71,7 +73,9 @@ SPOILED: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_others_are_refused_by_name(source: Path, tmp_path: Path, name: str) -> None:
+def test_others_are_refused_by_name(quantized: Path, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(quantized, source)
     change(source, SPOILED[name])
     with pytest.raises(ValueError, match=NAMES[0]):
         import_model(source, tmp_path / "there", quiet)
