@@ -24,6 +24,12 @@ IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
     "--mla-down-proj-fusion": (),
     "--moe-use-legacy-grouped-gemm": (),
     "--moe-router-score-function": ("sqrtsoftplus",),
+    "--moe-router-load-balancing-type": ("quantile_balancing",),
+    "--moe-router-quantile-balancing-ema": (),
+    "--muon-coefficient-type": (),
+    "--muon-nesterov": (),
+    "--muon-scalar-optimizer": (),
+    "--muon-use-nesterov": (),
 }
 """Flags that only some versions of megatron-core have -> (), or their values that only some versions accept."""
 
@@ -38,7 +44,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 
 NO_EFFECT_WITHOUT: dict[str, str] = _TABLES["no_effect_without"]
 """Condition -> fields whose flags have no effect unless it holds (a notice reports them). A condition is a field, a
-field and its value, or alternative fields (`a|b`)."""
+field and its value or values, or alternative fields (`a|b`)."""
 
 
 @functools.cache

@@ -14,6 +14,7 @@ The entry point installs these replacements of CUDA if `torch.cuda.is_available(
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   | everything is in host memory     |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
+| `all_reduce(..., ReduceOp.AVG)`                 | a sum, then a division     | gloo does not average            |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from megatron_balance.device import without_engine
@@ -43,6 +45,7 @@ MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 
 _TENSOR_TO: Callable[..., torch.Tensor] = torch.Tensor.to
 _TENSOR_TYPE = torch.Tensor.type
+_ALL_REDUCE: Callable[..., Any] = dist.all_reduce
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
@@ -153,6 +156,15 @@ def install(always: bool = False) -> None:
     without_engine.complete()
 
 
+def _all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    if op != dist.ReduceOp.AVG or async_op:
+        return _ALL_REDUCE(tensor, op, group, async_op)
+    _ALL_REDUCE(tensor, dist.ReduceOp.SUM, group)
+    tensor.div_(dist.get_world_size(group))
+
+
 def _patch_torch() -> None:
     # `with torch.device(...)` recognizes factories by identity, so let torch cache the originals first
     _device_constructors()
@@ -163,6 +175,7 @@ def _patch_torch() -> None:
     torch.Tensor.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
     torch.compile = _no_compile
+    dist.all_reduce = _all_reduce
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(_tensor_to)
