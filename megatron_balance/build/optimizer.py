@@ -1,8 +1,9 @@
 """Builds the optimizer. Muon (`--optimizer muon`) trains matrices, and Adam trains all other parameters with it.
 
-Muon replaces a gradient's momentum by the nearest orthogonal matrix (https://kellerjordan.github.io/posts/muon/), so the
-update of a matrix depends on the whole matrix. megatron-core applies it to every parameter with two axes. Here, a layer's
-experts are one parameter [S, O, I] on each rank, in which each expert is a matrix; and their biases [S, O] are no matrix.
+Muon replaces the momentum of a matrix's gradient by about the nearest orthogonal matrix
+(https://kellerjordan.github.io/posts/muon/), so an update depends on the whole matrix. megatron-core applies it to every
+parameter with two axes. Here, a layer's experts are one parameter [S, O, I] on each rank, in which each expert is a
+matrix, and their biases [S, O] are no matrix.
 """
 
 import contextlib

@@ -112,7 +112,6 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "muon_scale_mode": {"choices": ["spectral", "unit_rms_norm", "shape_scaling"]},
     "muon_fp32_matmul_prec": {"choices": ["low", "medium", "high"]},
     "muon_tp_mode": {"choices": ["blockwise", "duplicated", "distributed"]},
-    "muon_scalar_optimizer": {"choices": ["adam"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
 }
 """Types and defaults of upstream's flags that differ from the field's."""

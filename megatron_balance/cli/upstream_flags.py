@@ -28,7 +28,6 @@ IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
     "--moe-router-quantile-balancing-ema": (),
     "--muon-coefficient-type": (),
     "--muon-nesterov": (),
-    "--muon-scalar-optimizer": (),
     "--muon-use-nesterov": (),
 }
 """Flags that only some versions of megatron-core have -> (), or their values that only some versions accept."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.flow.routers import routers_of
-from megatron_balance.observe.routing import RoutingTrace, RouterOutput
+from megatron_balance.observe.routing import RouterOutput, RoutingTrace
 from megatron_balance.training.loop import evaluate, train_step
 from tests.distributed import runs
 from tests.distributed.checkpoints import losses_of, patient, train_and_save

@@ -1,4 +1,4 @@
-"""workloads/replay.py: traces of any layout are read by any other layout; refusals. Runs are in distributed/test_replay.py."""
+"""workloads/replay.py: any layout reads the traces of any other; refusals. Runs are in distributed/test_replay.py."""
 
 import json
 from collections.abc import Iterator
