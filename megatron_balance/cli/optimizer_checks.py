@@ -19,7 +19,7 @@ def check_optimizer(line: CommandLine) -> None:
     """Refuse what Muon cannot do, and note what depends on the layout."""
     nesterov = "muon_nesterov" if NEWER else "muon_use_nesterov"
     if line.optimizer != "muon":
-        for name in (nesterov, "muon_coefficient_type"):
+        for name in ("muon_split_qkv", nesterov, "muon_coefficient_type"):
             if name in line.given:
                 line.notices.append(f"{flag_of(name)} has no effect without {FLAG}")
         return
