@@ -23,7 +23,6 @@ def check_optimizer(line: CommandLine) -> None:
             if name in line.given:
                 line.notices.append(f"{flag_of(name)} has no effect without {FLAG}")
         return
-    _check_package(line.machine.emerging)
     reasons = {
         "fp16": "megatron-core's Muon does not scale losses; use --bf16",
         "use_distributed_optimizer": "Muon needs whole matrices, and that optimizer cuts them anywhere; leave it out",
@@ -39,16 +38,15 @@ def check_optimizer(line: CommandLine) -> None:
     if line.muon_split_qkv and line.group_query_attention and line.num_query_groups < tensor:
         reason = f"a rank has no whole query group of {line['num_query_groups']}"
         raise ValueError(f"{line['tensor_model_parallel_size']}: {reason}; also give --muon-no-split-qkv")
-    if shards == 1:
-        return
-    if line.muon_tp_mode == "blockwise":
+    if shards > 1 and line.muon_tp_mode == "blockwise":
         line.notices.append(
             f"{FLAG}: each tensor-parallel rank orthogonalizes its part of a matrix alone, so the run depends on their "
             "number; --muon-tp-mode duplicated does not"
         )
-    elif not line.perform_initialization:
+    elif shards > 1 and not line.perform_initialization:
         reason = "megatron-core notes which axis of a matrix is divided when it initializes it"
         raise ValueError(f"--no-initialization: not with {line['muon_tp_mode']}, because {reason}; leave it out")
+    _check_package(line.machine.emerging)
 
 
 def _check_package(version: str | None) -> None:
