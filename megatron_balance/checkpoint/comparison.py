@@ -65,7 +65,8 @@ FIELDS: dict[str, Kind] = {
         (
             # What is minimized
             *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
-            *("moe_router_bias_update_rate", "mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
+            *("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema"),
+            *("mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
             *("allow_ambiguous_pad_tokens", "reset_position_ids", "moe_router_force_load_balancing"),
             *("moe_router_force_workload", "moe_routing_replay_path", "test_mode"),
             *("moe_comm_codec", "moe_comm_codec_directions"),

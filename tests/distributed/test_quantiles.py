@@ -37,12 +37,17 @@ def test_it_balances_and_trains(ranks) -> None:
     assert curve[-1][0] < curve[0][0]
 
 
-def test_a_policy_in_another_layout_changes_nothing(ranks) -> None:
-    ((_, alone),) = ranks(1).run(imbalance, FLAGS)
-    balanced = "--expert-model-parallel-size 2 --balance-policy top2 --balance-profile builtin"
-    _, together = ranks(2).run(imbalance, f"{FLAGS} {balanced}")[0]
+def check_alike(together: runs.Curve, alone: runs.Curve) -> None:
     for one, other in zip(together, alone, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_replicas_and_policies_change_nothing(ranks) -> None:
+    # Replicas have the initial weights of one rank, expert-parallel ranks do not
+    check_alike(ranks(2).run(imbalance, FLAGS)[0][1], ranks(1).run(imbalance, FLAGS)[0][1])
+    flags = f"{FLAGS} --expert-model-parallel-size 2"
+    balanced = f"{flags} --balance-policy top2 --balance-profile builtin"
+    check_alike(ranks(2).run(imbalance, balanced)[0][1], ranks(2).run(imbalance, flags)[0][1])
 
 
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path: Path) -> None:
