@@ -1,13 +1,14 @@
 """Builds the optimizer. Muon (`--optimizer muon`) trains matrices, and Adam trains all other parameters with it.
 
 Muon replaces the momentum of a matrix's gradient by about the nearest orthogonal matrix
-(https://kellerjordan.github.io/posts/muon/), so an update depends on the whole matrix. megatron-core applies it to every
-parameter with two axes. Here, a layer's experts are one parameter [S, O, I] on each rank, in which each expert is a
-matrix, and their biases [S, O] are no matrix.
+(https://kellerjordan.github.io/posts/muon/), so an update depends on the whole matrix. megatron-core applies it to
+every parameter with two axes. Here, a layer's experts are one parameter [S, O, I] on each rank, in which each expert is
+a matrix, and their biases [S, O] are no matrix.
 """
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -106,12 +107,9 @@ def _muon(
     param_groups: list[dict], settings: OptimizerConfig, shape: TransformerConfig, groups: ProcessGroupCollection
 ) -> torch.optim.Optimizer:
     """Return megatron-core's Muon, extended to stacks of matrices [S, O, I]."""
-    if hasattr(megatron_optimizers, "emerging_optimizers"):  # since 0.19
-        from megatron.core.optimizer import emerging_optimizers as muon
-    else:
-        from megatron.core.optimizer import muon
-
-    base: Any = muon.TensorParallelMuon
+    # 0.19 imports its module by itself; 0.16 does not, because the module needs emerging-optimizers
+    newer: Any = getattr(megatron_optimizers, "emerging_optimizers", None)
+    base: Any = (newer or importlib.import_module("megatron.core.optimizer.muon")).TensorParallelMuon
 
     class StackedMuon(base):
         def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **options: Any) -> torch.Tensor:

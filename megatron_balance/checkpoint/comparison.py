@@ -74,13 +74,8 @@ FIELDS: dict[str, Kind] = {
             *("global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
             *("sgd_momentum", "muon_momentum", "muon_use_nesterov", "muon_nesterov", "muon_split_qkv"),
             *("muon_scale_mode", "muon_fp32_matmul_prec", "muon_coefficient_type", "muon_num_ns_steps"),
-            *(
-                "muon_tp_mode",
-                "muon_extra_scale_factor",
-                "decoupled_lr",
-                "decoupled_min_lr",
-                "apply_wd_to_qk_layernorm",
-            ),
+            *("muon_tp_mode", "muon_extra_scale_factor", "decoupled_lr", "decoupled_min_lr"),
+            "apply_wd_to_qk_layernorm",
             # In which precision
             *("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
             *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),

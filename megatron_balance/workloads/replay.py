@@ -212,19 +212,15 @@ class ReplayedChoices(ForcedChoices):
     """Chooses in evaluation; None: megatron-core's top-k."""
 
     def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+        self, scores: torch.Tensor, topk: int, *groups_and_default: Any, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [T, K] of the chosen experts, from high to low, and the experts [T, K]."""
+        """Return the scores [T, K] of the chosen experts, from high to low, and the experts [T, K]. The router also
+        passes the number of groups of experts, the number of groups of a token, and its own top-k."""
         if not self.router.training:
-            assert default_compute_topk is not None
+            *groups, default = groups_and_default
             if self.usual is not None:
-                return self.usual.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+                return self.usual.get_replay_topk(scores, topk, *groups, default)
+            return default(scores, topk, *groups)
         chosen_TK, choices_TK = super().get_replay_topk(scores, topk)
         # In the order of top-k, on which the last bit of a sum over the chosen experts depends
         choices_TK = choices_TK.gather(1, chosen_TK.argsort(dim=1, descending=True, stable=True))
