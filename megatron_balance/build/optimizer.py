@@ -51,10 +51,13 @@ def build_optimizer(
     for with_experts in (False, True):
         own = [group for group in muon_groups if group["is_expert_parallel"] == with_experts]
         if own:
-            parts.append(_wrapped(_muon(own, settings, model[0].config, groups), settings))
-            parts[-1].grad_stats_parallel_group = groups.tp_ep_pp if with_experts else groups.mp
-            parts[-1].tp_group = groups.tp
-            parts[-1].expert_tp_group = groups.expt_tp
+            part: Any = _wrapped(_muon(own, settings, model[0].config, groups), settings)
+            part.grad_stats_parallel_group = groups.tp_ep_pp if with_experts else groups.mp
+            # Versions before 0.19 have only the first
+            for name in ("tp_group", "expert_tp_group"):
+                if hasattr(rest.chained_optimizers[0], name):
+                    setattr(part, name, getattr(rest.chained_optimizers[0], name))
+            parts.append(part)
     for parameter in matrices.values():
         if (main := getattr(parameter, "main_param", None)) is not None:
             vars(main).update({name: getattr(parameter, name) for name in MARKS if hasattr(parameter, name)})

@@ -182,10 +182,7 @@ class RecordedChoices:
                 continue
             positions = np.concatenate([np.arange(*run) for run in record["positions"]])
             choices_TK = np.array(json.loads(line)["top_indices"])
-            if (
-                choices_TK.shape != (len(positions) * (end - first), model.topk)
-                or choices_TK.max() >= model.num_experts
-            ):
+            if not self._are_choices(choices_TK, len(positions) * (end - first)):
                 raise ValueError(f"{self.flag}: a record of iteration {step + 1} is damaged; record the run again")
             for sample in own:
                 found_PK = choices_TK[sample - first :: end - first]
@@ -197,6 +194,13 @@ class RecordedChoices:
                     raise ValueError(f"{self.flag}: has different choices for {where}; {remedy}")
                 table[positions] = found_PK
         return tables
+
+    def _are_choices(self, choices_TK: np.ndarray, tokens: int) -> bool:
+        """Return whether each of `tokens` tokens has K different experts, in ascending order."""
+        if choices_TK.shape != (tokens, self.model.topk):
+            return False
+        inside = (choices_TK >= 0) & (choices_TK < self.model.num_experts)
+        return bool(inside.all() and (np.diff(choices_TK, axis=1) > 0).all())
 
     def _empty(self) -> np.ndarray:
         """Return the table of a sample without records, [seq_length, K]."""

@@ -117,7 +117,9 @@ LAYOUTS = {
         "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
         model="--mtp-num-layers 1 --position-embedding-type rope",
     ),
-    "exact loads": Layout(2, "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact"),
+    "policy for exact loads": Layout(
+        2, "--expert-model-parallel-size 2 --balance-policy top2 --balance-load exact --balance-profile builtin"
+    ),
     "megatron's layer": Layout(2, "--expert-model-parallel-size 2 --moe-layer-impl megatron"),
 }
 QUICK = ("EP2 with a policy",)

@@ -163,6 +163,17 @@ def test_a_line_that_was_cut_off_counts_as_missing(trace: Path) -> None:
         replayed(trace, tokens)
 
 
+@pytest.mark.parametrize("row", [[1, 1], [1, EXPERTS], [1, 2, 3]])
+def test_a_damaged_record(trace: Path, row: list[int]) -> None:
+    path = trace / "router_trace_rank0.jsonl"
+    *lines, last = path.read_text().splitlines()
+    record = json.loads(last)
+    record["top_indices"] = [row for _ in record["top_indices"]]
+    path.write_text("\n".join([*lines, json.dumps(record), ""]))
+    with pytest.raises(ValueError, match=f"{FLAG}.* a record of iteration 2 is damaged"):
+        replayed(trace, np.arange(BATCH * SEQUENCE))
+
+
 def test_a_rank_without_a_file(trace: Path) -> None:
     (trace / "router_trace_rank0.jsonl").unlink()
     with pytest.raises(ValueError, match="lacks iteration 2, layer 3, sample 8, token 0"):
