@@ -222,8 +222,9 @@ class ReplayedChoices(ForcedChoices):
         passes the number of groups of experts, the number of groups of a token, and its own top-k."""
         if not self.router.training:
             *groups, default = groups_and_default
-            if self.usual is not None:
-                return self.usual.get_replay_topk(scores, topk, *groups, default)
+            usual: Any = self.usual
+            if usual is not None:
+                return usual.get_replay_topk(scores, topk, *groups, default)
             return default(scores, topk, *groups)
         chosen_TK, choices_TK = super().get_replay_topk(scores, topk)
         # In the order of top-k, on which the last bit of a sum over the chosen experts depends

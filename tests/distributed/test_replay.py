@@ -18,7 +18,7 @@ from tests.distributed.checkpoints import losses_of, patient, train_and_save
 
 FLAG = "--moe-routing-replay-path"
 COMMON = (
-    "--global-batch-size 8 --train-iters 40 --moe-router-topk 3 --disable-bias-linear --swiglu "
+    "--global-batch-size 8 --train-iters 40 --moe-router-topk 5 --disable-bias-linear --swiglu "
     "--make-vocab-size-divisible-by 64"
 )
 """The padding of the vocabulary is the same for one and for two tensor-parallel ranks."""
@@ -32,6 +32,8 @@ class Recorded(NamedTuple):
     hosts: runs.Hosts
     maps: list[torch.Tensor]
     """The routing map [T, E] of every training call, in order."""
+    evaluated: list[dict[str, float]]
+    """Losses of the evaluations after each iteration."""
 
 
 def recorded(flags: str, directory: Path, load: Path | None = None) -> Recorded:
@@ -55,13 +57,14 @@ def recorded(flags: str, directory: Path, load: Path | None = None) -> Recorded:
         consumed=lambda: run.progress.consumed_samples,
     )
     reports = []
+    evaluated = []
     for _ in range(2):
         reports.append(train_step(run))
         trace.flush()
         if run.data.valid:
-            evaluate(run, run.data.valid)
+            evaluated.append(evaluate(run, run.data.valid))
     hosts = [sum(layer.hosts_added for layer in report.balance.values()) for report in reports]
-    return Recorded(runs.curve_of(reports), hosts, maps)
+    return Recorded(runs.curve_of(reports), hosts, maps, evaluated)
 
 
 def choices(directory: Path) -> dict[tuple[int, int, int, int], list[int]]:
@@ -86,6 +89,7 @@ def test_a_replay_in_the_same_layout_is_equal_to_the_bit(ranks, tmp_path: Path) 
     (first,) = ranks(1).run(recorded, flags, trace)
     (replay,) = ranks(1).run(recorded, f"{flags} {FLAG} {trace}", again)
     assert replay.curve == first.curve
+    assert replay.evaluated == first.evaluated and len(first.evaluated) == 2
     assert len(first.maps) == 2 * 2 * 4 and all(map(torch.equal, replay.maps, first.maps))
     assert choices(again) == choices(trace)
 
