@@ -61,7 +61,7 @@ def recorded(flags: str, directory: Path, load: Path | None = None) -> Recorded:
     for _ in range(2):
         reports.append(train_step(run))
         trace.flush()
-        if run.data.valid:
+        if "--eval-iters" in flags:
             evaluated.append(evaluate(run, run.data.valid))
     hosts = [sum(layer.hosts_added for layer in report.balance.values()) for report in reports]
     return Recorded(runs.curve_of(reports), hosts, maps, evaluated)
