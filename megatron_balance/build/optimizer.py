@@ -109,9 +109,14 @@ def _frozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 def _muon(
     param_groups: list[dict], settings: OptimizerConfig, shape: TransformerConfig, groups: ProcessGroupCollection
 ) -> torch.optim.Optimizer:
-    """Return megatron-core's Muon, extended to stacks of matrices [S, O, I]."""
+    """Return megatron-core's Muon, extended to stacks of matrices [S, O, I]. ValueError: unknown coefficients."""
     # 0.19 imports its module by itself; 0.16 does not, because the module needs emerging-optimizers
     newer: Any = getattr(megatron_optimizers, "emerging_optimizers", None)
+    coefficients = getattr(settings, "muon_coefficient_type", "quintic")
+    # `custom` ones have no flag
+    known = [] if newer is None else sorted({*newer.get_supported_coefficient_types()} - {"custom"})
+    if newer is not None and coefficients not in known:
+        raise ValueError(f"--muon-coefficient-type {coefficients}: choose from {', '.join(known)}")
     base: Any = (newer or importlib.import_module("megatron.core.optimizer.muon")).TensorParallelMuon
 
     class StackedMuon(base):
@@ -142,7 +147,7 @@ def _muon(
         **dict.fromkeys(("momentum_beta", "momentum"), settings.muon_momentum),
         **dict.fromkeys(("use_nesterov", "nesterov"), settings.muon_use_nesterov if nesterov is None else nesterov),
         **dict.fromkeys(("mode", "tp_mode"), settings.muon_tp_mode),
-        "coefficient_type": getattr(settings, "muon_coefficient_type", "quintic"),
+        "coefficient_type": coefficients,
     }
     return StackedMuon(param_groups, **given, **{name: renamed[name] for name in renamed if name in accepted})
 

@@ -12,6 +12,7 @@ from megatron_balance.cli.optimizer_checks import NEWER
 from megatron_balance.training.loop import train_step
 from tests.distributed import runs
 from tests.distributed.checkpoints import losses_of, straight_against_resumed
+from tests.harness import RankFailure
 
 MUON = "--optimizer muon --muon-fp32-matmul-prec high --global-batch-size 8 --train-iters 40 --lr 1e-2"
 PLAIN = f"{MUON} --disable-bias-linear --swiglu --make-vocab-size-divisible-by 64"
@@ -100,6 +101,12 @@ def test_torchs_own_muon_agrees() -> None:
     optimizer.step()
     ours = newton_schulz(matrix, 1) * (24 / 16) ** 0.5
     torch.testing.assert_close(-parameter.data, ours, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not NEWER, reason="coefficients have no flag")
+def test_unknown_coefficients(ranks) -> None:
+    with pytest.raises(RankFailure, match="--muon-coefficient-type best: choose from quintic, simple"):
+        ranks(1).run(runs.train_curve, f"{PLAIN} --muon-coefficient-type best", 1)
 
 
 TP2 = "--tensor-model-parallel-size 2"

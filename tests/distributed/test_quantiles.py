@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_balance.cli.arguments import QUANTILES
 from megatron_balance.flow.routers import routers_of
@@ -48,6 +49,21 @@ def test_replicas_and_policies_change_nothing(ranks) -> None:
     flags = f"{FLAGS} --expert-model-parallel-size 2"
     balanced = f"{flags} --balance-policy top2 --balance-profile builtin"
     check_alike(ranks(2).run(imbalance, balanced)[0][1], ranks(2).run(imbalance, flags)[0][1])
+
+
+def biases_of_a_skipped_step() -> bool:
+    """Return whether an iteration with a fault leaves the biases as they were before."""
+    run = runs.build(FLAGS)
+    biases = [router.qb_beta for router in routers_of(run.model)]
+    train_step(run)
+    before = [bias.clone() for bias in biases]
+    run.guard.evidence = lambda reports: torch.ones(1)
+    train_step(run)
+    return all(map(torch.equal, biases, before)) and all(bias.any() for bias in biases)
+
+
+def test_a_fault_changes_no_bias(ranks) -> None:
+    assert ranks(1).run(biases_of_a_skipped_step) == [True]
 
 
 def test_a_resumed_run_is_the_straight_run(ranks, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all parameters that have a gradient."""
         precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision({"low": "medium"}.get(self.fp32_matmul_prec, self.fp32_matmul_prec))
+        torch.set_float32_matmul_precision(self.fp32_matmul_prec)
         for group in self.param_groups:
             self._init_group(group)
             options = {name: value for name, value in group.items() if name != "params"}
