@@ -14,13 +14,14 @@ The entry point installs these replacements of CUDA if `torch.cuda.is_available(
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   | everything is in host memory     |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
-| `all_reduce(..., ReduceOp.AVG)`                 | a sum, then a division     | gloo does not average            |
+| averages of quantile balancing's biases         | a sum, then a division     | gloo does not average            |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
 import contextlib
 import ctypes
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +46,6 @@ MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 
 _TENSOR_TO: Callable[..., torch.Tensor] = torch.Tensor.to
 _TENSOR_TYPE = torch.Tensor.type
-_ALL_REDUCE: Callable[..., Any] = dist.all_reduce
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
@@ -156,13 +156,25 @@ def install(always: bool = False) -> None:
     without_engine.complete()
 
 
-def _all_reduce(
-    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> Any:
-    if op != dist.ReduceOp.AVG or async_op:
-        return _ALL_REDUCE(tensor, op, group, async_op)
-    _ALL_REDUCE(tensor, dist.ReduceOp.SUM, group)
-    tensor.div_(dist.get_world_size(group))
+def _with_sums(update: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of megatron-core's with its averages over ranks replaced by sums and divisions."""
+
+    @functools.wraps(update)
+    def call(*args: Any, **kwargs: Any) -> None:
+        all_reduce = dist.all_reduce
+
+        def average(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+            assert op == dist.ReduceOp.AVG
+            all_reduce(tensor, group=group)
+            tensor.div_(group.size())
+
+        dist.all_reduce = average
+        try:
+            update(*args, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
+
+    return call
 
 
 def _patch_torch() -> None:
@@ -175,7 +187,6 @@ def _patch_torch() -> None:
     torch.Tensor.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.cuda = _same  # pyright: ignore[reportAttributeAccessIssue]
     torch.compile = _no_compile
-    dist.all_reduce = _all_reduce
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(_tensor_to)
@@ -207,3 +218,7 @@ def _patch_megatron_core() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    # The package exports a function with the name of this module
+    finalizing: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    if hasattr(finalizing, "_update_router_qb_beta"):  # since 0.19
+        finalizing._update_router_qb_beta = _with_sums(finalizing._update_router_qb_beta)
