@@ -68,6 +68,7 @@ if [[ " $* " != *" --dry-run "* ]]; then
     *" " | *" localhost"* | *" ip6-l"* | *" 127."* | *" ::1" | *" 0.0.0.0")
         refuse "MASTER_ADDR=${MASTER_ADDR:-}: every node needs the same address of node 0; NNODES is ${NODES}"
         ;;
+    *) getent ahosts "${MASTER_ADDR}" >/dev/null || refuse "MASTER_ADDR=${MASTER_ADDR}: this node knows no such host" ;;
     esac
 fi
 # By default torchrun kills its ranks 30 seconds after SIGTERM; saving a checkpoint may take longer

@@ -56,6 +56,7 @@ FEATURES = {
     "capacity": Feature("--moe-expert-capacity-factor 8", learns=True),
     "allgather": Feature("--moe-token-dispatcher-type allgather"),
     "megatron's layer": Feature("--moe-layer-impl megatron --sequence-parallel"),
+    "documents apart": Feature("--reset-attention-mask", learns=True),
 }
 
 PAIRS = tuple(itertools.combinations(FEATURES, 2))

@@ -36,6 +36,10 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+GLM: dict[str, Any] = {
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "intermediate_size": 48},
+    **{"n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "head_dim": 16},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
     "deepseek_v2 groups": {
@@ -50,12 +54,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3 yarn": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
     "deepseek_v3 halves": {**LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_intermediate_size": 16, "intermediate_size": 48},
+        **{"moe_layer_start_index": 1, "tie_word_embeddings": False},
+    },
+    "glm4_moe": {
+        **GLM,
+        **{"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2},
+    },
+    "glm4_moe groups": {
+        **GLM,
+        "n_group": 4,
+        "topk_group": 3,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 0.25,
+    },
+    "gpt_oss": {
+        **{"num_local_experts": 8, "intermediate_size": 16, "head_dim": 16, "swiglu_limit": 0.25, "sliding_window": 5},
+        "rope_parameters": {name: YARN[name] for name in YARN if "mscale" not in name} | {"truncate": False},
+    },
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 16, "head_dim": 16, "rotary_dim": 8},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "rope_theta": 1e6},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
     "qwen2_moe tied": {**EXPERTS, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True},
     "qwen2_moe dense": {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     "olmoe": {"num_experts": 8, "intermediate_size": 16},
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "num_key_value_heads": 4},
+    "qwen3_moe yarn": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "rope_parameters": YARN},
 }
 """Entries of config.json in addition to `COMMON`; the first word of a name is the model type."""
 
@@ -76,6 +101,9 @@ def save(name: str, directory: Path, shard_bytes: int | None = None, **changes: 
         for parameter in model.parameters():
             # Norm weights too, which would otherwise all be one
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for biases in model.state_dict().items():
+            if biases[0].endswith("e_score_correction_bias"):
+                biases[1].uniform_(-0.2, 0.2)
     model.save_pretrained(directory, **({} if shard_bytes is None else {"max_shard_size": shard_bytes}))
     return model
 

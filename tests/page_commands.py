@@ -31,13 +31,15 @@ LIMITS = {"short": 1200, "long": 4 * 3600}
 ELSEWHERE = {
     r"sbatch": "needs SLURM",
     r"docker": "needs Docker",
+    r"kubectl": "needs Kubernetes",
+    r"sky": "needs SkyPilot",
     r"patch|pretrain_gpt\.py|\$MEGATRON_BALANCE.*": "needs a checkout of Megatron-LM",
     r"--no-build-isolation|pybind11": "needs nvcc",
     r"tests/gpu_campaign\.sh|tools/bench/(gpu_rates|measured_cluster)\.py": "needs a GPU",
 }
 """Words of commands that run only in other places, and why."""
 
-YOURS = ("my.yaml", "my_layout.args", "Mixtral-8x7B-v0.1")
+YOURS = ("my.yaml", "my_layout.args", "Mixtral-8x7B-v0.1", "loop.py", "bridge.py")
 """Files of the reader."""
 
 LONG = re.compile(r"tools/bench/|tools/reproduce\.py|scripts/test|--train-iters 200")

@@ -31,7 +31,7 @@ from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.config.flags import add_flags, build
 from megatron_balance.config.run_config import TokenizerConfig
 from megatron_balance.files.writing import staged, writing
-from megatron_balance.training.tokenizer import build_tokenizer
+from megatron_balance.training.tokenizer import build_tokenizer, end_of_document
 from textfiles import BadLine, Chunk, ToolError, existing_file, parse_line, positive_int, progress, read_chunks
 
 BAD_LINES_SHOWN = 20
@@ -88,7 +88,7 @@ class Encoder:
             raise ToolError(str(error)) from error
         self.vocab_size = self.tokenizer.vocab_size
         self.dtype = DType.optimal_dtype(self.vocab_size)
-        self.ending = np.array([end_of_document(self.tokenizer)] if settings.append_eod else [], dtype=np.int64)
+        self.ending = np.array([ending(self.tokenizer)] if settings.append_eod else [], dtype=np.int64)
 
     def encode_line(self, line: bytes) -> list[np.ndarray]:
         """Return one array [tokens] per key; raise ValueError if the line is invalid."""
@@ -105,10 +105,10 @@ class Encoder:
         return (np.concatenate((tokens, self.ending)) if tokens.size else tokens).astype(self.dtype)
 
 
-def end_of_document(tokenizer: Any) -> int:
+def ending(tokenizer: Any) -> int:
     """Return the tokenizer's end-of-document token; raise ToolError if it has none."""
-    token = getattr(tokenizer, "eod", None)
-    if token is None or not 0 <= token < tokenizer.vocab_size:  # SentencePiece returns -1 for a model without </s>
+    token = end_of_document(tokenizer)
+    if token is None:
         raise ToolError(
             "--append-eod: the tokenizer has no end-of-document token; drop the flag, or use a model that has one "
             "(tools/train_tokenizer.py makes such models)"

@@ -161,9 +161,8 @@ def attach(
     hooks = get_model_config(chunks[0])
     config = balancing.config.replace(transformer=hooks, ddp=chunks[0].ddp_config)
     wiring = dataclasses.replace(balancing.wiring, config=config)
-    finalize = hooks.finalize_model_grads_func or finalize_model_grads
-    hooks.finalize_model_grads_func = finalizer(wiring.dispatch, finalize)
     iterations = _Iterations(balancing, hooks, report or _print_line)
+    hooks.finalize_model_grads_func = finalizer(wiring.dispatch, iterations.finalize_as_the_program)
     for chunk in chunks:
         # Must run before the balancer's hooks, which need an iteration in progress
         chunk.register_forward_pre_hook(iterations.begin)
@@ -188,15 +187,17 @@ class _Iterations:
         self.hooks = hooks
         self.report = report
         self.finalize: Callable = finalize_model_grads
-        self._running = self._resumed = False
+        """Returns guests' gradients, then calls `finalize_as_the_program`."""
+        self._own: Callable = hooks.finalize_model_grads_func or finalize_model_grads
+        self._before = self._own
+        self._running = self._resumed = self._ending = False
 
     def begin(self, chunk: torch.nn.Module, inputs: Any) -> None:
         """Begin an iteration unless one is in progress. This is the forward pre-hook of each chunk."""
         if self._running or not (chunk.training and torch.is_grad_enabled()):
             return
         if self.hooks.finalize_model_grads_func != self.end:
-            problem = "was replaced after attach(model, balancing), so that gradients of guests would be lost"
-            raise ValueError(f"finalize_model_grads_func of the model's config {problem}; call attach after it is set")
+            self._take_over()
         progress = self.balancing.progress
         if not self._resumed:
             # Megatron-LM sets args.iteration when it loads a checkpoint
@@ -206,9 +207,26 @@ class _Iterations:
         if self.balancing.balancer is not None:
             self.balancing.balancer.begin_iteration(progress.iteration + 1)
 
+    def _take_over(self) -> None:
+        """Call the function that the program set when training began, as Megatron-Bridge does, within `end`."""
+        if self._resumed:
+            problem = "was replaced during training, so that gradients of guests would be lost"
+            raise ValueError(f"finalize_model_grads_func of the model's config {problem}; set it before training")
+        self._own = self.hooks.finalize_model_grads_func or finalize_model_grads
+        self.hooks.finalize_model_grads_func = self.end
+
+    def finalize_as_the_program(self, *args: Any, **kwargs: Any) -> Any:
+        """Finalize gradients with the program's own function."""
+        return self._own(*args, **kwargs)
+
     def end(self, *args: Any, **kwargs: Any) -> Any:
         """Finalize gradients and end the iteration. This is the transformer config's `finalize_model_grads_func`."""
+        if self._ending:
+            # The program's function contains this one, which it found in the config
+            return self._before(*args, **kwargs)
+        self._ending = True
         result = self.finalize(*args, **kwargs)
+        self._ending = False
         progress = self.balancing.progress
         balancer = self.balancing.balancer
         progress.iteration += 1

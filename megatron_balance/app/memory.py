@@ -123,14 +123,14 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     itemsize = transformer.params_dtype.itemsize
     length = config.model.seq_length
     if isinstance(transformer, MLATransformerConfig):
-        return _latent_attention(transformer, tokens, length)
+        return _latent_attention(config, transformer, tokens)
     assert transformer.kv_channels is not None
     heads = transformer.num_attention_heads
     groups = transformer.num_query_groups or transformer.num_attention_heads
     width = transformer.kv_channels
     t = transformer.tensor_model_parallel_size
     query, key = (tokens.whole * count * width * itemsize // t for count in (heads, max(groups, t)))
-    rotated = config.model.position_embedding_type == "rope"
+    rotated = config.model.position_embedding_type in ("rope", "yarn")
     # The norm's input is a view of the projection's output. A rotation does not keep its input
     normed = (query + key) * (_norm(transformer) - (2 if rotated else 1)) if transformer.qk_layernorm else 0
     if config.model.qk_layernorm_across_heads:
@@ -146,10 +146,10 @@ def _attention(config: RunConfig, tokens: Tokens) -> tuple[int, int]:
     count = tokens.whole * length * heads // t
     short = itemsize < 4 and transformer.attention_softmax_in_fp32
     scores = count * (itemsize + (4 if short else 0) + (itemsize + 1 if transformer.attention_dropout else 0))
-    return inputs + query + normed, scores
+    return inputs + query + normed, scores + _hidden(config, tokens)
 
 
-def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: int) -> tuple[int, int]:
+def _latent_attention(run: RunConfig, config: MLATransformerConfig, tokens: Tokens) -> tuple[int, int]:
     itemsize = config.params_dtype.itemsize
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -162,8 +162,14 @@ def _latent_attention(config: MLATransformerConfig, tokens: Tokens, seq_length: 
     channels = projected + normed + tokens.whole * heads * (2 * query + 2 * config.v_head_dim)
     if engine:
         return channels * itemsize + tokens.whole * 4 * heads, 0
-    scores = tokens.whole * seq_length * heads * itemsize
-    return channels * itemsize, scores + (scores + scores // itemsize if config.attention_dropout else 0)
+    scores = tokens.whole * run.model.seq_length * heads * itemsize
+    scores += scores + scores // itemsize if config.attention_dropout else 0
+    return channels * itemsize, scores + _hidden(run, tokens)
+
+
+def _hidden(config: RunConfig, tokens: Tokens) -> int:
+    """Return the bytes of the mask that keeps documents apart: one for each query and key."""
+    return tokens.whole * config.model.seq_length if config.data.documents_apart else 0
 
 
 def _dense(config: TransformerConfig, tokens: Tokens, inner: int) -> tuple[int, int]:

@@ -23,10 +23,11 @@ from megatron_balance.job import job, limits
 from megatron_balance.job.agreement import Facts
 from megatron_balance.job.groups import Topology, expert_node_size
 from megatron_balance.planning.policy_process import PolicyProcess
+from megatron_balance.training.conversations import check_conversations
 from megatron_balance.training.data import batch_bytes
 from megatron_balance.training.data_files import check_data
 from megatron_balance.training.schedule import run_length, scheduler_settings
-from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
+from megatron_balance.training.tokenizer import build_tokenizer, end_of_document, vocabulary
 
 
 class Preflight(NamedTuple):
@@ -59,6 +60,11 @@ def preflight(argv: list[str]) -> Preflight:
         name = config.balance.balance_policy
         policy = PolicyProcess(name, {}) if ":" in name and not config.launch.dry_run else None
         tokenizer = build_tokenizer(config.tokenizer)
+        if config.data.reset_attention_mask and end_of_document(tokenizer) is None:
+            unknown = "the tokenizer has no end-of-document token; use a model that has one, or leave the flag out"
+            raise ValueError(f"--reset-attention-mask: {unknown}")
+        if config.data.sft:
+            check_conversations(config.data, tokenizer)
         notices = check_files(config, topology, launch.rank, vocabulary(tokenizer, config.tokenizer))
         if policy is not None:
             policy.ready(config.launch.patience)
@@ -108,6 +114,7 @@ def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: in
     if rank == 0:
         # On a shared file system, the other ranks may see a new checkpoint later
         check_newest(config, length)
-    # megatron-core numbers the ranks of a stage consecutively; only the first and last stage read samples
+    # megatron-core numbers the ranks of a stage consecutively
     stage = rank * stages // topology.world_size
-    return check_data(config, vocabulary, reads=rank == 0 or stage in (0, stages - 1))
+    reads = rank == 0 or stage in (0, stages - 1) or config.data.documents_apart
+    return check_data(config, vocabulary, reads=reads)

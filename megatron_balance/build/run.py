@@ -40,13 +40,14 @@ from megatron_balance.device.attention import (
     PlainQuerySelfAttention,
     TorchNorm,
 )
+from megatron_balance.device.documents import DocumentAttention, packed_documents
 from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.device.without_engine import skip_lone_sums
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.layer import BalancedMoELayer, remember
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.routers import define_losses, keep_precision, score_groups
+from megatron_balance.flow.routers import bias_choices, define_losses, keep_precision, score_groups
 from megatron_balance.job.layout import build_groups
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.training.data import Data, build_data, padded_vocab_size
@@ -93,6 +94,7 @@ def build_run(
     length = run_length(config.train, groups.dp.size())
     batches = build_batch_schedule(config.train, groups.dp.size())
     force_workload(wiring, model, batches.get)
+    bias_choices(model)
     if config.model.moe_router_group_score_topk is not None:
         score_groups(model, config.model.moe_router_group_score_topk)
     recorded = replay(wiring, model, batches.get)
@@ -167,6 +169,9 @@ def _build_chunk(wiring: Wiring, vocab_size: int, stage: int | None) -> torch.nn
         pg_collection=groups,
         vp_stage=stage,
     )
+    if config.model.position_embedding_type == "yarn":
+        # megatron-core passes it to the other rotary embeddings only
+        model.rotary_pos_emb.cp_group = groups.cp
     if model.mtp_process and model.share_embeddings_and_output_weights and not first:
         # The head uses the copy of the embedding that predictions need. The head's own weight would never have a
         # gradient, so an overlapped reduction would wait for it, and megatron-core refuses to save it
@@ -285,6 +290,10 @@ def _completed(spec: ModuleSpec, config: RunConfig) -> ModuleSpec:
             keys.update(LATENT_KEYS)
         if shape.context_parallel_size > 1:
             attention.core_attention = ContextParallelAttention
+        if config.data.documents_apart:
+            attention.core_attention = DocumentAttention
+    elif config.data.documents_apart:
+        attention.core_attention = packed_documents(attention.core_attention)
     if parts(layer.mlp)[0] is MoELayer:
         # The norm before an MoE layer keeps the checkpoint name that it has with Transformer Engine
         keys.pop("pre_mlp_layernorm.", None)

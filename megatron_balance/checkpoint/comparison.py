@@ -54,6 +54,7 @@ FIELDS: dict[str, Kind] = {
             *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
             *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
             *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk"),
+            *(name for name in MODEL_FIELDS if name.startswith("yarn_")),
             *("moe_router_group_score_topk", "moe_router_topk_scaling_factor"),
             *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
         ),
@@ -65,9 +66,9 @@ FIELDS: dict[str, Kind] = {
         (
             # What is minimized
             *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
-            *("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema"),
-            *("mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
-            *("allow_ambiguous_pad_tokens", "reset_position_ids", "moe_router_force_load_balancing"),
+            *("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema", "mtp_loss_scaling_factor"),
+            *("calculate_per_token_loss", "eod_mask_loss", "allow_ambiguous_pad_tokens", "reset_position_ids"),
+            *("reset_attention_mask", "dataloader_inter_document_masking", "moe_router_force_load_balancing"),
             *("moe_router_force_workload", "moe_routing_replay_path", "test_mode"),
             *("moe_comm_codec", "moe_comm_codec_directions"),
             # In which batches and by which steps
@@ -180,6 +181,8 @@ def _kind(section: str, name: str, saved: Mapping[str, Any], mine: Mapping[str, 
         return Kind.STATE
     if name == "max_position_embeddings" and mine["position_embedding_type"] != "learned_absolute":
         return Kind.ANY
+    if name == "position_embedding_type" and saved[name] in ("rope", "yarn") and mine[name] in ("rope", "yarn"):
+        return Kind.FUNCTION
     if name == "moe_router_enable_expert_bias" and mine[name]:
         # The bias starts at zero, which changes nothing at first
         return Kind.TRAINING

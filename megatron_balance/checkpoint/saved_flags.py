@@ -34,6 +34,8 @@ MODEL_FIELDS = (
     "mla_down_proj_fusion",  # since megatron-core 0.19
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+    *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
     "moe_router_topk_scaling_factor",
     *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_token_drop_policy"),
@@ -51,7 +53,7 @@ TOKENIZER_FIELDS = (
 CHECKPOINT_FIELDS = (*MODEL_FIELDS, *TOKENIZER_FIELDS)
 """All fields that are read from a checkpoint."""
 
-NEGATED = {"add_bias_linear"}
+NEGATED = {"add_bias_linear", "yarn_correction_range_round_to_int"}
 """Fields whose switches turn something off: given means False."""
 
 

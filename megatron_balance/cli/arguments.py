@@ -31,7 +31,7 @@ from megatron_balance.cli.parser import HelpFormatter, Parser
 from megatron_balance.cli.upstream_flags import ACCEPTED
 from megatron_balance.cli.yaml_file import read_flags
 from megatron_balance.config.flags import add_flag, add_flags, build, flag_of, in_words
-from megatron_balance.config.run_config import RunConfig
+from megatron_balance.config.run_config import ModelConfig, RunConfig
 from megatron_balance.device.machine import Machine
 
 _OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
@@ -121,6 +121,9 @@ SHORTHANDS = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
 }
 """Upstream's switches that set the value of another flag."""
+
+
+YARN = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("yarn_"))
 
 
 class Parsed(NamedTuple):
@@ -287,9 +290,16 @@ def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerCon
         # gloo may still read an output while the schedule frees it; NCCL orders the two by streams
         deallocate_pipeline_outputs=line.distributed_backend == "nccl",
         overlap_moe_expert_parallel_comm=False,
+        moe_router_enable_expert_bias=False,
     )
-    # megatron-core's checks are for its own implementation, which knows neither float32 nor full recomputation
+    # megatron-core's checks are for its own implementations: its expert biases need sigmoid scores, and its paired
+    # passes know neither float32 nor full recomputation
+    config.moe_router_enable_expert_bias = line.moe_router_enable_expert_bias
     config.overlap_moe_expert_parallel_comm = line.overlap_moe_expert_parallel_comm
+    if line.position_embedding_type == "yarn":
+        # megatron-core reads attributes that are no fields; one of them alone makes it scale queries and keys
+        for name in YARN:
+            setattr(config, name, getattr(line, name))
     return config
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -70,6 +71,12 @@ OTHER_LAYOUTS = (
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 """Fields that divide the layers among pipeline stages; alternatives to `--pipeline-model-parallel-layout`."""
+
+NOT_WITH_SFT = (
+    *("mock_data", "reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking", "eod_mask_loss"),
+    *("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"),
+)
+"""Fields of data in other formats, and of documents that end with a token."""
 
 MOST_BYTES = 16 * MIB
 """Maximum size of a file that names data sets."""
@@ -176,13 +183,14 @@ def _check_conditions(line: CommandLine) -> None:
     for condition, idle in NO_EFFECT_WITHOUT.items():
         names, _, value = condition.partition(" ")
         needed = names.split("|")
-        if any(getattr(line, name) in value.split("|") if value else getattr(line, name) for name in needed):
+        values = value.split("|")
+        if any(getattr(line, name) in values if value else getattr(line, name) for name in needed):
             continue
-        missing = f"{' or '.join(map(flag_of, needed))} {value.replace('|', ' or ')}".rstrip()
+        missing = f"{' or '.join(map(flag_of, needed))} {' or '.join(values)}".rstrip()
         line.notices += [
             f"{flag_of(name)} has no effect without {missing}" for name in idle.split() if name in line.given
         ]
-    if "--no-position-embedding" in line.given and line.position_embedding_type != "rope":
+    if "--no-position-embedding" in line.given and line.position_embedding_type not in ("rope", "yarn"):
         raise ValueError(
             f"--no-position-embedding: not with {line['position_embedding_type']}; leave it out, or use rope"
         )
@@ -241,8 +249,11 @@ def _check_model(line: CommandLine) -> None:
             raise ValueError(f"{line['num_query_groups']}: with --qk-layernorm-across-heads it {must}")
     if line.multi_latent_attention:
         _check_latent_attention(line)
+    elif line.position_embedding_type == "yarn":
+        _check_yarn(line)
     if line.rope_type == "yarn" and not line.multi_latent_attention:
-        raise ValueError("--rope-type yarn: belongs to --multi-latent-attention; use --rope-type rope")
+        remedy = "use --position-embedding-type yarn, or leave it out"
+        raise ValueError(f"--rope-type yarn: belongs to --multi-latent-attention; {remedy}")
     activations = [flag_of(name) for name in machine_checks.ACTIVATIONS if getattr(line, name)]
     if len(activations) > 1:
         raise ValueError(f"{' and '.join(activations)}: choose one activation")
@@ -256,6 +267,29 @@ def _check_model(line: CommandLine) -> None:
         raise ValueError("--optimizer sgd: megatron-core's distributed optimizer has only Adam; leave one of them out")
     if line.overlap_param_gather and not (line.use_distributed_optimizer and line.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather: also give --use-distributed-optimizer --overlap-grad-reduce")
+
+
+def _check_yarn(line: CommandLine) -> None:
+    """Check the flags of `--position-embedding-type yarn`; set the betas to the paper's values if they are not given
+    (YaRN, section 3.2)."""
+    for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
+        if getattr(line, name) is None:
+            raise ValueError(f"--position-embedding-type yarn: also give {flag_of(name)}")
+        at_least(line, 1, [name])
+    # megatron-core would ignore the first three, and fail in the first pass with the last one
+    for name, plain in {
+        "rotary_percent": 1,
+        "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "rotary_interleaved": False,
+    }.items():
+        if getattr(line, name) != plain:
+            raise ValueError(f"{line[name]}: not with --position-embedding-type yarn; leave it out, or use rope")
+    for name, usual in {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}.items():
+        if getattr(line, name) is None:
+            setattr(line, name, usual)
+        if getattr(line, name) <= 0:
+            raise ValueError(f"{line[name]}: give more than 0")
 
 
 def _check_latent_attention(line: CommandLine) -> None:
@@ -383,6 +417,31 @@ def _check_data(line: CommandLine) -> None:
     if line.data_path and line.split is None:
         line.split = DEFAULT_SPLIT
         line.notices.append(f"--data-path without --split: using {DEFAULT_SPLIT}")
+    if line.sft:
+        _check_conversations(line)
+    if line.dataloader_inter_document_masking:
+        _check_documents_of_files(line)
+
+
+def _check_conversations(line: CommandLine) -> None:
+    """Check the requirements of `--sft`."""
+    for name in NOT_WITH_SFT:
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: does not go with --sft, which reads JSON lines; leave one of them out")
+    if line.tokenizer_type != "HuggingFaceTokenizer":
+        remedy = "use HuggingFaceTokenizer and a model with a chat template"
+        raise ValueError(f"{line['tokenizer_type']}: with --sft, {remedy}")
+
+
+def _check_documents_of_files(line: CommandLine) -> None:
+    """Check the requirements of `--dataloader-inter-document-masking`."""
+    flag = "--dataloader-inter-document-masking"
+    if line.reset_attention_mask:
+        where = "at the ends of documents in the files, and at end-of-document tokens"
+        raise ValueError(f"{flag} and --reset-attention-mask: divide samples {where}; choose one")
+    if not hasattr(GPTDatasetConfig, "inter_document_masking"):
+        absent = "the installed megatron-core does not have it"
+        raise ValueError(f"{flag}: {absent}; use --reset-attention-mask, or install a version that has it")
 
 
 def data_in_files(values: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -9,6 +9,8 @@ from megatron_balance.device.machine import EXPECTED_MODULES, KERNELS
 ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu")
 """Activations other than GELU."""
 
+KEEP_DOCUMENTS_APART = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
+
 INSTALL = "in the checkout: pip install --no-build-isolation -e '.[gpu]'"
 
 NEEDS_ENGINE = f"needs Transformer Engine on CUDA ({INSTALL})"
@@ -103,6 +105,10 @@ def check_context_parallelism(line: CommandLine) -> None:
         raise ValueError("--cp-comm-type a2a+p2p: also give --hierarchical-context-parallel-sizes A2A P2P")
     if sizes and math.prod(sizes) != context:
         raise ValueError(f"{written}: their product must be {flag}")
+    apart = [name for name in KEEP_DOCUMENTS_APART if getattr(line, name)]
+    if apart and line.transformer_impl == "transformer_engine":
+        reason = "Transformer Engine splits each document among the ranks, which needs padding"
+        raise ValueError(f"{flag_of(apart[0])}: not with {flag}, because {reason}; leave one of them out")
     tensor = line.tensor_model_parallel_size
     heads = line.num_attention_heads
     groups = line.num_query_groups if line.group_query_attention else heads
@@ -134,9 +140,9 @@ def choose_fusions(line: CommandLine) -> None:
     plain = gelu and line.bias_gelu_fusion and line.add_bias_linear and not line.num_moe_experts
     line.bias_activation_fusion = machine.cuda and (gated or plain)
     line.bias_dropout_fusion = machine.cuda and line.bias_dropout_fusion
-    line.apply_rope_fusion = (
-        real and machine.transformer_engine and line.apply_rope_fusion and not line.multi_latent_attention
-    )
+    # The fused kernel knows neither latent attention nor YaRN's scale of queries and keys
+    plain_rope = not line.multi_latent_attention and line.position_embedding_type != "yarn"
+    line.apply_rope_fusion = real and machine.transformer_engine and line.apply_rope_fusion and plain_rope
     line.persist_layer_norm = real and (machine.apex or not local) and line.persist_layer_norm
     line.moe_permute_fusion = real and line.moe_permute_fusion
     for name in KERNELS:

@@ -74,6 +74,11 @@ def check_moe(line: CommandLine) -> None:
             raise ValueError(f"{flag}: choose {size}")
         if line.moe_router_fusion:
             raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
+    if line.moe_router_enable_expert_bias and line.moe_router_score_function == "softmax":
+        for name in ("moe_router_fusion", "moe_router_num_groups"):
+            if getattr(line, name):
+                remedy = "use --moe-router-score-function sigmoid, or leave one of them out"
+                raise ValueError(f"{line[name]}: not with --moe-router-enable-expert-bias and softmax scores; {remedy}")
     if line.moe_ffn_hidden_size is None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size

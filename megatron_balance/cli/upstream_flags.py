@@ -43,7 +43,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 
 NO_EFFECT_WITHOUT: dict[str, str] = _TABLES["no_effect_without"]
 """Condition -> fields whose flags have no effect unless it holds (a notice reports them). A condition is a field, a
-field and its value or values, or alternative fields (`a|b`)."""
+field and its value, or alternative fields or values (`a|b`)."""
 
 
 @functools.cache

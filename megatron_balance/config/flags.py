@@ -53,11 +53,12 @@ FLAG_NAMES = {
     "bucket_size": "--ddp-bucket-size",
     "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
     "align_param_gather": "--no-align-param-gather",
+    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
     "average_in_collective": "--ddp-average-in-collective",
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
 }
-"""Flags of megatron-core's fields whose names are not the fields' names."""
+"""Flags of fields whose names are not the fields' names."""
 
 
 def flag_field(default: Any, **argparse_meta: Any) -> Any:

@@ -205,8 +205,8 @@ class ModelConfig:
     max_position_embeddings: int = flag_field(None)
     """Number of positions that have embeddings. Default: --seq-length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """Kind of position embedding."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    """Kind of position embedding. yarn: rope with frequencies scaled as in YaRN; latent attention has --rope-type."""
 
     rotary_base: int = 10000
     """Base period of rotary position embeddings."""
@@ -222,6 +222,27 @@ class ModelConfig:
 
     rope_scaling_factor: float = 8.0
     """Scaling factor of --use-rope-scaling."""
+
+    yarn_rotary_scaling_factor: float | None = None
+    """YaRN's scaling factor (--position-embedding-type yarn)."""
+
+    yarn_original_max_position_embeddings: int | None = None
+    """Number of positions that a model had before YaRN extended it."""
+
+    yarn_beta_fast: float | None = None
+    """Rotations over the original positions beyond which YaRN does not scale a frequency. Default: 32."""
+
+    yarn_beta_slow: float | None = None
+    """Rotations over the original positions below which YaRN scales a frequency fully. Default: 1."""
+
+    yarn_mscale: float | None = None
+    """Factor of YaRN's logarithm in the scale of queries and keys. Default: 1."""
+
+    yarn_mscale_all_dim: float | None = None
+    """Factor of YaRN's logarithm by which the scale of queries and keys is divided. Default: 0."""
+
+    yarn_correction_range_round_to_int: bool = True
+    """Do not round the range of frequencies that YaRN scales partly."""
 
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this number times the tensor-parallel size."""

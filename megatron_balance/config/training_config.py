@@ -117,6 +117,22 @@ class DataConfig:
     reset_position_ids: bool = False
     """Restart position ids after each end-of-document token."""
 
+    reset_attention_mask: bool = False
+    """Let tokens attend to their own document only; a document ends with an end-of-document token."""
+
+    dataloader_inter_document_masking: bool = False
+    """Let tokens attend to their own document of the data file only, and restart position ids there. This needs
+    megatron-core 0.19 or newer."""
+
+    sft: bool = False
+    """Train on conversations: the files of --data-path are JSON lines with the key messages, and only tokens of the
+    assistant have loss. Conversations share samples, in which tokens attend to their own conversation only."""
+
+    @property
+    def documents_apart(self) -> bool:
+        """Whether tokens attend to their own document only; then all pipeline stages read samples."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking or self.sft
+
 
 def _signal(text: str) -> enum.Enum:
     names = {str(member.value): name for name, member in signal.Signals.__members__.items()}

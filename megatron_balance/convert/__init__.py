@@ -7,6 +7,7 @@
     config_fields        check config.json against known types and ranges
     pieces               parts of a checkpoint's tensors, and the Hugging Face tensors they correspond to
     safetensors_files    read and write the files of a Hugging Face model
+    mxfp4                weights of 4 bits
     torch_dist           read and write torch_dist checkpoints piece by piece
     megatron             read Megatron-LM's checkpoints
 

@@ -46,21 +46,31 @@ _TEXT = EntryRule(str)
 _LIST = EntryRule(list, or_null=True)
 _OBJECT = EntryRule(dict, or_null=True)
 
+BETAS = ("full_attention", "linear_attention", "mlp")
+"""Parts of a layer of MiniMax-01, each of which has a factor of its residual connection."""
+
 MAX_LISTED = 20
 """Limit of the entries or tensors that an error names."""
 
 FIELDS: Mapping[str, EntryRule] = {
-    **dict.fromkeys(("model_type", "hidden_act", "topk_method", "scoring_func"), _TEXT),
+    **dict.fromkeys(("model_type", "hidden_act", "topk_method", "scoring_func", "qk_norm_type", "moe_gate"), _TEXT),
     **dict.fromkeys(("attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "tie_word_embeddings"), _SWITCH),
-    **dict.fromkeys(("rope_interleave", "use_sliding_window"), _SWITCH),
+    **dict.fromkeys(("rope_interleave", "use_qk_norm", "use_routing_bias", "use_sliding_window"), _SWITCH),
+    **dict.fromkeys(("moe_use_aux_free", "use_bias"), EntryRule(bool, or_null=True)),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
-    **dict.fromkeys(("layer_types", "mlp_only_layers"), _LIST),
+    **dict.fromkeys(("attn_type_list", "layer_types", "mlp_only_layers"), _LIST),
     **dict.fromkeys(("num_hidden_layers", "decoder_sparse_step", "moe_layer_freq"), EntryRule(int, 1, LAYERS)),
     "first_k_dense_replace": EntryRule(int, 0, LAYERS),
     **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), EntryRule(int, 0, LAYERS, or_null=True)),
+    "moe_layer_start_index": EntryRule(int, 0, LAYERS),
+    "moe_layer_end_index": EntryRule(int, -1, LAYERS),
+    "moe_layer_interval": EntryRule(int, 1, LAYERS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EntryRule(int, 1, EXPERTS)),
-    "num_experts_per_tok": EntryRule(int, 1, EXPERTS),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), EntryRule(int, 0, EXPERTS, or_null=True)),
+    **dict.fromkeys(("moe_num_experts", "num_experts_per_tok", "moe_k"), EntryRule(int, 1, EXPERTS)),
+    **dict.fromkeys(
+        ("n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group"),
+        EntryRule(int, 0, EXPERTS, or_null=True),
+    ),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), EntryRule(int, 1, WIDTH)),
     "shared_expert_intermediate_size": EntryRule(int, 1, WIDTH),
     "vocab_size": EntryRule(int, 1, AT_MOST["vocab_size"]),
@@ -68,6 +78,11 @@ FIELDS: Mapping[str, EntryRule] = {
     "num_key_value_heads": EntryRule(int, 1, HEADS, or_null=True),
     "head_dim": EntryRule(int, 1, WIDTH, or_null=True),
     "partial_rotary_factor": EntryRule(float, 0, 1, or_null=True),
+    "rotary_dim": EntryRule(int, 2, WIDTH, or_null=True),
+    "shared_intermediate_size": EntryRule(int, 0, WIDTH),
+    "swiglu_alpha": EntryRule(float, 0, 1e6),
+    "swiglu_limit": EntryRule(float, 1e-6, 1e6),
+    **dict.fromkeys((f"layernorm_{part}_beta" for part in BETAS), EntryRule(float, 0, 1e6)),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), EntryRule(int, 1, WIDTH)),
     "q_lora_rank": EntryRule(int, 1, WIDTH, or_null=True),
     "max_position_embeddings": EntryRule(int, 1, TOKENS),
@@ -76,6 +91,7 @@ FIELDS: Mapping[str, EntryRule] = {
     "rms_norm_eps": EntryRule(float, 1e-20, 1),
     "rope_theta": EntryRule(int, 1, 1e15),
     "router_aux_loss_coef": EntryRule(float, 0, 1e6),
+    "moe_norm_min": EntryRule(float, 0, 1),
     "routed_scaling_factor": EntryRule(float, 1e-6, 1e6),
 }
 """Rules for all keys of config.json that are read."""

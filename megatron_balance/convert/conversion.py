@@ -63,6 +63,8 @@ def checked_model(source: Path, without: Sequence[str] = (), log: Log = lambda t
     and errors are those of `import_model`."""
     weights = Weights(source)
     model = _model(source)
+    if small := sum(tensor.scales is not None for tensor in weights.tensors.values()):
+        log(f"{small} tensors in MXFP4 become bfloat16\n")
     for pattern in without:
         if not _leave_out(weights, [pattern]):
             raise ValueError(f"--without {pattern}: no tensor in {source} has a name that begins so")

@@ -29,6 +29,30 @@ HALVES = Join(lambda parts: torch.cat(list(parts)), lambda whole: list(whole.chu
 """Two tensors with equal numbers of rows: the gate and up projections of a gated unit."""
 
 
+ROW = Join(lambda parts: parts[0].squeeze(0), lambda whole: [whole.unsqueeze(0)])
+"""A single row, of a matrix in the source."""
+
+TRANSPOSED = Join(lambda parts: parts[0].mT, lambda whole: [whole.mT])
+"""A matrix for each expert, [E, I, O] in the source."""
+
+
+def _in_halves(alternating: torch.Tensor) -> torch.Tensor:
+    """Move the even rows of each expert [E, 2 I, ...] before the odd ones."""
+    return alternating.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def _alternating(halves: torch.Tensor) -> torch.Tensor:
+    """Do the inverse of `_in_halves`."""
+    return halves.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+ALTERNATING = Join(lambda parts: _in_halves(parts[0]), lambda whole: [_alternating(whole)])
+"""One number of each gate, then of each up projection, [E, 2 I]; they alternate in the source."""
+
+ALTERNATING_COLUMNS = Join(lambda parts: _in_halves(parts[0].mT), lambda whole: [_alternating(whole).mT])
+"""A matrix of gate and up projections for each expert, [E, I, 2 O] in the source, where they alternate."""
+
+
 @functools.cache
 def query_key_value(heads: int, groups: int, channels: int) -> Join:
     """Return the join of queries, keys and values, interleaved by query group as megatron-core stores them. There are

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_balance.checkpoint.manifest import is_plain_name
+from megatron_balance.convert import mxfp4
 from megatron_balance.convert.pieces import Piece
 from megatron_balance.files.reading import MIB, check_regular, inside, read_bounded, read_object
 from megatron_balance.files.writing import write_file, writing
@@ -53,6 +54,8 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     part: tuple[int | slice, ...] | None = None
     """Index of the part; None for the whole tensor."""
+    scales: "StoredTensor | None" = None
+    """Scales of a tensor in MXFP4, which has the shape and the type that it has when it is read."""
 
 
 class Weights:
@@ -82,6 +85,7 @@ class Weights:
                 raise ValueError(f"{directory / INDEX}: {cleaned(name)} is not in {file}")
         if unlisted := sorted(self.tensors.keys() - listed.keys()) if listed else []:
             raise ValueError(f"{directory / INDEX}: does not list {cleaned(', '.join(unlisted[:20]), 1000)}")
+        self._join_blocks()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -101,14 +105,31 @@ class Weights:
         with self._opened(file) as (path, opened):
             for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
                 part = opened.get_slice(name)
-                if part.get_dtype() not in DTYPES:
+                dtypes = DTYPES | ({"U8": torch.uint8} if name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)) else {})
+                if part.get_dtype() not in dtypes:
                     raise ValueError(
-                        f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} are supported; "
-                        "convert quantized weights to bfloat16 first"
+                        f"{path}: {cleaned(name)} is {part.get_dtype()}; only {', '.join(DTYPES)} and MXFP4 are "
+                        "supported; convert other quantized weights to bfloat16 first"
                     )
                 if name in self.tensors:
                     raise ValueError(f"{path}: {cleaned(name)} is also in {self.tensors[name].file}")
-                self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                self.tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), dtypes[part.get_dtype()])
+
+    def _join_blocks(self) -> None:
+        """Replace the blocks and scales of each tensor in MXFP4 by that tensor; raise ValueError if they do not fit."""
+        small = {name: tensor for name, tensor in self.tensors.items() if tensor.dtype is torch.uint8}
+        for name in sorted({name.removesuffix(mxfp4.BLOCKS).removesuffix(mxfp4.SCALES) for name in small}):
+            there = [small[name + ending] for ending in (mxfp4.BLOCKS, mxfp4.SCALES) if name + ending in small]
+            size = mxfp4.shape(*(tensor.shape for tensor in there)) if len(there) == 2 else None
+            if size is None or name in self.tensors:
+                shapes = ", ".join(f"{cleaned(tensor.name)} {tensor.shape}" for tensor in there)
+                raise ValueError(
+                    f"{self.directory}: {shapes}: MXFP4 needs {mxfp4.BLOCKS} [..., O, I / 32, 16] and {mxfp4.SCALES} "
+                    "[..., O, I / 32] of each tensor, without the tensor itself"
+                )
+            blocks, scales = there
+            del self.tensors[blocks.name], self.tensors[scales.name]
+            self.tensors[name] = blocks._replace(shape=size, dtype=torch.bfloat16, scales=scales)
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[tuple[Path, Any]]:
@@ -135,12 +156,18 @@ class Weights:
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor; raise ValueError if it can no longer be read, or contains NaN or infinity."""
         stored = self.tensors[name]
-        with self._opened(stored.file) as (path, opened):
+        tensor = self._stored(stored)
+        if stored.scales is not None:
+            tensor = mxfp4.decoded(tensor, self._stored(stored.scales))
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{self.directory / stored.file}: {name} is not finite everywhere")
+        return tensor
+
+    def _stored(self, stored: StoredTensor) -> torch.Tensor:
+        """Return a tensor, or a part of one, as it is in its file."""
+        with self._opened(stored.file) as (_, opened):
             whole = stored.part is None
-            tensor = opened.get_tensor(stored.name) if whole else opened.get_slice(stored.name)[stored.part]
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{path}: {name} is not finite everywhere")
-            return tensor
+            return opened.get_tensor(stored.name) if whole else opened.get_slice(stored.name)[stored.part]
 
     def dtype(self, piece: Piece) -> torch.dtype:
         """Return the dtype of a piece of a checkpoint, before it is made."""

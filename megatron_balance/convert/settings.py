@@ -17,12 +17,13 @@ from megatron_balance.device.machine import Machine
 from megatron_balance.files.reading import number_in
 
 WRITTEN = {
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_router_topk_scaling_factor": "routed_scaling_factor",
-    "layernorm_epsilon": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
+    "moe_router_topk": ("num_experts_per_tok", "experts_per_token", "moe_k"),
+    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+    "layernorm_epsilon": ("rms_norm_eps",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "activation_func_clamp_value": ("swiglu_limit",),
 }
-"""Keys of config.json with the same values as a run's fields. A model without the key cannot express the field."""
+"""Keys of config.json with the same values as a run's fields. A model without any of them cannot express the field."""
 
 ROPE = {
     "rotary_scaling_factor": "factor",
@@ -31,7 +32,10 @@ ROPE = {
         for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     },
 }
-"""The same for YaRN's keys in the object of rotary embeddings."""
+"""The same for the keys of YaRN in the object of rotary embeddings, with latent attention."""
+
+PLAIN_ROPE = {f"yarn_{name}": key for name, key in ROPE.items()} | {"yarn_correction_range_round_to_int": "truncate"}
+"""The same without latent attention."""
 
 GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 SCORE = "moe_router_group_score_topk"
@@ -93,13 +97,14 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
         if kind in str(saved["moe_router_load_balancing_type"]):
             raise ValueError(f"config.json cannot express the weights of --moe-router-load-balancing-type {kind}")
     changed = {name: theirs for name, (theirs, _) in _differences(model, saved).items()}
-    content |= {key: changed[name] for name, key in WRITTEN.items() if name in changed and key in content}
+    written = {key: changed[name] for name, keys in WRITTEN.items() if name in changed for key in keys}
+    content |= {key: value for key, value in written.items() if key in content}
     if "moe_router_pre_softmax" in changed and "norm_topk_prob" in content:
         content["norm_topk_prob"] = not changed["moe_router_pre_softmax"]
     if model.architecture.latent and changed.keys() & {*GROUPS, SCORE}:
         content |= _groups(content, saved)
-    if changed.keys() & {"rotary_base", "rope_type", *ROPE}:
-        content |= _rope(content, saved)
+    if changed.keys() & {"rotary_base", "rotary_percent", "rope_type", "position_embedding_type", *ROPE, *PLAIN_ROPE}:
+        content |= _rope(model, content, saved)
     try:
         left = _differences(Model(content), saved)
     except ValueError as error:
@@ -114,20 +119,30 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
 
 def _differences(model: Model, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which a trained run differs from what its config.json means: their values in both."""
-    implied = _effective(saved_flags.fields_of(run_config(model, None)))
-    theirs = _effective(saved)
+    implied = _effective(saved_flags.fields_of(run_config(model, None)), model.layers)
+    theirs = _effective(saved, model.layers)
     return {name: (theirs[name], value) for name, value in implied.items() if theirs.get(name, value) != value}
 
 
-def _effective(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that determine logits, without None where another value has the same effect."""
+def _effective(fields: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the fields of a model with so many layers that determine logits, with one of the values that have the
+    same effect."""
     found = {name: fields[name] for name in saved_flags.MODEL_FIELDS if name in fields and name not in FREE}
     found |= {name: value for name, value in DEFAULTS.items() if found.get(name) is None}
     idle = {
         *(ROPE if found.get("rope_type") != "yarn" else ()),
+        *(PLAIN_ROPE if found["position_embedding_type"] != "yarn" else ()),
         *(("moe_router_pre_softmax",) if found["moe_router_score_function"] == "sigmoid" else ()),
         *((SCORE,) if found["moe_router_num_groups"] == 1 else ()),
+        *(("window_attn_skip_freq",) if found["window_size"] is None else ()),
     }
+    if found["position_embedding_type"] == "yarn" and None in (found["yarn_mscale"], found["yarn_mscale_all_dim"]):
+        # megatron-core reads neither of them
+        found |= {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
+    every = found["window_attn_skip_freq"]
+    if type(every) is int and every > 0:
+        # Every so many layers have full attention
+        found["window_attn_skip_freq"] = [int((layer + 1) % every != 0) for layer in range(layers)]
     if SCORE not in idle and found[SCORE] is None:
         # megatron-core's own score
         found[SCORE] = found["moe_router_topk"] // found["moe_router_group_topk"]
@@ -141,14 +156,20 @@ def _groups(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
     return {"n_group": number, "topk_group": chosen} | (method if content["model_type"] == "deepseek_v2" else {})
 
 
-def _rope(content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(model: Model, content: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of rotary embeddings, in the form that config.json already has."""
     base = saved["rotary_base"]
-    yarn = {key: saved[name] for name, key in ROPE.items()} if saved.get("rope_type") == "yarn" else {}
+    part = saved["rotary_percent"]
+    names = {"rope_type": ROPE, "position_embedding_type": PLAIN_ROPE}
+    scaled = [fields for name, fields in names.items() if saved.get(name) == "yarn"]
+    yarn = {key: saved[name] for fields in scaled for name, key in fields.items()}
     inside = content.get("rope_parameters")
     found: dict[str, Any] = {"rope_theta": base} if "rope_theta" in content or not inside else {}
+    parts = {"partial_rotary_factor": part, "rotary_dim": int(model.channels * part)}
+    found |= {name: value for name, value in parts.items() if content.get(name) is not None}
     if inside:
-        found["rope_parameters"] = {"rope_theta": base, "rope_type": "yarn" if yarn else "default", **yarn}
+        kept = {name: part for name in ("partial_rotary_factor",) if name in inside}
+        found["rope_parameters"] = {"rope_theta": base, "rope_type": "yarn" if yarn else "default", **kept, **yarn}
     if "rope_scaling" in content or (yarn and not inside):
         found["rope_scaling"] = {"type": "yarn", **yarn} if yarn and not inside else None
     return found

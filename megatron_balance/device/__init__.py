@@ -3,6 +3,7 @@
 machine, versions     processes, CUDA, NVIDIA's packages; differences between versions of megatron-core
 cpu, without_engine   megatron-core without CUDA, and without Transformer Engine
 attention             layer norms and attention that megatron-core lacks, alone or without Transformer Engine
+documents             attention of documents that share a sample, each on its own
 shards                marks of parameters that are shards rather than copies
 recomputation         decisions of a forward pass, kept for its recomputation
 side_stream           a CUDA stream, or a thread, for work that overlaps with computation

@@ -169,11 +169,13 @@ class ContextParallelAttention(LatentDotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the output for this rank's tokens, [s, b, heads * channels]; attention is causal. `query`, `key` and
-        `value` [s, b, heads, channels] have the tokens of this rank's `sequence_chunks`."""
+        """Return the output for this rank's tokens, [s, b, heads * channels]. `query`, `key` and `value`
+        [s, b, heads, channels] have the tokens of this rank's `sequence_chunks`; `attention_mask` is what `hidden`
+        takes."""
         if self.splits_heads:
             query, key, value = (_whole_sequence(one, self.cp_group) for one in (query, key, value))
-            return _own_tokens(super().forward(query, key, value, None, *args, **kwargs), self.cp_group)
+            hidden = self.hidden(len(query), len(key), attention_mask)
+            return _own_tokens(super().forward(query, key, value, hidden, *args, **kwargs), self.cp_group)
         # The backward pass of the gather sums gradients of keys and values over ranks
         gathered = (gather_from_sequence_parallel_region(one, group=self.cp_group) for one in (key, value))
         key, value = (_in_order(one, self.cp_group) for one in gathered)
@@ -182,9 +184,16 @@ class ContextParallelAttention(LatentDotProductAttention):
         own = sequence_chunks(self.cp_group.rank(), self.cp_group.size())
         for part, chunk in zip(query.chunk(2), own, strict=True):
             seen = (chunk + 1) * length
-            mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).triu(seen - length + 1)
-            parts.append(super().forward(part, key[:seen], value[:seen], mask, *args, **kwargs))
+            hidden = self.hidden(length, seen, attention_mask)
+            parts.append(super().forward(part, key[:seen], value[:seen], hidden, *args, **kwargs))
         return torch.cat(parts)
+
+    def hidden(self, queries: int, keys: int, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return which of the first `keys` tokens the last `queries` of them do not see: later ones, whatever the mask.
+        None if these are all tokens, for which the base makes this mask."""
+        if queries == keys:
+            return None
+        return torch.ones(queries, keys, dtype=torch.bool, device=torch.cuda.current_device()).triu(keys - queries + 1)
 
 
 def _whole_sequence(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Changes to megatron-core's routers: auxiliary losses by their definitions, precision of counts, and group scores.
+"""Changes to megatron-core's routers: auxiliary losses by their definitions, precision of counts, and how they choose.
 
 A microbatch's loss is the sum of the parts of the ranks that share its tokens (the router's `tp_cp_group`). A run's
 loss is the mean over microbatches and data-parallel ranks. Versions of megatron-core scale some of these losses by the
@@ -169,6 +169,31 @@ class GroupScores(RouterReplay):
         outside_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best, False)
         chosen = groups_TGE.masked_fill(outside_TG.unsqueeze(2), float("-inf")).flatten(1).topk(topk, dim=1)
         return chosen.values, chosen.indices
+
+
+class BiasedChoices(RouterReplay):
+    """Chooses the experts with the highest sums of softmax score and expert bias (ERNIE 4.5), which megatron-core does
+    with sigmoid scores only. Biases do not change the combine weights."""
+
+    def __init__(self, router: TopKRouter) -> None:
+        # See GroupScores
+        self.router = router
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores [T, K] of the chosen experts, and the experts [T, K]. `scores` [T, E] are logits, or
+        softmax scores with `--moe-router-pre-softmax`."""
+        chances_TE = scores if self.router.config.moe_router_pre_softmax else scores.softmax(1, torch.float32)
+        chosen_TK = (chances_TE + self.router.expert_bias).topk(topk, dim=1).indices
+        return scores.gather(1, chosen_TK), chosen_TK
+
+
+def bias_choices(model: Iterable[torch.nn.Module]) -> None:
+    """Make routers with softmax scores add their expert biases to choose, unless they replay given choices."""
+    for router in routers_of(model):
+        if router.enable_expert_bias and router.score_function == "softmax" and router.router_replay is None:
+            router.router_replay = BiasedChoices(router)
 
 
 def score_groups(model: Iterable[torch.nn.Module], experts: int) -> None:

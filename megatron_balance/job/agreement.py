@@ -6,10 +6,12 @@ comparison scales to thousands of ranks. A rank that finds any other problem (a 
 processes, a missing rank, its own mistake) decides at once.
 """
 
+import contextlib
 import datetime
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ MAX_LISTED = 8
 
 MAX_CHARACTERS = 60
 """Maximum number of characters of a value in a message."""
+
+NOTICE_SECONDS = 20.0
+"""Time after which rank 0 says which ranks it waits for."""
 
 FAREWELL_SECONDS = 3.0
 """Time for other ranks to read the decision before the rank that holds the store ends."""
@@ -65,10 +70,11 @@ def agree(store: dist.Store, me: Member, facts: Facts, *, timeout_minutes: float
     deadline = time.monotonic() + timeout_minutes * 60
     try:
         try:
-            outcome = _compare(store, me, facts, deadline)
+            outcome = _compare(store, me, facts, where, deadline)
         except dist.DistStoreError:
             store.set_timeout(datetime.timedelta(seconds=DECLINE_SECONDS))
-            outcome = _decide(store, _missing(store, me.world_size, timeout_minutes, where))
+            limit = f"within {timeout_minutes:g} minutes (--distributed-timeout-minutes)"
+            outcome = _decide(store, _missing(store, me.world_size, where, limit))
         if outcome != AGREED:
             _wait_until_read(store, me, FAREWELL_SECONDS)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -87,7 +93,7 @@ def decline(store: dist.Store, me: Member, problem: str) -> None:
     _wait_until_read(store, me, DECLINE_SECONDS)
 
 
-def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> str:
+def _compare(store: dist.Store, me: Member, facts: Facts, where: str, deadline: float) -> str:
     """Join, compare and return the decision; raise DistStoreError if there is no decision in time."""
     started = datetime.datetime.now().strftime("%H:%M:%S.%f")
     name = f"process {os.getpid()} of {started} on {cleaned(socket.gethostname(), 80)}"
@@ -111,6 +117,12 @@ def _compare(store: dist.Store, me: Member, facts: Facts, deadline: float) -> st
         store.append("differing", f"{me.rank} ")  # pyright: ignore[reportAttributeAccessIssue]
     if store.add("compared", 1) == me.world_size:
         return _decide(store, _conclusion(store, reference["facts"], me.world_size))
+    if me.rank == 0 and time.monotonic() + NOTICE_SECONDS < deadline:
+        store.set_timeout(datetime.timedelta(seconds=NOTICE_SECONDS))
+        with contextlib.suppress(dist.DistStoreError):
+            return store.get("outcome").decode()
+        missing = _missing(store, me.world_size, where, f"after {NOTICE_SECONDS:g} seconds")
+        print(f"waiting for other ranks: {missing}", file=sys.stderr, flush=True)
     store.set_timeout(datetime.timedelta(seconds=max(0.1, deadline - time.monotonic())))
     return store.get("outcome").decode()
 
@@ -128,10 +140,9 @@ def _conclusion(store: dist.Store, reference: Facts, world_size: int) -> str:
     return difference(reference, others, world_size)
 
 
-def _missing(store: dist.Store, world_size: int, timeout_minutes: float, where: str) -> str:
+def _missing(store: dist.Store, world_size: int, where: str, limit: str) -> str:
     members = {rank: key for rank in range(world_size) if store.check([key := f"member/{rank}"])}
     missing = [rank for rank in range(world_size) if rank not in members]
-    limit = f"within {timeout_minutes:g} minutes (--distributed-timeout-minutes)"
     if not missing:
         return (
             f"all ranks have joined at {where}, but not all have compared their settings {limit}; start the job again"

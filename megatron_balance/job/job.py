@@ -2,8 +2,10 @@
 
 import contextlib
 import datetime
+import ipaddress
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -196,17 +198,41 @@ def _meet(launch: Launch, timeout_minutes: float) -> dist.Store:
     return _connect(launch, launch.address, timeout_minutes)
 
 
-def _wait_for_listener(address: str, port: int, deadline: float) -> bool:
-    """Return whether a process listens there before the deadline. (If torch waited, it would log stack traces.)"""
+def _wait_for_listener(launch: Launch, address: str, deadline: float) -> bool:
+    """Return whether a process listens there before the deadline. (If torch waited, it would log stack traces.)
+
+    The first process of a node says after NOTICE_SECONDS what it waits for.
+    """
+    notice: float | None = time.monotonic() + agreement.NOTICE_SECONDS if launch.local_rank == 0 else None
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=max(1.0, left)).close()
+            # Where packets are lost, an attempt would wait for its own limit before the notice
+            patience = min(max(1.0, left), agreement.NOTICE_SECONDS)
+            socket.create_connection((address, launch.port), timeout=patience).close()
             return True
-        except OSError:
+        except OSError as error:
             if left <= 0:
                 return False
+            if notice is not None and time.monotonic() >= notice:
+                notice = None
+                waits = f"waiting for {_holder(launch)} at {address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
+                print(f"{waits}: {_obstacle(address, error)}", file=sys.stderr, flush=True)
             time.sleep(0.1)
+
+
+def _obstacle(address: str, error: OSError) -> str:
+    """Say what kept a process from connecting, and what the user can check."""
+    found = {ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in socket.getaddrinfo(address, None)}
+    if all(one.is_loopback for one in found):
+        remedy = "this is each machine's own address; give all nodes the same address of the first node"
+    else:
+        remedy = "check that the first node has this address, that it has started, and that no firewall is between"
+    return f"{cleaned(error)}; {remedy}"
+
+
+def _holder(launch: Launch) -> str:
+    return "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
 
 
 def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store:
@@ -214,7 +240,7 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
     found: list[dist.Store] = []
     holds = launch.rank == launch.store_rank
     deadline = time.monotonic() + timeout_minutes * 60
-    listening = holds or _wait_for_listener(address, launch.port, deadline)
+    listening = holds or _wait_for_listener(launch, address, deadline)
     seconds = max(1.0, deadline - time.monotonic())
     reason = "something listens there and does not answer" if listening else "nothing listens there"
 
@@ -237,7 +263,7 @@ def _connect(launch: Launch, address: str, timeout_minutes: float) -> dist.Store
     where = f"{address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
     if holds and "EADDRINUSE" in reason:
         raise ValueError(f"MASTER_PORT={launch.port}: another program listens on this port here; choose another port")
-    holder = "the launcher" if launch.store_rank is None else f"rank {launch.store_rank}"
+    holder = _holder(launch)
     raise ValueError(
         f"{where}: no key-value store of {holder} there within {timeout_minutes:g} minutes "
         f"(--distributed-timeout-minutes): {cleaned(reason)}; check that {holder} has started, and look at its output"

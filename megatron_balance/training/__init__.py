@@ -6,6 +6,7 @@ paired_passes     runs the forward pass of a microbatch together with the backwa
 progress          counters that checkpoints save, and reports about iterations
 objective         the loss of a microbatch, with weights of the losses of predictions and routers
 data              data sets, and the samples that each rank reads
+conversations     instruction data, of which only the assistant's tokens have loss
 data_files        checks of data files and of their flags
 tokenizer         construction of megatron-core's tokenizers
 schedule          batch size, learning rate and weight decay over the run

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 import threading
@@ -17,19 +18,25 @@ from megatron.core.datasets.utils import Split
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from megatron_balance.config.run_config import DataConfig, RunConfig
+from megatron_balance.device.documents import document_numbers, documents_of
 from megatron_balance.files.reading import MIB, content_digest
 from megatron_balance.job.groups import gather, sequence_chunks
 from megatron_balance.messages import described
 from megatron_balance.training import data_files
+from megatron_balance.training.conversations import ConversationConfig, ConversationDataset, Conversations
 from megatron_balance.training.schedule import Length
 from megatron_balance.training.tokenizer import vocabulary
 
 Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. With multi-token prediction, also
-`prediction_mask(depth)` for each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
+"""`tokens`, `labels`, `position_ids` [b, s] int64, `loss_mask` [b, s] float32. If documents are kept apart, also
+`documents` (device/documents.py) of whole sequences. With multi-token prediction, also `prediction_mask(depth)` for
+each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
+
+PER_SAMPLE = ("cu_seqlens", "max_seqlen")
+"""What newer versions of megatron-core add to a sample whose documents are kept apart, in place of `documents`."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,16 @@ def build_data(
 
     `consumed` returns the numbers of samples that training and validation have consumed, when their first one is drawn.
     """
-    # Only the first and last stage read samples: tokens and labels
-    reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp)
+    # Only the first and last stage read samples (tokens and labels), unless all stages must know the documents
+    reads = is_pp_first_stage(groups.pp) or is_pp_last_stage(groups.pp) or config.data.documents_apart
     _check_files(config.data, reads)
+    settings = _dataset_config(config, tokenizer)
+    kind: Any = MockGPTDataset if config.data.mock_data else GPTDataset
+    if isinstance(settings, ConversationConfig):
+        settings.files = _conversations(config, tokenizer)
+        kind = ConversationDataset
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if config.data.mock_data else GPTDataset,
-        _num_samples(config, length),
-        lambda: reads or torch.distributed.get_rank() == 0,
-        _dataset_config(config, tokenizer),
+        kind, _num_samples(config, length), lambda: reads or torch.distributed.get_rank() == 0, settings
     )
     chunks = config.transformer.virtual_pipeline_model_parallel_size or 1
     vocab_size = vocabulary(tokenizer, config.tokenizer)
@@ -84,11 +93,14 @@ def build_data(
 
     def iterators(split: Split, consumed: Callable[[], int], repeat: bool) -> list[Iterator[Batch]]:
         dataset = datasets[split.value]
+        count = chunks * exist[split.value]
+        if dataset is None:
+            return [iter(()) for _ in range(count)]
         options = {"vocab_size": vocab_size, "consumed": consumed, "repeat": repeat}
-        return [
-            iter(()) if dataset is None else _iterate(dataset, config, groups, **options)
-            for _ in range(chunks * exist[split.value])
-        ]
+        if config.data.documents_apart:
+            # All chunks read, one after the other, so they share a loader and its workers
+            return [*itertools.tee(_iterate(dataset, config, groups, **options), count)]
+        return [_iterate(dataset, config, groups, **options) for _ in range(count)]
 
     train = iterators(Split.train, consumed[0], False)
     return Data(train, iterators(Split.valid, consumed[1], True), iterators(Split.test, lambda: 0, True))
@@ -96,16 +108,18 @@ def build_data(
 
 def _check_files(data: DataConfig, reads: bool) -> None:
     """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
-    prefixes = [prefix for given in data_files.prefixes_by_flag(data).values() for prefix in given]
+    prefixes = data_files.paths(data)
     problem = None
     contents: dict[str, str] = {}
     rank = torch.distributed.get_rank()
     if reads or rank == 0:
         try:
-            # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
-            data_files.check_indices(prefixes, thorough=rank == 0)
             data_files.check_caches(prefixes, data.data_cache_path)
-            paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+            paths = prefixes
+            if not data.sft:
+                # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
+                data_files.check_indices(prefixes, thorough=rank == 0)
+                paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
             # There may be hundreds of files, so large ones are compared by size and a few samples
             contents = {path: content_digest(Path(path), MIB) for path in paths}
         except ValueError as error:
@@ -148,11 +162,28 @@ def _num_samples(config: RunConfig, length: Length) -> list[int]:
     return [length.samples, (length.iterations // train.eval_interval + 1) * evaluated, evaluated]
 
 
+def _conversations(config: RunConfig, tokenizer: MegatronTokenizerBase) -> dict[str, Conversations]:
+    """Read all files of conversations; raise ValueError on every rank if one of them is invalid."""
+    files = {}
+    problem = None
+    try:
+        for path in data_files.paths(config.data):
+            files[path] = Conversations(path, tokenizer, config.model.seq_length)
+            data_files.check_split(path, len(files[path]), config.data.split)
+    except ValueError as error:
+        problem = str(error)
+    for first in filter(None, gather(problem)):
+        raise ValueError(first)
+    return files
+
+
 def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
     data: DataConfig = config.data
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     blend, *per_split = (data_files.parse_blend(words) if words else None for words in paths)
-    return GPTDatasetConfig(
+    # Only newer versions have the field
+    within_files = {"inter_document_masking": True} if data.dataloader_inter_document_masking else {}
+    return (ConversationConfig if data.sft else GPTDatasetConfig)(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
         blend=blend,
@@ -160,7 +191,8 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         split=data.split,
         path_to_cache=data.data_cache_path,
         tokenizer=tokenizer,
-        reset_position_ids=data.reset_position_ids,
+        # The positions show where documents begin
+        reset_position_ids=data.reset_position_ids or data.reset_attention_mask,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         mid_level_dataset_surplus=data.mid_level_dataset_surplus,
@@ -171,6 +203,7 @@ def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTD
         allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
         # Attention is causal by construction, so a mask per sample would only cost memory
         create_attention_mask=False,
+        **within_files,
     )
 
 
@@ -210,6 +243,7 @@ def _iterate(
         loader = DataLoader(
             dataset,
             batch_sampler=samples,
+            collate_fn=functools.partial(collate, data=config.data),
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available(),
             # Seeds from the default generator would change the random numbers of dropout
@@ -219,11 +253,23 @@ def _iterate(
         for sample in loader:
             check_batch(sample, dataset, vocab_size)
             batch = {name: value.to(device, non_blocking=True) for name, value in sample.items()}
-            batch |= prediction_masks(batch["loss_mask"], config.transformer.mtp_num_layers or 0)
+            batch |= prediction_masks(batch, config.transformer.mtp_num_layers or 0)
             yield on_context_rank(batch, groups.cp.rank(), groups.cp.size())
         if not repeat:
             return
         position = 0
+
+
+def collate(samples: list[Batch], data: DataConfig) -> Batch:
+    """Return the tensors of a microbatch in host memory; with `documents`, if documents are kept apart."""
+    batch = default_collate(samples)
+    if not data.documents_apart:
+        return batch
+    positions = batch["position_ids"]
+    batch["documents"] = documents_of(positions)
+    if data.reset_attention_mask and not data.reset_position_ids:
+        batch["position_ids"] = torch.arange(positions.shape[1]).repeat(len(positions), 1)
+    return {name: value for name, value in batch.items() if name not in PER_SAMPLE}
 
 
 def on_context_rank(batch: Batch, rank: int, ranks: int) -> Batch:
@@ -243,14 +289,20 @@ def prediction_mask(depth: int) -> str:
     return f"loss_mask_{depth}"
 
 
-def prediction_masks(loss_mask: torch.Tensor, depths: int) -> Batch:
-    """Return the entries of a Batch for multi-token prediction, given the mask [b, s] of whole sequences.
+def prediction_masks(batch: Batch, depths: int) -> Batch:
+    """Return the entries of a Batch for multi-token prediction; `batch` has whole sequences.
 
-    At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence.
+    At depth d, a token predicts the label of the token d places later, which may be masked or beyond the sequence. If
+    documents are kept apart, it may also belong to another document, whose tokens the prediction must not read.
     """
     if not depths:
         return {}
+    loss_mask = batch["loss_mask"]
     masks = [torch.nn.functional.pad(loss_mask[:, depth:], (0, depth)) for depth in range(1, 1 + depths)]
+    if "documents" in batch:
+        numbers_bs = document_numbers(batch["documents"], *loss_mask.shape)
+        for depth, mask in enumerate(masks, 1):
+            mask[:, :-depth] *= numbers_bs[:, depth:] == numbers_bs[:, :-depth]
     numbers = torch.stack([mask.sum() for mask in masks])
     return {prediction_mask(depth): mask for depth, mask in enumerate(masks, 1)} | {"predictable": numbers}
 

@@ -64,6 +64,16 @@ def prefixes_by_flag(data: DataConfig) -> dict[str, list[str]]:
     return {flag: parse_blend(paths, flag)[0] for flag, paths in given.items() if paths and not data.mock_data}
 
 
+def paths(data: DataConfig) -> list[str]:
+    """Return all files of conversations, or prefixes of other data files, that the flags name."""
+    return list(dict.fromkeys(path for given in prefixes_by_flag(data).values() for path in given))
+
+
+def check_split(prefix: str, documents: int, split: str | None) -> None:
+    """Raise ValueError if `--split` leaves one of its sets without documents."""
+    _check_documents(prefix, documents, None if split is None else _bounds(split), split)
+
+
 def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     """Check the data of a run on one rank alone, by headers and samples; return notices for the log.
 
@@ -72,7 +82,7 @@ def check_data(config: RunConfig, vocabulary: int, *, reads: bool) -> list[str]:
     data = config.data
     length = config.model.seq_length
     bounds = None if data.split is None else _bounds(data.split)
-    for flag, prefixes in prefixes_by_flag(data).items() if reads else ():
+    for flag, prefixes in prefixes_by_flag(data).items() if reads and not data.sft else ():
         try:
             indices = check_samples(prefixes, vocabulary)
             for prefix, index in indices.items():

@@ -272,7 +272,7 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
-        return forward_step(data, model, run.objective, config.timers)
+        return forward_step(data, model, run.objective, config.timers, run.config.data.documents_apart)
 
     with contextlib.nullcontext() if run.pairs is None else run.pairs.in_schedules():
         return get_forward_backward_func(run.groups.pp.size(), config.virtual_pipeline_model_parallel_size)(
@@ -287,20 +287,25 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
 
 
 def forward_step(
-    data: Iterator[Batch], model: torch.nn.Module, objective: Objective, timers: Callable | None = None
+    data: Iterator[Batch],
+    model: torch.nn.Module,
+    objective: Objective,
+    timers: Callable | None = None,
+    documents_apart: bool = False,
 ) -> tuple[torch.Tensor, Callable]:
     """Run one microbatch through one model chunk; return the output and its loss function."""
     first = get_attr_wrapped_model(model, "pre_process")
     last = get_attr_wrapped_model(model, "post_process")
     if timers is not None:
         timers("batch-generator", log_level=2).start()
-    batch = next(data) if first or last else {}
+    batch = next(data) if first or last or documents_apart else {}
     if timers is not None:
         timers("batch-generator").stop()
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
-        None,
+        # In the place of a mask, as our attention takes it
+        batch.get("documents"),
         labels=batch.get("labels"),
         # Only multi-token prediction reads the mask here
         loss_mask=batch.get("loss_mask"),

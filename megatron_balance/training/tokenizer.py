@@ -62,6 +62,13 @@ def vocabulary(tokenizer: MegatronTokenizerBase, config: TokenizerConfig) -> int
     return max(size, config.vocab_size or 0)
 
 
+def end_of_document(tokenizer: MegatronTokenizerBase) -> int | None:
+    """Return the token that ends a document; None if the tokenizer has none."""
+    token = getattr(tokenizer, "eod", None)
+    # SentencePiece returns -1 for a model without </s>
+    return token if token is not None and 0 <= token < tokenizer.vocab_size else None
+
+
 def _build(config: TokenizerConfig) -> MegatronTokenizerBase:
     settings = argparse.Namespace(
         **dataclasses.asdict(config),

@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from megatron_balance.checkpoint.run_state import CONTENT
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
-from tests.distributed.runs import build
+from tests.distributed.runs import BASE, build
 
 
 class Piece(NamedTuple):
@@ -38,9 +38,9 @@ class Measured(NamedTuple):
     numbers: dict[str, float]
 
 
-def measure(flags: str) -> Measured:
-    """Train one iteration with weights that depend on their names only."""
-    run = build(flags)
+def measure(flags: str, base: str = BASE) -> Measured:
+    """Train one iteration with weights that depend on their names only; `base` as in `runs.build`."""
+    run = build(flags, base)
     for piece in _pieces(run, lambda parameter: parameter.data):
         piece.gradient.copy_(_drawn(piece)[piece.place])
     run.optimizer.reload_model_params()

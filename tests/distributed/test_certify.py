@@ -116,7 +116,7 @@ def trained(flags: str, iterations: int = ITERATIONS, evaluates: bool = False) -
     ("flags", "evens_out"),
     [
         # The built-in profile has slow links
-        (f"{EXACT} --balance-profile builtin --eval-iters 1", False),
+        pytest.param(f"{EXACT} --balance-profile builtin --eval-iters 1", False, marks=pytest.mark.slow),
         (
             f"{TWO_SCALES} --balance-overlap blockwise --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1 --swiglu --disable-bias-linear",

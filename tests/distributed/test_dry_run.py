@@ -90,6 +90,7 @@ ACTIVATIONS = {
     "certified passes": (
         "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact --balance-certify 0.5"
     ),
+    "documents apart": "--reset-attention-mask",
     "tokens split by s1": "--tensor-model-parallel-size 2 --disable-bias-linear --moe-parallel-schedule s1",
 }
 EVEN = "--seq-length 64 --hidden-size 64 --moe-router-force-workload balanced"
@@ -111,7 +112,11 @@ def keep(flags: str) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = run.model[0](
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("documents"),
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
         )
     assert loss.requires_grad
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in known)
@@ -170,7 +175,7 @@ OTHERS = (
 
 @pytest.mark.parametrize(
     ("flags", "billions"),
-    [(MIXTRAL, 1.877), pytest.param(QWEN, 1.683, marks=pytest.mark.slow)],
+    [pytest.param(MIXTRAL, 1.877, marks=pytest.mark.slow), pytest.param(QWEN, 1.683, marks=pytest.mark.slow)],
     ids=["mixtral", "qwen"],
 )
 def test_256_ranks_need_little_of_one_machine(flags: str, billions: float) -> None:

@@ -33,6 +33,16 @@ DEEPSEEK = (
 )
 """DeepSeek-V3 in small."""
 
+GPT_OSS = (
+    "--expert-model-parallel-size 2 --global-batch-size 8 --normalization RMSNorm --quick-geglu --glu-linear-offset 1 "
+    "--activation-func-clamp-value 1 --softmax-type learnable --window-size 3,0 --window-attn-skip-freq 2 "
+    "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
+)
+"""gpt-oss in small."""
+
+ERNIE = f"{EP2} {ROPE} --rotary-interleaved --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
+"""ERNIE 4.5 in small: expert biases with softmax scores."""
+
 MODELS = {
     "prediction, PP2": (4, f"{MTP} {PP2}"),
     "DeepSeek-V3": (2, DEEPSEEK),
@@ -46,6 +56,9 @@ MODELS = {
     "latent, CP2xTP2": (4, f"{LATENT} --q-lora-rank 32 {CP2} {TP2}"),
     "DeepSeek-V3, TP2": (2, f"{DEEPSEEK} {TP2}"),
     "DeepSeek-V3, CP2xPP2": (4, f"{DEEPSEEK} {CP2} {PP2} --decoder-first-pipeline-num-layers 2"),
+    "ERNIE 4.5": (2, ERNIE),
+    "gpt-oss, TP2": (2, f"{GPT_OSS} {TP2}"),
+    "gpt-oss, CP2": (2, f"{GPT_OSS} {CP2}"),
     "CP2": (2, f"{EP2} {CP2} {ROPE}"),
     "CP2xTP2": (4, f"{EP2} {CP2} {TP2}"),
     "CP2xPP2": (4, f"{EP2} {CP2} {PP2}"),

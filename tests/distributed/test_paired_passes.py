@@ -1,5 +1,8 @@
 """`--overlap-moe-expert-parallel-comm` trains the same model, and its passes take turns where they wait."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from megatron_balance.device.turns import Turns
 from megatron_balance.job.layout import build_groups
 from megatron_balance.training.paired_passes import ON_HOST, give_way_in
 from tests.distributed import runs
+from tests.distributed.jobs import Job
 from tests.distributed.layers import HIDDEN, build_layer, in_chunks, moe_config, own_gradients
 from tests.distributed.runs import deviation
 from tests.variants import variants
@@ -63,7 +67,7 @@ CASES = {
     "interleaved, multi-token prediction": (4, f"{INTERLEAVED} --mtp-num-layers 1 --position-embedding-type rope"),
 }
 
-QUICK = ("chunks", "full recomputation", "distributed optimizer", "interleaved, blockwise")
+QUICK = ("full recomputation", "interleaved, blockwise")
 
 
 @pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=QUICK))
@@ -74,6 +78,14 @@ def test_losses_are_those_of_one_pass_after_the_other(ranks, curve_of, length, w
     assert deviation(paired, curve_of(plain, iterations, world_size)) <= TOLERANCE
     # Sums have a fixed order
     assert ranks(world_size).run(runs.train_curve, f"{plain} {PAIRED}", iterations)[0] == paired
+
+
+@pytest.mark.slow
+def test_validation_is_the_same_between_pairs(tmp_path: Path) -> None:
+    flags = f"{runs.BASE} {EP2} --train-iters 4 --eval-interval 2 --eval-iters 2 --split 90,5,5 --log-interval 1"
+    said = [Job(2, f"{flags} {more}", tmp_path / "log").wait().text for more in ("", PAIRED)]
+    losses = [re.findall(r"validation loss at iteration \d .*lm loss value: (\S+)", text) for text in said]
+    assert len(losses[0]) >= 2 and [float(loss) for loss in losses[0]] == pytest.approx([*map(float, losses[1])])
 
 
 def gradients_of_two_passes(chunks: int, paired: bool) -> list[torch.Tensor]:

@@ -104,7 +104,8 @@ MACHINES = {
     "apex": "--transformer-impl local --normalization RMSNorm",
     "te": "--moe-permute-fusion --moe-grouped-gemm --recompute-granularity selective --recompute-modules moe "
     "--cross-entropy-loss-fusion --context-parallel-size 2",
-    "te and apex": "--moe-permute-fusion --moe-expert-gemm te --moe-comm-chunks 2 --moe-router-dtype fp32",
+    "te and apex": "--moe-permute-fusion --moe-expert-gemm te --moe-comm-chunks 2 --moe-router-dtype fp32 "
+    "--reset-attention-mask",
 }
 """Machine -> extra flags; all fusions that are on by default stay on."""
 
@@ -117,6 +118,17 @@ def test_machines_with_their_defaults(device_ranks, curve_of, machine: str) -> N
     assert not complaints(outcomes)
     without = re.sub("--moe-permute-fusion|--moe-expert-gemm te", "", flags)
     assert deviation(outcomes[0].curve, curve_of(without, 3, 2)) <= 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--mtp-num-layers 1 --position-embedding-type rope"])
+def test_packed_documents_are_those_of_a_mask(device_ranks, curve_of, more: str) -> None:
+    """With Transformer Engine, documents that are kept apart are packed; on a CPU, a mask hides the other documents."""
+    flags = f"{PLAIN} --seq-length 64 --micro-batch-size 4 --init-method-std 0.2 --reset-position-ids {more}"
+    outcomes = device_ranks(2, "te and apex").run(watched, f"{flags} --reset-attention-mask", 3)
+    assert not complaints(outcomes)
+    assert deviation(outcomes[0].curve, curve_of(f"{flags} --reset-attention-mask", 3, 2)) <= 1e-5
+    assert deviation(outcomes[0].curve, curve_of(flags, 3, 2)) > 1e-4
 
 
 RESUMED = {

@@ -81,6 +81,81 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
+GLM: dict[str, Any] = {
+    **COMMON,
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "initializer_range": 0.02,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "topk_group": 1,
+    "vocab_size": 151552,
+}
+
+GPT_OSS: dict[str, Any] = {
+    **COMMON,
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+
+MINIMAX: dict[str, Any] = {
+    **COMMON,
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "mlp_intermediate_size": 8192,
+    "mtp_transformer_layers": 1,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
 MIXTRAL: dict[str, Any] = {
     **COMMON,
     "model_type": "mixtral",
@@ -228,6 +303,43 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "rope_scaling": {**YARN, "beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
             "routed_scaling_factor": 2.827,
         },
+    ),
+    "GLM-4.5": (
+        352.8,
+        {
+            **sized(GLM, 92, 5120, 12288, 96, 8, 131072, moe_intermediate_size=1536, n_routed_experts=160),
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "GLM-4.5-Air": (
+        106.9,
+        {
+            **sized(GLM, 46, 4096, 10944, 96, 8, 131072, moe_intermediate_size=1408, n_routed_experts=128),
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+    ),
+    "MiniMax-M2": (228.7, sized(MINIMAX, 62, 3072, 1536, 48, 8, 196608, attn_type_list=[1] * 62)),
+    "gpt-oss-20b": (
+        20.91,
+        sized(
+            GPT_OSS,
+            *(24, 2880, 2880, 64, 8, 131072),
+            num_local_experts=32,
+            layer_types=["sliding_attention", "full_attention"] * 12,
+        ),
+    ),
+    "gpt-oss-120b": (
+        116.83,
+        sized(
+            GPT_OSS,
+            *(36, 2880, 2880, 64, 8, 131072),
+            num_local_experts=128,
+            layer_types=["sliding_attention", "full_attention"] * 18,
+        ),
     ),
 }
 """By name: the number of parameters in units of 10^9, and config.json."""

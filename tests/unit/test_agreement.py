@@ -110,8 +110,9 @@ def test_two_sizes_of_the_job() -> None:
 
 
 @pytest.mark.parametrize("absent", [1, 0])
-def test_missing_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(agreement, "FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr(agreement, "NOTICE_SECONDS", 0.3)
     start = time.monotonic()
     missing = agreement._missing
     there = [(Member(rank, 4, rank == 0), FACTS) for rank in range(4) if rank not in (absent, 3)]
@@ -129,6 +130,8 @@ def test_missing_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch) -
         f"ranks {absent}, 3 of 4 have not joined at somewhere:1 within 0.01 minutes (--distributed-timeout-minutes); "
         f"{'ranks 1-2' if absent == 0 else 'ranks 0, 2'} came from "
     )
+    notice = "waiting for other ranks: ranks 1, 3 of 4 have not joined at somewhere:1 after 0.3 seconds; ranks 0, 2"
+    assert capsys.readouterr().err.startswith(notice if absent else "")
 
 
 class Broken:

@@ -21,8 +21,12 @@ from tests.unit.published_models import PUBLISHED
 PUBLISHED_AS = {
     "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3",
+    "glm45_air": "GLM-4.5-Air",
+    "gpt_oss_120b": "gpt-oss-120b",
+    "minimax_m2": "MiniMax-M2",
     "mixtral_8x22b": "Mixtral-8x22B",
     "mixtral_8x7b": "Mixtral-8x7B",
+    "moonlight_16b_a3b": "Moonlight-16B-A3B",
     "olmoe_1b_7b": "OLMoE-1B-7B",
     "qwen15_moe_a2_7b": "Qwen1.5-MoE-A2.7B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",

@@ -194,8 +194,8 @@ SPOILED = {
     ),
     "unknown": (lambda directory: reconfigure(directory, model_type="llama"), ["'llama'", "choose from deepseek_v2"]),
     "scaled": (
-        lambda directory: reconfigure(directory, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        ["rope_parameters.rope_type 'yarn': only unscaled"],
+        lambda directory: reconfigure(directory, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+        ["rope_parameters.rope_type 'linear': only 'default' or 'yarn'"],
     ),
 }
 
@@ -319,7 +319,7 @@ def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     assert LeaseRecord.parse((tmp_path / "there" / "lease.000002").read_bytes()).released
 
 
-LARGE = ("Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V2", "DeepSeek-V3", "Kimi-K2")
+LARGE = ("Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V2", "DeepSeek-V3", "Kimi-K2", "GLM-4.5", "gpt-oss-120b")
 """Published models of whose types there are smaller ones."""
 
 

@@ -287,7 +287,7 @@ def check_on_ranks(paths: list[str], cache: str | None, lacking: int | None, dir
         data_path=given, train_data_path=None, valid_data_path=None, test_data_path=None, data_cache_path=cache
     )
     try:
-        data._check_files(SimpleNamespace(**vars(files), mock_data=False), reads=True)
+        data._check_files(SimpleNamespace(**vars(files), mock_data=False, sft=False), reads=True)
     except ValueError as error:
         return str(error)
     finally:

@@ -33,18 +33,19 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(RO
 OUR_FILE = re.compile(
     r"(tests|tools|scripts|configs|docs|megatron_balance)/[\w./-]+|[\w./-]+\.(py|sh|yaml|args|md|toml|cpp)"
 )
-THEIR_FILES = {"pretrain_gpt.py"}
+THEIR_FILES = {"pretrain_gpt.py", "loop.py", "bridge.py"}
 
 THEIR_FLAGS = {
     *("--nproc-per-node", "--max-restarts", "--rdzv-id"),  # torchrun
     *("--nodes", "--requeue", "--signal"),  # SLURM
+    *("--num-nodes", "--env"),  # SkyPilot
     *("--target", "--build-arg", "--rm", "--gpus", "--ipc", "--device", "--network", "--ulimit"),  # Docker
     *("--no-build-isolation", "--format", "--exclude"),  # pip
     *("--capture-range", "--capture-range-end"),  # nsys
 }
 
 OUR_CLASS = re.compile(r"[A-Z][a-z]+[A-Z]\w+(\.\w+)?|[A-Z][a-z]+\.[a-z_]\w+")
-THEIR_CLASSES = {"MoELayer", "ProfilerStep", "ValueError", "SystemExit"}
+THEIR_CLASSES = {"MoELayer", "ProfilerStep", "PyTorchJob", "ValueError", "SystemExit"}
 
 
 def text_of(page: Path) -> str:

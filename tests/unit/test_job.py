@@ -1,5 +1,6 @@
 """The launcher's environment: names of jobs, impossible numbers, addresses that do not answer."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megatron_balance.job import job, launcher
+from megatron_balance.job import agreement, clocks, job, launcher
 from megatron_balance.job.job import Launch
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
@@ -97,13 +98,14 @@ def test_a_port_that_is_taken() -> None:
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_store_that_is_not_there(listens: bool, monkeypatch, capfd) -> None:
     monkeypatch.setattr(job, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(agreement, "NOTICE_SECONDS", 0.2)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         if not listens:
             server.close()
         with pytest.raises(ValueError) as error:
-            job._meet(launch(port), 0.01)
+            job._meet(dataclasses.replace(launch(port), local_rank=0), 0.01)
     assert time.monotonic() - start < 60
     # torch logs a lot about a closed connection
     time.sleep(0.2)
@@ -111,9 +113,26 @@ def test_a_store_that_is_not_there(listens: bool, monkeypatch, capfd) -> None:
         f"127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): no key-value store of rank 0 there within 0.01 minutes "
         f"(--distributed-timeout-minutes): {'something' if listens else 'nothing'} listens there"
     )
+    told = (
+        f"waiting for rank 0 at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): Connection refused; this is each machine"
+    )
+    assert (told in capfd.readouterr().err.replace("[Errno 111] ", "")) != listens
+
+
+@pytest.mark.parametrize(("address", "own"), [("localhost", True), ("::1", True), ("203.0.113.7", False)])
+def test_an_address_of_each_machine_itself_is_named(address: str, own: bool) -> None:
+    assert ("each machine's own address" in job._obstacle(address, OSError("refused"))) == own
 
 
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"^LOCAL_RANK=5: this process sees 4 GPUs; .*--nproc-per-node 4"):
         job._pick_device(5)
+
+
+def test_clocks_that_differ_are_named() -> None:
+    ahead, notice = clocks.difference([("node0", 100.0), ("node0", 100.02), ("node1", 137.1), ("node2", 99.9)])
+    assert ahead == [0.0, 0.0, pytest.approx(37.1), 0.0]
+    assert notice is not None and notice.startswith("clocks differ from that of node0: +37 s on node1; ")
+    assert clocks.difference([("node0", 100.0), ("node1", 100.9)]) == ([0.0, 0.0], None)
+    assert clocks.Clock(3600.0).now() == pytest.approx(time.time() - 3600, abs=60)

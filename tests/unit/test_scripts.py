@@ -1,4 +1,4 @@
-"""scripts/: the flags of every model and layout parse for the layout's number of GPUs; SLURM's time limits agree."""
+"""scripts/: the flags of every model and layout parse for the layout's number of GPUs; schedulers start all nodes."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -27,10 +28,13 @@ SHELL = [
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Path:
-    """Return a stand-in for torchrun that prints its arguments, each followed by a zero byte."""
+    """Return a stand-in for torchrun that prints its arguments, each followed by a zero byte. Beside it is one for
+    getent that knows all hosts but nod0."""
     path = tmp_path / "torchrun"
     path.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    path.chmod(0o755)
+    path.with_name("getent").write_text('#!/bin/sh\n[ "$2" != nod0 ]\n')
+    for program in (path, path.with_name("getent")):
+        program.chmod(0o755)
     return path
 
 
@@ -40,9 +44,8 @@ def words(torchrun: Path, script: Path, *arguments: str, **environment: str) -> 
         for name, value in os.environ.items()
         if not name.startswith(("SLURM", "MASTER", "NODE_RANK", "NNODES"))
     }
-    ran = subprocess.run(
-        [script, *arguments], env={**clean, "TORCHRUN": str(torchrun), **environment}, capture_output=True, check=True
-    )
+    clean |= {"TORCHRUN": str(torchrun), "PATH": f"{torchrun.parent}:{clean['PATH']}"}
+    ran = subprocess.run([script, *arguments], env=clean | environment, capture_output=True, check=True)
     return ran.stdout.decode().split("\0")[:-1]
 
 
@@ -127,6 +130,7 @@ def test_a_layout_overrides_common_flags(torchrun: Path, monkeypatch: pytest.Mon
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR=: every node needs the same address of node 0; NNODES is 2"),
         ("NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost", "MASTER_ADDR=localhost: every node needs"),
         ("NNODES=2 NODE_RANK=0 MASTER_ADDR=::1", "MASTER_ADDR=::1: every node needs"),
+        ("NNODES=2 NODE_RANK=1 MASTER_ADDR=nod0", "MASTER_ADDR=nod0: this node knows no such host"),
         ("NNODES=2 NODE_RANK=2 MASTER_ADDR=node0", "NODE_RANK=2: set it"),
         ("NNODES=2 NODE_RANK=first MASTER_ADDR=node0", "NODE_RANK=first: set it"),
         ("NODE_RANK=1 MASTER_ADDR=node0", "NODE_RANK=1: set it"),
@@ -225,3 +229,31 @@ def test_shellcheck_passes() -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     checked = subprocess.run([shellcheck, *SHELL], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
+
+
+def test_kubernetes_and_skypilot_start_the_nodes_of_a_job(torchrun: Path) -> None:
+    job = yaml.safe_load((SCRIPTS / "kubernetes" / "pretrain.yaml").read_text())["spec"]
+    replicas = job["pytorchReplicaSpecs"]
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    node = replicas["Worker"]["template"]["spec"]
+    (container,) = node["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["nprocPerNode"])
+    (taken,) = re.findall(r"SHUTDOWN_TIMEOUT:-(\d+)", (SCRIPTS / "pretrain.sh").read_text())
+    assert int(taken) < node["terminationGracePeriodSeconds"]
+    task = yaml.safe_load((SCRIPTS / "skypilot" / "pretrain.yaml").read_text())
+    # What the operator and SkyPilot set on the second of four nodes
+    operator = {"PET_NNODES": "4", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "8", "MASTER_ADDR": "10.0.0.1"}
+    skypilot = {f"SKYPILOT_{name}": value for name, value in (("NUM_NODES", "4"), ("NODE_RANK", "1"))}
+    skypilot |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"}
+    for command, environment in (
+        ([*container["command"], *container["args"]], operator),
+        (["bash", "-euc", task["run"].replace("/opt/megatron_balance", str(ROOT))], skypilot | task["envs"]),
+    ):
+        environment = {**os.environ, **environment, "TORCHRUN": str(torchrun)}
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        launch, flags = split(ran.stdout.decode().split("\0")[:-1])
+        assert launch["--nnodes"] == "4"
+        assert launch["--node-rank"] == "1"
+        assert launch["--nproc-per-node"] == "8"
+        assert launch["--master-addr"] == "10.0.0.1"
+        assert "@configs/models/mixtral_8x7b.args" in flags

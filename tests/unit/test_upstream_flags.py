@@ -210,7 +210,8 @@ def test_conditions_name_fields() -> None:
     for condition, idle in NO_EFFECT_WITHOUT.items():
         needed, _, value = condition.partition(" ")
         names = [*needed.split("|"), *idle.split()]
-        assert {*names} <= fields.keys() and (not value or {*value.split("|")} <= {*(fields[needed].choices or ())})
+        assert {*names} <= fields.keys()
+        assert not value or {*value.split("|")} <= {*(fields[needed].choices or ())}
         assert {f"--{name.replace('_', '-')}" for name in names} <= ACTIONS.keys()
 
 

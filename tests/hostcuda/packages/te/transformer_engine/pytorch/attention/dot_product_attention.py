@@ -16,7 +16,7 @@ MASKED = -10000.0
 
 HARMLESS = (
     *("attention_type", "core_attention_bias_type", "cp_global_ranks", "cp_stream", "fast_zero_fill", "layer_number"),
-    *("num_splits", "qkv_format"),
+    "num_splits",
 )
 """Arguments that megatron-core gives, and of whose values only one is used here."""
 
@@ -63,9 +63,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        qkv_format: str = "sbhd",
         **others: Any,
     ) -> None:
         super().__init__()
+        assert qkv_format == "sbhd"
         kernels.check_others(f"{__name__}:DotProductAttention.__init__", others, harmless=HARMLESS)
         if softmax_type != "vanilla" or cp_comm_type != "p2p":
             raise NotImplementedError("DotProductAttention: softmax_type, cp_comm_type")
@@ -88,6 +90,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         value_layer: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
+        qkv_format: str = "sbhd",
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Return the attended values, [sequence, batch, heads times channels].
@@ -95,9 +102,22 @@ class DotProductAttention(TransformerEngineBaseModule):
         Args:
             query_layer: [sequence, batch, heads, channels]; keys and values have a head for each group.
             attention_mask: true where a key is hidden, broadcast to [batch, heads, queries, keys]; not with `causal`.
+            qkv_format: `thd` for tensors [tokens, heads, channels] of sequences that begin at `cu_seqlens`.
         """
         kernels.check_others(f"{__name__}:DotProductAttention.forward", others, harmless=HARMLESS)
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if qkv_format == "thd":
+            assert kind == "padding_causal" and self.cp_group is None, kind
+            assert cu_seqlens_q is not None and cu_seqlens_kv is cu_seqlens_q and cu_seqlens_q.dtype == torch.int32
+            assert isinstance(max_seqlen_q, int) and max_seqlen_kv == max_seqlen_q
+            kernels.on_device(cu_seqlens_q=cu_seqlens_q)
+            assert query_layer.dim() == key_layer.dim() == value_layer.dim() == 3, "packed tensors are 3D"
+            tokens = torch.arange(len(query_layer), dtype=torch.int32, device=query_layer.device)
+            numbers = torch.bucketize(tokens, cu_seqlens_q[1:], right=True)
+            near = (tokens[:, None] - tokens).abs() < max_seqlen_q
+            hidden = (tokens > tokens[:, None]) | (numbers[:, None] != numbers) | ~near
+            one_batch = (one[:, None] for one in (query_layer, key_layer, value_layer))
+            return DotProductAttention.forward(self, *one_batch, hidden, "arbitrary").squeeze(1)
         if kind not in ("causal", "no_mask", "arbitrary"):
             raise NotImplementedError(f"DotProductAttention with attn_mask_type {kind}")
         self._check(query_layer, key_layer, value_layer)

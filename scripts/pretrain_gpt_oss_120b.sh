@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+exec "$(dirname "$0")/pretrain.sh" gpt_oss_120b "$@"
