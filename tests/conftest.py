@@ -2,8 +2,11 @@
 
 import argparse
 import gc
+import importlib.metadata
+import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from hypothesis import settings
 
 from megatron_balance.device import cpu
 from tests.harness import Ranks
+
+EMERGING = Path(__file__).parent / "packages/emerging"
 
 ON_ANY_DEVICE = {"test_experts.py", "test_one_gpu.py", "test_rows.py"}
 """Files whose tests use a CUDA device if there is one."""
@@ -32,12 +37,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption("--slow", action="store_true", help="also run the long campaigns")
     # Here and not in a later hook, because conftest.py of some folders imports megatron.core
     hide_devices(pluginmanager.get_plugin("pytestconfig").known_args_namespace)
+    offer_optimizers()
     cpu.install()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         settings.load_profile("slow")
+
+
+def offer_optimizers() -> None:
+    """Let this process, and those that tests start, import our stand-in for the package that Muon needs, unless the
+    package is installed. Its version is the one that the installed megatron-core can use."""
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        older = importlib.metadata.version("megatron-core").startswith("0.16.")
+        folders = [str(EMERGING), str(EMERGING / ("v0.1.0" if older else "v0.2.0"))]
+        sys.path += folders
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *folders])
 
 
 def hide_devices(given: argparse.Namespace) -> None:

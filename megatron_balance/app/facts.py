@@ -28,10 +28,10 @@ MAY_DIFFER = {
 }
 """Settings that may differ between ranks, by field name, with the reason."""
 
-PACKAGES = ("torch", "megatron-core", "numpy", "numba", "scipy", "transformer-engine", "apex")
+PACKAGES = ("torch", "megatron-core", "numpy", "numba", "scipy", "transformer-engine", "apex", "emerging-optimizers")
 
 FILES = (
-    *(("balance", name) for name in ("balance_profile", "balance_calibrate")),
+    *(("balance", name) for name in ("balance_profile", "balance_calibrate", "moe_routing_replay_path")),
     *(("tokenizer", name) for name in ("tokenizer_model", "tokenizer_metadata", "vocab_file", "merge_file")),
 )
 """Section and field of settings that may name a file or directory whose content affects the run."""

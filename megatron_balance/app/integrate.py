@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_balance.build.balancer import build_balancer
+from megatron_balance.build.routing import force_workload
 from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
-from megatron_balance.build.run import finalizer, force_workload
+from megatron_balance.build.run import finalizer
 from megatron_balance.build.wiring import Wiring, build_wiring
 from megatron_balance.cli.arguments import run_config
 from megatron_balance.cli.checks import at_least, refuse_idle
@@ -49,7 +50,7 @@ from megatron_balance.timeline.runtime import Balancer
 from megatron_balance.training.logging import moe_layer_pattern
 from megatron_balance.training.progress import Progress
 
-ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline", "balance_calibrate")
+ONLY_IN_OUR_LOOP = ("balance_log_dir", "balance_timeline", "balance_calibrate", "moe_routing_replay_path")
 """Settings that only our own training program implements."""
 
 NOT_THERE = (

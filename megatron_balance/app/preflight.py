@@ -12,6 +12,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron_balance.app import facts
 from megatron_balance.build.profiles import read_profile
+from megatron_balance.build.routing import read_recorded
 from megatron_balance.checkpoint.loading import check_newest
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.config.run_config import RunConfig
@@ -107,6 +108,9 @@ def check_files(config: RunConfig, topology: Topology, rank: int, vocabulary: in
         read_profile(config, topology)
     if config.balance.balance_calibrate not in ("off", "on"):
         check_regular(config.balance.balance_calibrate, "--balance-calibrate")
+    recorded = read_recorded(config)
+    if recorded is not None:
+        recorded.check_end(length.iterations)
     if rank == 0:
         # On a shared file system, the other ranks may see a new checkpoint later
         check_newest(config, length)

@@ -70,7 +70,15 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
     log_directory = config.balance.balance_log_dir
     if config.log.moe_routing_trace_path is not None:
         path = Path(config.log.moe_routing_trace_path)
-        trace = RoutingTrace(run.model, path, rank, lambda: run.progress.iteration, first_step=done)
+        trace = RoutingTrace(
+            run.model,
+            path,
+            rank,
+            run.part,
+            step=lambda: run.progress.iteration,
+            consumed=lambda: run.progress.consumed_samples,
+            first_step=done,
+        )
         closing.callback(trace.flush, last=True)
         yield lambda report: trace.flush()
     if log_directory is not None and run.groups.ep.rank() == 0:
@@ -85,6 +93,9 @@ def _open_records(run: Run, closing: contextlib.ExitStack) -> Iterator[Callable[
                     loads.flush()
 
         yield add_loads
+    if run.recorded is not None:
+        # A checkpoint may continue from before the recorded iterations
+        run.recorded.check_iterations(done, run.length.iterations)
     if balancer is not None and balancer.record is not None:
         balancer.record.check_start(done + 1)
     elif config.balance.balance_calibrate == "on" and log_directory is not None and rank == 0:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
@@ -27,6 +27,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron_balance.build.balancer import build_balancer
+from megatron_balance.build.optimizer import build_optimizer
+from megatron_balance.build.routing import batch_part, force_workload, replay
 from megatron_balance.build.wiring import Wiring, build_wiring
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device.attention import (
@@ -57,7 +59,6 @@ from megatron_balance.training.progress import Progress
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import build_batch_schedule, build_param_scheduler, run_length
 from megatron_balance.training.tokenizer import build_tokenizer, vocabulary
-from megatron_balance.workloads.forced_routing import BatchPart, force_routing
 
 
 def build_run(
@@ -84,7 +85,7 @@ def build_run(
     progress = Progress()
     wiring = build_wiring(config, groups, progress)
     model = build_model(wiring, vocab_size)
-    optimizer = get_megatron_optimizer(config.optimizer, [*model], use_gloo_process_groups=False, pg_collection=groups)
+    optimizer = build_optimizer(config.optimizer, model, groups)
     fuse(optimizer)
     tell_groups_apart(optimizer)
     connect_hooks(wiring, model, optimizer)
@@ -96,6 +97,7 @@ def build_run(
     bias_choices(model)
     if config.model.moe_router_group_score_topk is not None:
         score_groups(model, config.model.moe_router_group_score_topk)
+    recorded = replay(wiring, model, batches.get)
     pairs = config.transformer.overlap_moe_expert_parallel_comm
     consumed = (lambda: progress.consumed_samples, lambda: progress.consumed_valid_samples)
     return Run(
@@ -110,28 +112,12 @@ def build_run(
         vocab_size=vocab_size,
         guard=LossGuard(config, model, groups),
         objective=objective,
+        part=batch_part(wiring),
+        recorded=recorded,
         balancer=build_balancer(wiring, model, optimizer, microbatches=batches.get, policy=policy),
         chunks=wiring.chunks,
         pairs=PairedPasses(groups, model) if pairs else None,
         progress=progress,
-    )
-
-
-def force_workload(wiring: Wiring, model: Sequence[torch.nn.Module], microbatches: Callable[[], int]) -> None:
-    """Let `--moe-router-force-workload` choose the experts; `microbatches` as in `build_balancer`."""
-    config = wiring.config
-    name = config.balance.moe_router_force_workload
-    if name == "none":
-        return
-    divided = wiring.dispatch.splits_tokens or config.transformer.sequence_parallel
-    part = BatchPart.of(wiring.groups, config.model.seq_length, divided)
-    force_routing(
-        model,
-        name,
-        part,
-        seed=config.train.seed,
-        step=lambda: wiring.progress.iteration,
-        microbatches=microbatches,
     )
 
 

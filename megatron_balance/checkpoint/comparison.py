@@ -66,13 +66,17 @@ FIELDS: dict[str, Kind] = {
         (
             # What is minimized
             *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
-            *("moe_router_bias_update_rate", "mtp_loss_scaling_factor", "calculate_per_token_loss", "eod_mask_loss"),
-            *("allow_ambiguous_pad_tokens", "reset_position_ids", "reset_attention_mask"),
-            *("dataloader_inter_document_masking", "moe_router_force_load_balancing"),
-            *("moe_router_force_workload", "moe_comm_codec", "moe_comm_codec_directions", "test_mode"),
+            *("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema", "mtp_loss_scaling_factor"),
+            *("calculate_per_token_loss", "eod_mask_loss", "allow_ambiguous_pad_tokens", "reset_position_ids"),
+            *("reset_attention_mask", "dataloader_inter_document_masking", "moe_router_force_load_balancing"),
+            *("moe_router_force_workload", "moe_routing_replay_path", "test_mode"),
+            *("moe_comm_codec", "moe_comm_codec_directions"),
             # In which batches and by which steps
             *("global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-            *("sgd_momentum", "decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm"),
+            *("sgd_momentum", "muon_momentum", "muon_use_nesterov", "muon_nesterov", "muon_split_qkv"),
+            *("muon_scale_mode", "muon_fp32_matmul_prec", "muon_coefficient_type", "muon_num_ns_steps"),
+            *("muon_tp_mode", "muon_extra_scale_factor", "decoupled_lr", "decoupled_min_lr"),
+            "apply_wd_to_qk_layernorm",
             # In which precision
             *("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
             *("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype"),

@@ -144,7 +144,9 @@ def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tu
             run.balancer.restore(found["balancer"])
         state = run_state.sharded_state(run, parts, is_loading=True)
         if not saved.get("moe_router_enable_expert_bias"):
-            run_state.keep_own_biases(state)
+            run_state.keep_own_biases(state, "expert_bias")
+        if "quantile_balancing" not in str(saved.get("moe_router_load_balancing_type")):
+            run_state.keep_own_biases(state, "qb_beta")
         strategy: TorchDistLoadShardedStrategy | FullyParallelLoadStrategyWrapper = TorchDistLoadShardedStrategy()
         if run.config.checkpoint.ckpt_fully_parallel_load:
             strategy = FullyParallelLoadStrategyWrapper(strategy, run.groups.dp_cp)

@@ -124,11 +124,12 @@ def sharded_state(run: Run, parts: Parts, is_loading: bool) -> ShardedStateDict:
     return {name: part for name, part in state.items() if part}
 
 
-def keep_own_biases(state: dict[str, Any]) -> None:
-    """Let routers keep their expert biases, which are zero, because the checkpoint has none."""
+def keep_own_biases(state: dict[str, Any], kind: str) -> None:
+    """Let routers keep their expert biases, which are zero, because the checkpoint has none. `kind` is the name of the
+    buffer: `expert_bias`, or `qb_beta` of quantile balancing."""
     for name, model in state.items():
         if name.startswith("model"):
-            biases = {key: shard for key, shard in model.items() if key.endswith(".router.expert_bias")}
+            biases = {key: shard for key, shard in model.items() if key.endswith(f".router.{kind}")}
             model.update({key: LocalNonpersistentObject(shard.data) for key, shard in biases.items()})
 
 

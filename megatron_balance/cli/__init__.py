@@ -8,5 +8,6 @@ upstream_flags    Megatron's flags that have no effect or are refused, with the 
 command_line      CommandLine: the values of all flags, which checks read and complete
 checks            flags against each other: what is required, the model's shape, pipeline stages, batch sizes, data
 moe_checks        flags of MoE layers, balancing and expert communication
+optimizer_checks  flags of Muon
 machine_checks    flags against the machine: backend, packages, fused kernels, profilers
 """

@@ -84,12 +84,15 @@ TURNED_OFF = (
 )
 """Fields that are on unless upstream's flag turns them off, whatever megatron-core's default is."""
 
+QUANTILES = ["quantile_balancing"] * hasattr(TransformerConfig, "moe_router_quantile_balancing_ema")
+"""The kind of load balancing that megatron-core has since 0.19."""
+
 MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "window_size": {"type": _window, "nargs": None, "metavar": "LEFT,RIGHT"},
     "moe_layer_freq": {"type": _layers, "default": 1, "metavar": "LAYERS"},
     "moe_router_load_balancing_type": {
         "nargs": "+",
-        "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
+        "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", *QUANTILES, "none"],
         "default": "aux_loss",
     },
     "cp_comm_type": {"nargs": "+", "choices": ["p2p", "all_gather", "a2a", "a2a+p2p"], "default": ["p2p"]},
@@ -104,7 +107,11 @@ MEGATRON_FLAGS: dict[str, dict[str, Any]] = {
     "kv_lora_rank": {"default": 32},
     "rotary_scaling_factor": {"default": 1.0},
     "rope_type": {"choices": ["rope", "yarn"], "default": None},
-    "optimizer": {"choices": ["adam", "sgd"]},
+    "optimizer": {"choices": ["adam", "sgd", "muon"]},
+    "muon_momentum": {"default": 0.9},
+    "muon_scale_mode": {"choices": ["spectral", "unit_rms_norm", "shape_scaling"]},
+    "muon_fp32_matmul_prec": {"choices": ["low", "medium", "high"]},
+    "muon_tp_mode": {"choices": ["blockwise", "duplicated", "distributed"]},
     **{name: {"choices": list(choices), "default": "fp32"} for name, choices in OPTIMIZER_PRECISIONS.items()},
 }
 """Types and defaults of upstream's flags that differ from the field's."""

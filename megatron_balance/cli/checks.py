@@ -16,6 +16,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_balance.cli import machine_checks
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.moe_checks import check_moe, check_paired_passes
+from megatron_balance.cli.optimizer_checks import check_optimizer
 from megatron_balance.cli.upstream_flags import ACCEPTED, NO_EFFECT_WITHOUT
 from megatron_balance.config.flags import flag_of
 from megatron_balance.config.run_config import BalanceConfig
@@ -115,6 +116,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     data_parallel = _data_parallel_size(line)
     _check_model(line)
     line.expert_tensor_parallel_size = line.expert_tp
+    check_optimizer(line)
     virtual = _virtual_pipeline_size(line)
     if line.mtp_num_layers:
         _check_prediction(line, virtual or 1)

@@ -1,6 +1,7 @@
 """Checks of the flags for mixtures of experts and for balancing. Called by checks.py and app/integrate.py."""
 
 import math
+from pathlib import Path
 
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.comm.codecs import load_codec
@@ -63,14 +64,8 @@ def check_moe(line: CommandLine) -> None:
     _check_schedule(line)
     if line.balance_policy != "none":
         _check_policy(line)
-    if line.moe_router_force_workload != "none":
-        flag = line["moe_router_force_workload"]
-        for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
-            if getattr(line, name):
-                raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
-        # The value is a string or a list
-        if "sinkhorn" in line.moe_router_load_balancing_type:
-            raise ValueError(f"--moe-router-load-balancing-type sinkhorn: not with {flag}; use aux_loss or none")
+    _check_given_choices(line)
+    _check_quantiles(line)
     if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
         flag = line["moe_router_group_score_topk"]
         groups = line.moe_router_num_groups
@@ -88,6 +83,57 @@ def check_moe(line: CommandLine) -> None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
     line.moe_token_dispatcher_type = _token_dispatcher(line)
+
+
+def _check_given_choices(line: CommandLine) -> None:
+    """Check the flags that choose experts in place of the router."""
+    workload = line.moe_router_force_workload != "none"
+    if line.moe_routing_replay_path is not None:
+        if workload:
+            reason = "both choose the experts"
+            raise ValueError(
+                f"{line['moe_router_force_workload']}: not with {line['moe_routing_replay_path']}, because {reason}; "
+                "leave one of them out"
+            )
+        trace = line.get("moe_routing_trace_path")
+        if trace is not None and Path(trace).resolve() == Path(line.moe_routing_replay_path).resolve():
+            reason = f"not with {line['moe_routing_replay_path']}, because the trace would replace the one it reads"
+            raise ValueError(f"{line['moe_routing_trace_path']}: {reason}; choose another directory")
+    elif not workload:
+        return
+    flag = line["moe_router_force_workload" if workload else "moe_routing_replay_path"]
+    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
+        if getattr(line, name):
+            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+    # The value is a string or a list
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in line.moe_router_load_balancing_type:
+            raise ValueError(f"--moe-router-load-balancing-type {kind}: not with {flag}; use aux_loss or none")
+
+
+def _check_quantiles(line: CommandLine) -> None:
+    """Check what megatron-core's router requires of quantile balancing."""
+    kinds = line.moe_router_load_balancing_type
+    flag = "--moe-router-load-balancing-type quantile_balancing"
+    if "quantile_balancing" not in kinds:
+        if "moe_router_quantile_balancing_ema" in line.given:
+            line.notices.append(f"--moe-router-quantile-balancing-ema has no effect without {flag}")
+        return
+    conflicts = {
+        "moe_router_load_balancing_type": isinstance(kinds, list) and len(kinds) > 1,
+        "moe_aux_loss_coeff": line.moe_aux_loss_coeff not in (0.0, [0.0]),
+        "moe_router_enable_expert_bias": line.moe_router_enable_expert_bias,
+        "moe_router_fusion": line.moe_router_fusion,
+        "moe_router_num_groups": bool(line.moe_router_num_groups),
+    }
+    for name in (name for name, conflict in conflicts.items() if conflict):
+        raise ValueError(f"{line[name]}: not with {flag}, which balances the load alone; leave it out")
+    if line.machine.cuda and line.distributed_backend == "gloo":
+        raise ValueError(f"{flag}: gloo cannot average the biases of GPUs; use --distributed-backend nccl")
+    choices = line.micro_batch_size * line.seq_length * line.moe_router_topk
+    if choices % line.num_moe_experts:
+        many = "--micro-batch-size x --seq-length x --moe-router-topk"
+        raise ValueError(f"{flag}: {many} is {choices}, which must be a multiple of {line['num_moe_experts']}")
 
 
 def check_paired_passes(line: CommandLine) -> None:

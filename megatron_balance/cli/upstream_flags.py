@@ -24,6 +24,11 @@ IN_SOME_VERSIONS: dict[str, tuple[str, ...]] = {
     "--mla-down-proj-fusion": (),
     "--moe-use-legacy-grouped-gemm": (),
     "--moe-router-score-function": ("sqrtsoftplus",),
+    "--moe-router-load-balancing-type": ("quantile_balancing",),
+    "--moe-router-quantile-balancing-ema": (),
+    "--muon-coefficient-type": (),
+    "--muon-nesterov": (),
+    "--muon-use-nesterov": (),
 }
 """Flags that only some versions of megatron-core have -> (), or their values that only some versions accept."""
 

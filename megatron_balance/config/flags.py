@@ -49,6 +49,7 @@ FLAG_NAMES = {
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
     "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "muon_split_qkv": "--muon-no-split-qkv",
     "bucket_size": "--ddp-bucket-size",
     "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
     "align_param_gather": "--no-align-param-gather",

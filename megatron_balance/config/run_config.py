@@ -139,6 +139,10 @@ class BalanceConfig:
     - W6: as W1, with another quarter every 3 iterations.
     - W7: uniform; in every fourth iteration, half of the tokens choose from the first quarter."""
 
+    moe_routing_replay_path: str | None = flag_field(None, metavar="DIR")
+    """Directory of a trace by --moe-routing-trace-path, whose choices of experts training repeats; the layout may be
+    another one."""
+
     balance_log_dir: str | None = None
     """Directory for the load matrices and placements of every iteration (.npz)."""
 

@@ -93,8 +93,9 @@ def trained_config(model: Model, saved: Mapping[str, Any], dtype: torch.dtype) -
     for name in ("moe_router_topk", *GROUPS):
         value = DEFAULTS.get(name) if saved[name] is None else saved[name]
         number_in(value, 1, EXPERTS, flag_of(name), whole=True)
-    if "sinkhorn" in str(saved["moe_router_load_balancing_type"]):
-        raise ValueError("config.json cannot express the weights of --moe-router-load-balancing-type sinkhorn")
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in str(saved["moe_router_load_balancing_type"]):
+            raise ValueError(f"config.json cannot express the weights of --moe-router-load-balancing-type {kind}")
     changed = {name: theirs for name, (theirs, _) in _differences(model, saved).items()}
     written = {key: changed[name] for name, keys in WRITTEN.items() if name in changed for key in keys}
     content |= {key: value for key, value in written.items() if key in content}

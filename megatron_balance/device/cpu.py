@@ -14,16 +14,19 @@ The entry point installs these replacements of CUDA if `torch.cuda.is_available(
 | `Tensor.cuda()`, `Module.cuda()`                | identity                   | everything is in host memory     |
 | CUDA's caching allocator                        | malloc that keeps memory   | fewer page faults per step       |
 | `torch.compile` (its `jit_fuser`)               | the plain function         | compiling needs a C++ compiler   |
+| averages of quantile balancing's biases         | a sum, then a division     | gloo does not average            |
 | `maybe_move_tensor_to_cpu(..., as_numpy=True)`  | a NumPy array              | gloo refuses tensors as splits   |
 """
 
 import contextlib
 import ctypes
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from megatron_balance.device import without_engine
@@ -153,6 +156,27 @@ def install(always: bool = False) -> None:
     without_engine.complete()
 
 
+def _with_sums(update: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of megatron-core's with its averages over ranks replaced by sums and divisions."""
+
+    @functools.wraps(update)
+    def call(*args: Any, **kwargs: Any) -> None:
+        all_reduce = dist.all_reduce
+
+        def average(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+            assert op == dist.ReduceOp.AVG
+            all_reduce(tensor, group=group)
+            tensor.div_(group.size())
+
+        dist.all_reduce = average
+        try:
+            update(*args, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
+
+    return call
+
+
 def _patch_torch() -> None:
     # `with torch.device(...)` recognizes factories by identity, so let torch cache the originals first
     _device_constructors()
@@ -194,3 +218,7 @@ def _patch_megatron_core() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    # The package exports a function with the name of this module
+    finalizing: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    if hasattr(finalizing, "_update_router_qb_beta"):  # since 0.19
+        finalizing._update_router_qb_beta = _with_sums(finalizing._update_router_qb_beta)

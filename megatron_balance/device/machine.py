@@ -35,6 +35,8 @@ class Machine:
     """Why the installed Transformer Engine does not meet megatron-core's requirements; None if it does."""
     wandb: bool = False
     """Whether the package wandb is installed."""
+    emerging: str | None = None
+    """Version of the package emerging-optimizers, which has Muon; None if it is not installed."""
     connections: str = ""
     """CUDA_DEVICE_MAX_CONNECTIONS, the number of queues to a GPU, which CUDA reads at its start; empty: the default."""
 
@@ -56,6 +58,7 @@ class Machine:
             unfit=unfit,
             # wandb creates a directory of this name, which can be imported too
             wandb=_version_of("wandb") is not None,
+            emerging=_version_of("emerging-optimizers"),
             connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
 
@@ -63,7 +66,9 @@ class Machine:
         """Return the machine that a dry run assumes: with CUDA and NVIDIA's packages, unless the backend is gloo."""
         if self.cuda or backend == "gloo":
             return self
-        return Machine(self.world_size, cuda=True, transformer_engine=True, apex=True, wandb=True)
+        return Machine(
+            self.world_size, cuda=True, transformer_engine=True, apex=True, wandb=True, emerging=self.emerging
+        )
 
     def fuses(self, name: str) -> bool:
         """Return whether the machine has apex's kernels for `name`, a key of `KERNELS`."""

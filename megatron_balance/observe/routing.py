@@ -1,14 +1,19 @@
 """Routers' decisions: a table of tokens per expert, and a trace of every token's experts.
 
 Both hook into the routers, so they work with any MoE layer. The trace (`--moe-routing-trace-path`) has the format of
-Megatron-LM's router tracer, JSON lines:
+Megatron-LM's router tracer, JSON lines, and four more entries that tell which tokens a record has:
 
 {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 2, "topk": 2,
- "top_indices": [[1, 4], [0, 4]]}
+ "num_experts": 8, "seq_length": 4, "samples": [6, 7], "positions": [[0, 1], [3, 4]], "top_indices": [[1, 4], [0, 4]]}
+
+`samples` are the first sample and the one after the last, in the order in which the run reads them. `positions` are
+ranges of places in each of these samples. The tokens are ordered by position, then by sample.
 """
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.device.versions import number_of
 from megatron_balance.observe.optional import AppendedFile
+from megatron_balance.workloads.forced_routing import BatchPart
 
 _STEP = re.compile(rb'\{"step": (\d+), ')
 
@@ -78,10 +84,13 @@ class LoadRecorder:
 class RoutingTrace:
     """Writes `router_trace_rank{rank}.jsonl`: one record per MoE layer and training microbatch.
 
-    As in Megatron-LM, a call that dropped tokens is not recorded, because the format cannot represent it.
+    As in Megatron-LM, a call that dropped tokens is not recorded, because the format cannot represent it. A replay
+    (workloads/replay.py) reads the files.
 
     Args:
+        part: the tokens of a global batch that this rank's routers see.
         step: returns the iteration in progress, from 0.
+        consumed: returns the number of samples that all earlier iterations have read.
         first_step: step where the run starts or resumes; an existing trace keeps its earlier steps.
 
     Raises:
@@ -93,11 +102,20 @@ class RoutingTrace:
         model: Sequence[torch.nn.Module],
         directory: Path,
         rank: int,
+        part: BatchPart,
+        *,
         step: Callable[[], int],
+        consumed: Callable[[], int] = int,
         first_step: int = 0,
     ) -> None:
         self.rank = rank
+        self.part = part
         self.step = step
+        self.consumed = consumed
+        self._positions = _ranges(part.positions().tolist())
+        self._calls_of_layer: Counter[int] = Counter()
+        self._counted_step: int | None = None
+        """Step of the calls in `_calls_of_layer`."""
         self._calls: list[tuple[torch.Tensor, dict[str, Any]]] = []
         """Each router call: whether every token has exactly K experts, and its record, both still on the device."""
 
@@ -125,14 +143,38 @@ class RoutingTrace:
         # These tensors are small enough to keep until `flush`. Computing them does not wait for the device
         choices_TK = map_TE.int().topk(router.topk, dim=1).indices.sort(dim=1).values.int()
         complete = (map_TE.sum(1) == router.topk).all()
+        step = self.step()
+        layer = number_of(router) - 1
+        samples = self.part.samples(len(choices_TK))
+        first = self.consumed() + self.part.first_sample(self._microbatch(step, layer), samples)
         record = {
-            "step": self.step(),
+            "step": step,
             "stage": "pre_dispatch",
             "block": "decoder",
-            "layer": number_of(router) - 1,
+            "layer": layer,
             "rank": self.rank,
             "num_tokens": choices_TK.shape[0],
             "topk": choices_TK.shape[1],
+            "num_experts": map_TE.shape[1],
+            "seq_length": self.part.seq_length,
+            "samples": [first, first + samples],
+            "positions": self._positions,
             "top_indices": choices_TK,
         }
         self._calls.append((complete, record))
+
+    def _microbatch(self, step: int, layer: int) -> int:
+        """Return the microbatch of a layer's call, and count the call. Every schedule of megatron-core runs the forward
+        passes of a layer in the order of microbatches, and its backward passes, too, which include recomputation."""
+        if step != self._counted_step:
+            self._calls_of_layer = Counter()
+            self._counted_step = step
+        self._calls_of_layer[layer] += 1
+        return self._calls_of_layer[layer] - 1
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the runs of consecutive numbers, each as its first number and the one after its last."""
+    runs = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    members = [[number for _, number in run] for _, run in runs]
+    return [[run[0], run[-1] + 1] for run in members]

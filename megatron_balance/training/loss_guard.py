@@ -52,7 +52,7 @@ class LossGuard:
         self._biases: torch.Tensor | None = None
         self._random_states: tuple[Any, ...] = ()
         self._microbatches: list[Iterator[Batch]] = []
-        self._biased = [router for router in routers_of(model) if router.enable_expert_bias]
+        self._routers = list(routers_of(model))
         if self.enabled:
             for chunk in model:
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -115,7 +115,9 @@ class LossGuard:
                 log(f"iteration {report.iteration}: spiky loss: {spike}")
 
     def _expert_biases(self) -> list[torch.Tensor]:
-        return [router.expert_bias for router in self._biased if router.expert_bias is not None]
+        """Return the biases of experts that an iteration changes; megatron-core 0.16 has no `qb_beta`."""
+        found = (getattr(router, name, None) for name in ("expert_bias", "qb_beta") for router in self._routers)
+        return [bias for bias in found if bias is not None]
 
     def _note_gradients(self, group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
         """Replacement of DDP's `check_grads`: keep each bucket's sum, which is finite only if all elements are."""

@@ -31,11 +31,12 @@ def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def state_names(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the tensors that torch's Adam or SGD keeps for a parameter, all of its size."""
+    """Return the names of the tensors that Adam, SGD or Muon keeps for a parameter, all of its size."""
     group = inner.param_groups[0]
     if "betas" in group:
         return "exp_avg", "exp_avg_sq"
-    return ("momentum_buffer",) if group.get("momentum") else ()
+    # Muon's momentum has this name before version 0.2 of its package
+    return ("momentum_buffer",) if group.get("momentum") or "momentum_beta" in group else ()
 
 
 def tell_groups_apart(optimizer: MegatronOptimizer) -> None:

@@ -18,6 +18,8 @@ from megatron_balance.training.objective import Objective
 from megatron_balance.training.paired_passes import PairedPasses
 from megatron_balance.training.progress import Progress
 from megatron_balance.training.schedule import Length
+from megatron_balance.workloads.forced_routing import BatchPart
+from megatron_balance.workloads.replay import RecordedChoices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,10 @@ class Run:
     vocab_size: int
     guard: LossGuard
     objective: Objective
+    part: BatchPart
+    """The tokens of a global batch that this rank's routers see."""
+    recorded: RecordedChoices | None = None
+    """The choices that the routers repeat; None: they choose by themselves."""
     balancer: Balancer | None = None
     chunks: ChunkChoice | None = None
     """Choice of each layer's chunks; None without chunks."""

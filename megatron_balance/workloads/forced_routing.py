@@ -7,8 +7,9 @@ probabilities, z-loss and auxiliary losses are still computed from the router's 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -55,16 +56,56 @@ class BatchPart:
         """Return the number of samples in a microbatch of which this rank has `tokens` tokens."""
         return tokens * self.sequence_ranks * self.context_ranks // self.seq_length
 
-    def tokens(self, microbatch: int, samples: int) -> np.ndarray:
-        """Return the global-batch indices of this rank's tokens of a microbatch, [samples, tokens of each]."""
+    def first_sample(self, microbatch: int, samples: int) -> int:
+        """Return the global-batch index of the first of this rank's `samples` consecutive samples of a microbatch."""
+        return (microbatch * self.data_ranks + self.data_rank) * samples
+
+    def positions(self) -> np.ndarray:
+        """Return the places in a sample of the tokens that this rank has of it, [tokens of a sample], in its order."""
         positions = np.arange(self.seq_length)
         if self.context_ranks > 1:
             chunks = np.split(positions, 2 * self.context_ranks)
             held = sequence_chunks(self.context_rank, self.context_ranks)
             positions = np.concatenate([chunks[chunk] for chunk in held])
-        own = np.split(positions, self.sequence_ranks)[self.sequence_rank]
-        first = (microbatch * self.data_ranks + self.data_rank) * samples
-        return np.arange(first, first + samples)[:, None] * self.seq_length + own
+        return np.split(positions, self.sequence_ranks)[self.sequence_rank]
+
+    def tokens(self, microbatch: int, samples: int) -> np.ndarray:
+        """Return the global-batch indices of this rank's tokens of a microbatch, [samples, tokens of each]."""
+        first = self.first_sample(microbatch, samples)
+        return np.arange(first, first + samples)[:, None] * self.seq_length + self.positions()
+
+
+class Chooser(Protocol):
+    """Returns the experts of tokens, [T, K], K different ones for each token.
+
+    `tokens` [T] are indices among the `total_tokens` of the global batch of iteration `step`, from 0; `layer` is the
+    number of the router's layer, from 1.
+    """
+
+    def __call__(
+        self, tokens: np.ndarray, *, layer: int, step: int, total_tokens: int, num_experts: int, topk: int
+    ) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByWorkload:
+    """A Chooser that follows a synthetic workload, a name in workloads.synthetic.NAMES."""
+
+    workload: str
+    seed: int
+
+    def __call__(
+        self, tokens: np.ndarray, *, layer: int, step: int, total_tokens: int, num_experts: int, topk: int
+    ) -> np.ndarray:
+        return workload_choices(
+            self.workload,
+            num_experts=num_experts,
+            topk=topk,
+            tokens=tokens,
+            total_tokens=total_tokens,
+            seed=self.seed + layer,
+            step=step,
+        )
 
 
 class ForcedChoices(RouterReplay):
@@ -78,10 +119,9 @@ class ForcedChoices(RouterReplay):
     def __init__(
         self,
         router: TopKRouter,
-        workload: str,
+        choose: Chooser,
         part: BatchPart,
         *,
-        seed: int,
         step: Callable[[], int],
         microbatches: Callable[[], int],
         decided: Callable[[], list[int]] = list,
@@ -89,9 +129,8 @@ class ForcedChoices(RouterReplay):
         """`decided` returns the microbatches of the current pass, for recomputation (`PassMemory.of`)."""
         # Do not call the base's constructor: it adds every instance to a global list that is never cleared
         self.router = router
+        self.choose = choose
         self.part = part
-        self.workload = workload
-        self.seed = seed + number_of(router)
         self.step = step
         self.microbatches = microbatches
         self.decided = decided
@@ -120,14 +159,13 @@ class ForcedChoices(RouterReplay):
     def _draw(self, step: int, microbatches: int, samples: int, num_experts: int, topk: int) -> np.ndarray:
         """Return this rank's choices in an iteration, [microbatches, T, K], in the smallest type that holds them."""
         indices = np.array([self.part.tokens(microbatch, samples) for microbatch in range(microbatches)])
-        choices = workload_choices(
-            self.workload,
+        choices = self.choose(
+            indices.swapaxes(1, 2).ravel(),
+            layer=number_of(self.router),
+            step=step,
+            total_tokens=microbatches * self.part.data_ranks * samples * self.part.seq_length,
             num_experts=num_experts,
             topk=topk,
-            tokens=indices.swapaxes(1, 2).ravel(),
-            total_tokens=microbatches * self.part.data_ranks * samples * self.part.seq_length,
-            seed=self.seed,
-            step=step,
         )
         return choices.reshape(microbatches, -1, topk).astype(np.min_scalar_type(num_experts))
 
@@ -167,7 +205,26 @@ def force_routing(
     Raises:
         ValueError: the choices of a router cannot be forced.
     """
-    flag = f"--moe-router-force-workload {workload}"
+    choose = ByWorkload(workload=workload, seed=seed)
+    for router, decided in routers_to_force(model, f"--moe-router-force-workload {workload}"):
+        if router.router_replay is not None:
+            raise ValueError(
+                f"--moe-router-force-workload {workload}: --moe-enable-routing-replay already gives the choices; "
+                "leave one of them out"
+            )
+        router.router_replay = ForcedChoices(
+            router, choose, part, step=step, microbatches=microbatches, decided=decided
+        )
+
+
+def routers_to_force(
+    model: Sequence[torch.nn.Module], flag: str
+) -> Iterator[tuple[TopKRouter, Callable[[], list[int]]]]:
+    """Yield each router, and the function that returns the microbatches of its current pass (`PassMemory.of`).
+
+    Raises:
+        ValueError: a router cannot take given choices; the message begins with `flag`.
+    """
     for chunk in model:
         memory = PassMemory(chunk)
         for router in chunk.modules():
@@ -180,11 +237,4 @@ def force_routing(
                     f"{flag}: --moe-router-load-balancing-type {router.routing_type} does not support given choices; "
                     "use none"
                 )
-            if router.router_replay is not None:
-                raise ValueError(
-                    f"{flag}: --moe-enable-routing-replay already gives the choices; leave one of them out"
-                )
-            decided = functools.partial(memory.of, router)
-            router.router_replay = ForcedChoices(
-                router, workload, part, seed=seed, step=step, microbatches=microbatches, decided=decided
-            )
+            yield router, functools.partial(memory.of, router)

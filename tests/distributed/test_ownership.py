@@ -21,6 +21,7 @@ ITERATIONS = 8
 
 LAYOUTS = {
     "EP4-sgd-momentum": (4, "--optimizer sgd --lr 1e-2"),
+    "EP4-muon": (4, "--optimizer muon --muon-fp32-matmul-prec high --lr 1e-2 --disable-bias-linear"),
     "EP4-blockwise": (4, "--balance-overlap blockwise --global-batch-size 16"),
     "EP2xDP2-overlap": (
         2,
@@ -142,7 +143,8 @@ def fields_of(outcomes: list[Trained]) -> int:
 def test_training_is_the_same(ranks, profiles, layout: str) -> None:
     moving, fixed = both(ranks, LAYOUTS[layout], profiles)
     assert deviation(moving[0].curve, fixed[0].curve) <= TOLERANCE
-    assert fields_of(moving) == (2 if "TP2" in layout else 4) * (2 if "sgd" in layout else 3)
+    _, flags = LAYOUTS[layout]
+    assert fields_of(moving) == (2 if "--disable-bias" in flags else 4) * (3 if "--optimizer" not in flags else 2)
     assert largest_difference(moving, fixed) <= TOLERANCE
 
 

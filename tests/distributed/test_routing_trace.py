@@ -1,5 +1,6 @@
 """observe/routing.py in training runs: the trace matches what the routers did."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -32,7 +33,8 @@ def trained(flags: str, directory: Path) -> tuple[Load, Load]:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(count)
-    trace = RoutingTrace(run.model, directory, dist.get_rank(), lambda: run.progress.iteration, first_step=3)
+    step = functools.partial(getattr, run.progress, "iteration")
+    trace = RoutingTrace(run.model, directory, dist.get_rank(), run.part, step=step, first_step=3)
     for _ in range(2):
         train_step(run)
         trace.flush()

@@ -19,7 +19,10 @@ PARSER = build_parser()
 SHOWN = [action for action in PARSER._actions if action.help is not argparse.SUPPRESS]
 WITH_VALUE = [action for action in SHOWN if action.nargs != 0]
 SWITCHES = [action for action in SHOWN if action.nargs == 0]
-IN_SOME_VERSIONS = {"moe_use_legacy_grouped_gemm", "mla_down_proj_fusion"}
+IN_SOME_VERSIONS = {
+    *("moe_use_legacy_grouped_gemm", "mla_down_proj_fusion", "moe_router_quantile_balancing_ema"),
+    *("muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"),
+}
 """Fields that only some versions of megatron-core have."""
 
 
@@ -107,7 +110,7 @@ def test_a_negation_says_what_does_not_happen(action: argparse.Action) -> None:
 
 def test_every_switch_that_turns_something_off_is_a_negation() -> None:
     names = [name_of(action) for action in SWITCHES if isinstance(action, argparse._StoreFalseAction)]
-    assert names and all(re.match(r"--(no|disable)-", name) for name in names)
+    assert names and all(re.match(r"--(no|disable|muon-no)-", name) for name in names)
 
 
 def test_listed_fields_have_flags() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.workloads import forced_routing, imbalance
-from megatron_balance.workloads.forced_routing import BatchPart, ForcedChoices
+from megatron_balance.workloads.forced_routing import BatchPart, ByWorkload, ForcedChoices
 from megatron_balance.workloads.synthetic import load_matrix, workload_choices
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "imbalance_workloads.json").read_text())
@@ -99,7 +99,8 @@ def test_what_the_workloads_are() -> None:
 
 def forced(name: str, part: BatchPart, microbatches: int = 2) -> ForcedChoices:
     router = cast(Any, SimpleNamespace(layer_number=1, training=True))
-    return ForcedChoices(router, name, part, seed=5, step=lambda: 3, microbatches=lambda: microbatches)
+    choose = ByWorkload(workload=name, seed=5)
+    return ForcedChoices(router, choose, part, step=lambda: 3, microbatches=lambda: microbatches)
 
 
 @pytest.mark.parametrize("name", ["W0", "W1", "W7", "hot_experts"])

@@ -9,13 +9,14 @@ import pytest
 from megatron_balance.cli.arguments import build_parser, given_fields
 from megatron_balance.cli.checks import check
 from megatron_balance.cli.command_line import CommandLine
+from megatron_balance.cli.optimizer_checks import RELEASE
 from megatron_balance.device.machine import Machine
 from tests.megatron_lm_scripts import FILES, SCRIPTS, Script, counts, reasons, table, without
 
 
 def parse(words: list[str], ranks: int) -> CommandLine:
     """Return a checked command line on GPUs, with all notices, or raise the error that a user sees."""
-    machine = Machine(ranks, cuda=True, transformer_engine=True, apex=True, wandb=True)
+    machine = Machine(ranks, cuda=True, transformer_engine=True, apex=True, wandb=True, emerging=RELEASE)
     parser = build_parser()
     said = io.StringIO()
     try:

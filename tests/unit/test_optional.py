@@ -19,6 +19,7 @@ from megatron_balance.observe.routing import RoutingTrace
 from megatron_balance.observe.scalars import Scalars
 from megatron_balance.observe.trace import Timeline, TraceSpan
 from megatron_balance.placement.placement import Placement
+from megatron_balance.workloads.forced_routing import BatchPart
 from timeline_picture import load_timeline
 
 ROOM = 2048
@@ -73,13 +74,16 @@ class Timelines:
         return sorted({record.iteration for record in load_timeline(self.timeline.path)})
 
 
+ALONE = BatchPart(seq_length=100, data_rank=0, data_ranks=1)
+
+
 class Traces:
     flag = "--moe-routing-trace-path"
 
     def __init__(self, directory: Path) -> None:
         self.now = 0
         self.path = directory / "router_trace_rank0.jsonl"
-        self.trace = RoutingTrace([], directory, 0, lambda: self.now)
+        self.trace = RoutingTrace([], directory, 0, ALONE, step=lambda: self.now)
 
     def step(self, iteration: int) -> None:
         choices = torch.arange(200).view(100, 2)

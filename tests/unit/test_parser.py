@@ -34,7 +34,7 @@ def test_a_mistyped_flag_is_recognized(flags: str, meant: str, capsys: pytest.Ca
     assert meant in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer muon", "--num-layer 3"])
+@pytest.mark.parametrize("flags", ["--bogus", "--num-layers many", "--optimizer lion", "--num-layer 3"])
 def test_errors_do_not_print_every_flag(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         parse_args(flags.split(), CPU)

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from megatron_balance.observe.routing import RoutingTrace
+from megatron_balance.workloads.forced_routing import BatchPart
 
 RECORD = (
     '{"step": 4, "stage": "pre_dispatch", "block": "decoder", "layer": 2, "rank": 3, "num_tokens": 2, "topk": 2, '
-    '"top_indices": [[1, 4], [0, 4]]}\n'
+    '"num_experts": 5, "seq_length": 1, "samples": [8, 10], "positions": [[0, 1]], "top_indices": [[1, 4], [0, 4]]}\n'
 )
+PART = BatchPart(seq_length=1, data_rank=1, data_ranks=2)
+
+
+def open_trace(directory: Path, step: Callable[[], int] = lambda: 4, first_step: int = 0) -> RoutingTrace:
+    return RoutingTrace([], directory, 3, PART, step=step, consumed=lambda: 6, first_step=first_step)
 
 
 def routing_map(*choices: tuple[int, ...]) -> torch.Tensor:
@@ -39,7 +45,7 @@ def steps(path: Path) -> list[int]:
 
 def write_steps(directory: Path, numbers: range, first_step: int = 0) -> None:
     now = iter(numbers)
-    trace = RoutingTrace([], directory, 3, lambda: next(now), first_step=first_step)
+    trace = open_trace(directory, lambda: next(now), first_step)
     for _ in numbers:
         route(trace, routing_map((1, 4), (0, 4)))
         trace.flush()
@@ -47,7 +53,7 @@ def write_steps(directory: Path, numbers: range, first_step: int = 0) -> None:
 
 
 def test_format(tmp_path: Path) -> None:
-    trace = RoutingTrace([], tmp_path / "new" / "directory", 3, lambda: 4)
+    trace = open_trace(tmp_path / "new" / "directory")
     route(trace, routing_map((4, 1), (0, 4)))
     assert path_in(tmp_path / "new" / "directory").read_text() == ""
     trace.flush()
@@ -55,11 +61,15 @@ def test_format(tmp_path: Path) -> None:
     route(trace, routing_map((2,)), layer=1, topk=1)
     trace.flush(last=True)
     last = path_in(tmp_path / "new" / "directory").read_text().removeprefix(RECORD)
-    assert last.count("\n") == 1 and '"layer": 0, "rank": 3, "num_tokens": 1, "topk": 1, "top_indices": [[2]]' in last
+    assert (
+        last.count("\n") == 1
+        and '"layer": 0, "rank": 3, "num_tokens": 1, "topk": 1, ' in last
+        and '"top_indices": [[2]]' in last
+    )
 
 
 def test_only_training_passes_with_gradients(tmp_path: Path) -> None:
-    trace = RoutingTrace([], tmp_path, 3, lambda: 4)
+    trace = open_trace(tmp_path)
     route(trace, routing_map((0, 1)), training=False)
     with torch.no_grad():
         route(trace, routing_map((0, 1)))
@@ -73,15 +83,16 @@ def test_only_training_passes_with_gradients(tmp_path: Path) -> None:
     ids=["dropped", "as many in total", "padded"],
 )
 def test_tokens_without_exactly_topk_experts_leave_no_record(tmp_path: Path, map_TE: torch.Tensor) -> None:
-    trace = RoutingTrace([], tmp_path, 3, lambda: 4)
+    trace = open_trace(tmp_path)
     route(trace, map_TE)
     route(trace, routing_map((1, 4), (0, 4)))
     trace.flush(last=True)
-    assert path_in(tmp_path).read_text() == RECORD
+    # The first microbatch is missing
+    assert path_in(tmp_path).read_text() == RECORD.replace("[8, 10]", "[12, 14]")
 
 
 def test_a_rank_without_tokens(tmp_path: Path) -> None:
-    trace = RoutingTrace([], tmp_path, 3, lambda: 4)
+    trace = open_trace(tmp_path)
     route(trace, routing_map())
     trace.flush(last=True)
     assert json.loads(path_in(tmp_path).read_text())["top_indices"] == []

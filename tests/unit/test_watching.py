@@ -202,7 +202,7 @@ def test_garbage_is_collected_when_asked(alone: None, monkeypatch: pytest.Monkey
         collected.clear()
         config = parsed(f"--eval-interval 1 {flags}").config
         groups = SimpleNamespace(ep=one, dp=one, pp=one)
-        run = SimpleNamespace(config=config, progress=Progress(), groups=groups, balancer=None, model=[])
+        run = SimpleNamespace(config=config, progress=Progress(), groups=groups, balancer=None, model=[], recorded=None)
         run.position = Position()
         with watching(run) as after_step:
             assert gc.isenabled() == (not flags)

@@ -1,0 +1,5 @@
+"""Only a name that megatron-core imports."""
+
+
+class SOAP:
+    """Is not implemented."""
