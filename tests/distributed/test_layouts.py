@@ -1,6 +1,7 @@
 """A run with any two compatible choices of a layout follows the run without optional features."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,8 @@ def route_apart(run: Run) -> None:
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
-                module.router_replay.seed += 100 * run.groups.expt_dp.rank()
+                forced = module.router_replay
+                forced.choose = replace(forced.choose, seed=forced.choose.seed + 100 * run.groups.expt_dp.rank())
 
 
 def both_apart(run: Run) -> None:

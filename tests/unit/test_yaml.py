@@ -123,7 +123,7 @@ def test_refused(file: Path, text: str, said: tuple[str, ...]) -> None:
         ("lr: 1e999", "--lr"),
         ("moe-aux-loss-coeff: [1, inf]", "--moe-aux-loss-coeff"),
         ("rampup-batch-size: [1, 2]", "--rampup-batch-size"),
-        ("optimizer: muon", "--optimizer"),
+        ("optimizer: lion", "--optimizer"),
         ("moe-layer-freq: print(1)", "--moe-layer-freq"),
     ],
 )
