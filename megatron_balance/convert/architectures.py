@@ -310,8 +310,8 @@ ARCHITECTURES["kimi_k2"] = ARCHITECTURES["deepseek_v3"]
 """Supported architectures by `model_type`."""
 
 REFUSED = {
-    "qwen3_next": "most of its layers have linear attention (gated delta nets), for which megatron-core needs the CUDA kernels of "
-    "flash-linear-attention",
+    "qwen3_next": "most of its layers have linear attention (gated delta nets), for which megatron-core needs the CUDA "
+    "kernels of flash-linear-attention",
 }
 """Other architectures by `model_type`, and the part that is missing."""
 
