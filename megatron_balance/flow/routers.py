@@ -185,8 +185,8 @@ class BiasedChoices(RouterReplay):
         """Return the scores [T, K] of the chosen experts, and the experts [T, K]. `scores` [T, E] are logits, or
         softmax scores with `--moe-router-pre-softmax`."""
         assert self.router.expert_bias is not None
-        chances_TE = scores if self.router.config.moe_router_pre_softmax else scores.softmax(1, torch.float32)
-        chosen_TK = (chances_TE + self.router.expert_bias).topk(topk, dim=1).indices
+        probabilities_TE = scores if self.router.config.moe_router_pre_softmax else scores.softmax(1, torch.float32)
+        chosen_TK = (probabilities_TE + self.router.expert_bias).topk(topk, dim=1).indices
         return scores.gather(1, chosen_TK), chosen_TK
 
 

@@ -1,4 +1,4 @@
-"""Differences between the wall clocks of a job's machines: who failed first is decided by one clock."""
+"""Compares the wall clocks of a job's machines, so that a single clock decides which rank failed first."""
 
 import socket
 import time
@@ -9,12 +9,12 @@ from megatron_balance.job.groups import gather
 from megatron_balance.messages import cleaned
 
 APART_SECONDS = 1.0
-"""Difference that counts: processes read their clocks at times that differ by less."""
+"""Smallest difference that is reported: ranks read their clocks within a second of each other."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The wall clock of rank 0's machine, read on another machine."""
+    """Tells the time of rank 0's machine, from this machine's own clock."""
 
     ahead: float = 0.0
     """Seconds by which this machine's clock is ahead of it."""
@@ -44,5 +44,5 @@ def difference(read: Sequence[tuple[str, float]]) -> tuple[list[float], str | No
     if not apart:
         return ahead, None
     listed = ", ".join([*apart.values()][:8]) + (f" and {len(apart) - 8} more" if len(apart) > 8 else "")
-    problem = "lines of logs and timelines of different machines do not fit together"
+    problem = "logs and timelines of different machines cannot be compared"
     return ahead, f"clocks differ from that of {read[0][0]}: {listed}; {problem}; let NTP or chrony set the clocks"

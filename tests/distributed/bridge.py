@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/distributed/bridge.py [flags of balancing]
 
-Empty modules stand in for packages that need CUDA, and replacements for what searches for a GPU.
+Empty modules stand in for packages that need CUDA. The check for a GPU is skipped.
 """
 
 import argparse
