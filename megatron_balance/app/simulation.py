@@ -207,7 +207,7 @@ class _StageBuilder:
             others=others,
             launching=self._launching(),
             pairs=self.target.pairs,
-            occupied=self._computation.kernels.occupied,
+            beside=self._computation.kernels.beside,
             message=self._message(),
             early=_parts(one_after_another(overlapped), others),
             reduce=one_after_another(reductions),

@@ -35,6 +35,21 @@ class Passes(NamedTuple):
         return Passes(count * self.forward, count * self.backward)
 
 
+class Beside(NamedTuple):
+    """Fractions by which an exchange and computation take longer while both are in progress on a device."""
+
+    exchange: float = 0.0
+    """It has only a part of the memory's rate and of the caches."""
+    computation: float = 0.0
+    """It also has fewer multiprocessors."""
+
+    def added(self, exchange: float, computation: float) -> tuple[float, float]:
+        """Return the seconds by which each takes longer than alone, if they begin together."""
+        together = min((1 + self.exchange) * exchange, (1 + self.computation) * computation)
+        longer, slower = (together * more / (1 + more) for more in self)
+        return longer, slower
+
+
 class Kernels(NamedTuple):
     """Speed of a device's kernels."""
 
@@ -54,6 +69,7 @@ class Kernels(NamedTuple):
     """Host seconds to launch a kernel."""
     occupied: float = 0.0
     """Fraction of the multiprocessors that an exchange takes, over the others."""
+    beside: Beside = Beside()
     casts: float = 0.0
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""

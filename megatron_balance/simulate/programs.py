@@ -3,17 +3,22 @@
 In shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.profile.kernel_times import Beside
 from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, block_name, chunk_start
 from megatron_balance.timeline.lower import Pass
+
+IDLE = "launches"
+"""Label of the time for which a device waits for the host."""
 
 
 class Direction(NamedTuple):
@@ -77,8 +82,8 @@ class StageSchedule:
     """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
     pairs: bool = False
     """Whether a forward pass and the backward pass after it, of another microbatch, hide each other's exchanges."""
-    occupied: float = 0.0
-    """Seconds by which a second of an exchange lengthens the computation that hides it."""
+    beside: Beside = Beside()
+    """How much longer exchanges and computation of paired passes take beside each other."""
     message: float = 0.0
     """Seconds of a message to the next stage."""
     early: Mapping[int, Work] = field(default_factory=dict)
@@ -126,7 +131,7 @@ class TeamProgram:
             after = passes[0] if passes else one
             if stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch:
                 pair = [*self._with_messages(one)], [*self._with_messages(passes.popleft())]
-                yield from _side_by_side(*pair, stage.occupied)
+                yield from _side_by_side(*pair, stage.beside)
             else:
                 yield from self._with_messages(one)
         yield from self._begin(self._take(Operation.REDUCE))
@@ -228,7 +233,7 @@ class TeamProgram:
                 yield from self._begin(second)
         forward = operation is Operation.FEC
         if idle := self._unlaunched(direction, experts.computation.block, forward):
-            yield self._compute("launches", idle)
+            yield self._compute(IDLE, idle)
 
     def _unlaunched(self, direction: Direction, block: int, forward: bool) -> float:
         """Return the seconds for which the device waits until the host has launched a block's kernels."""
@@ -305,18 +310,48 @@ class TeamProgram:
         return Compute(label, np.full(self.ranks, seconds))
 
 
-def _side_by_side(first: list[Command], second: list[Command], occupied: float) -> Iterator[Command]:
-    """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress."""
-    left = [deque(first), deque(second)]
+def _side_by_side(first: list[Command], second: list[Command], beside: Beside) -> Iterator[Command]:
+    """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress.
+
+    Both take longer meanwhile. The host launches kernels during the time that is added to computation.
+    """
+    left = deque(first), deque(second)
+    added = [0.0, 0.0]
     turn = 0
     while left[0] or left[1]:
         commands = left[turn]
+        other = 1 - turn
         while commands:
             command = commands.popleft()
-            yield command
-            if isinstance(command, Start) and command.lane == "exchange":
-                if occupied:
-                    ranks = next(len(one.seconds_R) for one in first if isinstance(one, Compute))
-                    yield Compute("slower layers", np.full(ranks, occupied * command.work.alone))
-                break
-        turn = 1 - turn
+            if isinstance(command, Compute) and command.label == IDLE:
+                command = command._replace(seconds_R=np.maximum(command.seconds_R - added[turn], 0.0))
+                added[turn] = 0.0
+            if not _is_exchange(command):
+                yield command
+                continue
+            exchange, computation = beside.added(command.work.alone, _until_exchange(left[other]))
+            yield command._replace(work=_longer(command.work, exchange))
+            if computation:
+                added[other] += computation
+                ranks = next(len(one.seconds_R) for one in left[other] if isinstance(one, Compute))
+                yield Compute("slower layers", np.full(ranks, computation))
+            break
+        turn = other
+
+
+def _is_exchange(command: Command) -> TypeGuard[Start]:
+    return isinstance(command, Start) and command.lane == "exchange"
+
+
+def _until_exchange(commands: Iterable[Command]) -> float:
+    """Return the mean rank's seconds of computation before the next exchange."""
+    before = itertools.takewhile(lambda one: not _is_exchange(one), commands)
+    return sum(float(one.seconds_R.mean()) for one in before if isinstance(one, Compute) and one.label != IDLE)
+
+
+def _longer(work: Work, seconds: float) -> Work:
+    """Return a work that takes longer, with all of its resources busy for longer."""
+    if not seconds:
+        return work
+    times = 1 + seconds / work.alone
+    return work._replace(latency=times * work.latency, seconds=times * work.seconds)

@@ -140,10 +140,13 @@ def predicted_exchange(one: Mapping[str, Any]) -> Row:
 
 
 def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the milliseconds of each kind of kernel in a profile of four layers of DeepSeek-V3."""
+    """Yield the milliseconds of each kind of kernel in a profile of four layers of DeepSeek-V3.
+
+    All of them ran beside exchanges, so computation and exchanges take longer than alone.
+    """
     from megatron_balance.cost.flex import FlexModel, Routing
     from megatron_balance.profile.cluster import Ranks, profile_of, read
-    from megatron_balance.profile.computation import Computation
+    from megatron_balance.profile.computation import Computation, recomputed
     from megatron_balance.profile.flops import attention_matrices
     from megatron_balance.profile.kernel_times import ACCUMULATED, Passes, cast, product
     from simulate import configured
@@ -161,6 +164,7 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
     rows = tokens * transformer.moe_router_topk
     expert = [(hidden, 2 * inner), (inner, hidden)]
     others = [*attention_matrices(transformer), *expert]
+    repeated = attention_matrices(transformer)[1:4:2] if "mla_up_proj" in recomputed(transformer) else []
     local = transformer.num_moe_experts // 64
     weights = sum(i * o for i, o in others) + local * sum(i * o for i, o in expert)
 
@@ -169,7 +173,9 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
 
     grouped = of(product, rows, expert)
     dense = of(product, tokens, others)
-    casts = of(cast, rows, expert).plus(of(cast, tokens, others))
+    # Products of input gradients read weights of 8 bits in the other layout
+    transposed = kernels.read(2 * weights)
+    casts = sum(of(cast, rows, expert).plus(of(cast, tokens, others))) + of(cast, tokens, repeated).forward + transposed
     computation = Computation(kernels, transformer, tokens, tokens)
     core, moved = computation.attention_parts()
     activations = Passes(4 * hidden + 3 * inner, 4 * hidden + 6 * inner)
@@ -178,23 +184,26 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
     seconds = {
         "grouped products, outputs and input gradients": 2 * grouped.forward,
         "gradients of weights": sum(one.backward - one.forward for one in (grouped, dense)) + gradients,
-        "other products": 2 * dense.forward,
+        "other products": 2 * dense.forward + of(product, tokens, repeated).forward,
         "attention, forward": core.forward,
         "attention, backward": core.backward,
-        "casts": sum(casts),
+        "casts": casts,
         "norms, permutation, activation and the rest": sum(moved),
     }
-    for name, one in seconds.items():
-        yield Row(name, trace["ms"][name], 4e3 * one)
     rows_DD = np.full((64, 64), rows * 2 * hidden / 64)
     routing = Routing(transformer.num_moe_experts, transformer.moe_router_topk, 8, 4)
-    bfloat16, fp8 = (FlexModel.of(profile, routing).seconds(share * rows_DD) for share in (1.0, 0.5))
-    yield Row("combine", trace["ms"]["combine"], 1e3 * bfloat16)
-    yield Row("dispatch of a known layout, fp8", trace["ms"]["dispatch of a known layout, fp8"], 1e3 * fp8)
-    # A dispatch and a combine of each pass. Passes hide all exchanges but the first and the last one
-    exchanges = 8 * (bfloat16 + fp8)
-    pair = 4 * sum(seconds.values()) + kernels.occupied * exchanges + bfloat16 + fp8
-    yield Row("the pair of passes", trace["ms"]["the pair of passes"], 1e3 * pair)
+    # A cast row has a scale of 32 bits for each 128 numbers
+    exchange = FlexModel.of(profile, routing).seconds
+    times = {"combine": exchange(rows_DD), "dispatch of a known layout, fp8": exchange((0.5 + 2 / 128) * rows_DD)}
+    # Eight of each in a pair. Passes hide all of them but the first and the last one
+    alone = sum(times.values())
+    computation = 4 * sum(seconds.values())
+    added = kernels.beside.added(7 * alone, computation)[1]
+    for name, one in seconds.items():
+        yield Row(name, trace["ms"][name], 4e3 * one * (1 + added / computation))
+    for name, one in times.items():
+        yield Row(name, trace["ms"][name], 1e3 * (1 + kernels.beside.exchange) * one, name in trace["fitted"])
+    yield Row("the pair of passes", trace["ms"]["the pair of passes"], 1e3 * (computation + added + alone))
 
 
 if __name__ == "__main__":
