@@ -50,6 +50,10 @@ class Beside(NamedTuple):
         return longer, slower
 
 
+UNHINDERED = Beside()
+"""Exchanges and computation do not slow each other down."""
+
+
 class Kernels(NamedTuple):
     """Speed of a device's kernels."""
 
@@ -69,7 +73,7 @@ class Kernels(NamedTuple):
     """Host seconds to launch a kernel."""
     occupied: float = 0.0
     """Fraction of the multiprocessors that an exchange takes, over the others."""
-    beside: Beside = Beside()
+    beside: Beside = UNHINDERED
     casts: float = 0.0
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""
