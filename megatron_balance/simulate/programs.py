@@ -334,12 +334,12 @@ def _side_by_side(first: list[Command], second: list[Command], beside: Beside) -
             if not _is_exchange(command):
                 yield command
                 continue
-            exchange, computation = beside.added(command.work.alone, _until_exchange(left[other]))
-            yield command._replace(work=_longer(command.work, exchange))
-            if computation:
-                added[other] += computation
+            longer, slower = beside.added(command.work.alone, _until_exchange(left[other]))
+            yield command._replace(work=_longer(command.work, longer)) if longer else command
+            if slower:
+                added[other] += slower
                 ranks = next(len(one.seconds_R) for one in left[other] if isinstance(one, Compute))
-                yield Compute("slower layers", np.full(ranks, computation))
+                yield Compute("slower layers", np.full(ranks, slower))
             break
         turn = other
 
@@ -355,8 +355,6 @@ def _until_exchange(commands: Iterable[Command]) -> float:
 
 
 def _longer(work: Work, seconds: float) -> Work:
-    """Return a work that takes longer, with all of its resources busy for longer."""
-    if not seconds:
-        return work
+    """Return a work that takes so much longer, with all of its resources busy for longer."""
     times = 1 + seconds / work.alone
     return work._replace(latency=times * work.latency, seconds=times * work.seconds)
