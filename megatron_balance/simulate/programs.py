@@ -129,11 +129,13 @@ class TeamProgram:
         while passes:
             one = passes.popleft()
             after = passes[0] if passes else one
-            if stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch:
-                pair = [*self._with_messages(one)], [*self._with_messages(passes.popleft())]
+            paired = stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch
+            if paired:
+                both = one, passes.popleft()
+                pair = ([*self._with_messages(each._replace(paired=True))] for each in both)
                 yield from _side_by_side(*pair, stage.beside)
             else:
-                yield from self._with_messages(one)
+                yield from self._with_messages(one._replace(paired=False))
         yield from self._begin(self._take(Operation.REDUCE))
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
@@ -176,7 +178,7 @@ class TeamProgram:
             yield from self._other(Operation.FNEC)
             for number in numbers:
                 yield from self._gathered(number)
-                yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1)
+                yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1, one.paired)
                 yield from self._other(Operation.FNEC)
             return
         yield from self._other(Operation.BNEC)
@@ -190,7 +192,7 @@ class TeamProgram:
                 labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
                 for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
                     yield from commands
-            yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3)
+            yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3, one.paired)
             yield from self._other(Operation.BNEC)
 
     def _other(self, operation: Operation) -> Iterator[Command]:
@@ -217,7 +219,7 @@ class TeamProgram:
         label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
         return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
-    def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
+    def _experts(self, direction: Direction, operation: Operation, part: int, paired: bool) -> Iterator[Command]:
         """Run an MoE layer's pass, and begin the steps of its exchanges and experts where the runtime does."""
         first = self._take(Operation.A2A, part)
         experts = self._take(operation)
@@ -232,15 +234,18 @@ class TeamProgram:
             if index == computing[-1]:
                 yield from self._begin(second)
         forward = operation is Operation.FEC
-        if idle := self._unlaunched(direction, experts.computation.block, forward):
+        if idle := self._unlaunched(direction, experts.computation.block, forward, paired):
             yield self._compute(IDLE, idle)
 
-    def _unlaunched(self, direction: Direction, block: int, forward: bool) -> float:
-        """Return the seconds for which the device waits until the host has launched a block's kernels."""
+    def _unlaunched(self, direction: Direction, block: int, forward: bool, paired: bool) -> float:
+        """Return the seconds for which the device waits until the host has launched a block's kernels.
+
+        In a pair, the host also launches the other pass's kernels during an exchange.
+        """
         stage = self.stage
         index = 0 if forward else 1
         busy = stage.others[block][index] + float(direction.experts_CR.mean(1).sum())
-        if not stage.pairs:
+        if not paired:
             busy += sum(work.alone for work in (*direction.dispatch_C, *direction.combine_C))
         return max(0.0, stage.launching[index] - busy)
 
