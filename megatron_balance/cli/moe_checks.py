@@ -152,10 +152,6 @@ def check_paired_passes(line: CommandLine) -> None:
     if line.balance_calibrate == "on" and line.overlap_moe_expert_parallel_comm:
         reason = "an exchange that another pass hides has no time of its own"
         raise ValueError(f"{line['balance_calibrate']}: not with {flag}, because {reason}; leave one of them out")
-    if line.pipeline_model_parallel_size > 1 and line.virtual_pipeline_model_parallel_size is None:
-        reason = "the last stage has no other microbatch whose forward pass could run beside a backward pass"
-        remedy = "also give --num-layers-per-virtual-pipeline-stage, or leave it out"
-        raise ValueError(f"{flag}: with {line['pipeline_model_parallel_size']}, {reason}; {remedy}")
 
 
 def _check_rows_bound(line: CommandLine) -> None:
