@@ -29,6 +29,8 @@ PLAIN = f"--disable-bias-linear --swiglu --moe-router-force-workload hot_experts
 EP4 = f"{PLAIN} --expert-model-parallel-size 4"
 BLOCKWISE = "--balance-policy top2 --balance-overlap blockwise"
 
+PAIRED = "--overlap-moe-expert-parallel-comm"
+
 ITERATIONS = 3
 
 
@@ -67,6 +69,9 @@ CASES = {
     "exact": f"{EP4} --balance-policy top2 --balance-load exact",
     "recomputation": f"{EP4} {BLOCKWISE} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "paired passes": f"{EP4} {PAIRED} {BLOCKWISE}",
+    "paired passes, recomputation": f"{EP4} {PAIRED} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     "capacity": f"{EP4} {BLOCKWISE} --moe-expert-capacity-factor 1",
     "one choice": f"{EP4} --balance-policy top2 --moe-router-topk 1 --moe-router-pre-softmax",
     "tensor parallel": f"{PLAIN} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
