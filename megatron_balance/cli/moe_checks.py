@@ -342,7 +342,7 @@ def _token_dispatcher(line: CommandLine) -> str:
     ways = ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule")
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     chosen += ["balance_certify"] * (line.balance_certify is not None)
-    chosen += ["overlap_moe_expert_parallel_comm"] * line.overlap_moe_expert_parallel_comm
+    chosen += ["overlap_moe_expert_parallel_comm"] * (line.overlap_moe_expert_parallel_comm and wanted != "flex")
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
     chunks = line.moe_comm_chunks
