@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_balance.comm.trans_agg import Slots
+from megatron_balance.comm.trans_agg import WeightSlots
 from megatron_balance.timeline.layer_state import PlacementRounds
 
 
@@ -11,16 +11,16 @@ from megatron_balance.timeline.layer_state import PlacementRounds
 class GuestRing:
     """What the shared buffers of guest slots hold. It is the same on all ranks of an expert-parallel group."""
 
-    buffer_of: Mapping[Slots, int]
+    buffer_of: Mapping[WeightSlots, int]
     """The buffer of each layer's guest slots (`lower.each_microbatch`)."""
     _holds: dict[int, PlacementRounds] = field(default_factory=dict, init=False)
     """By buffer: the pass whose weights it holds, or will hold when the Trans that has started is complete."""
 
-    def has(self, slots: Slots, one: PlacementRounds) -> bool:
+    def has(self, slots: WeightSlots, one: PlacementRounds) -> bool:
         """Return whether a layer's guest slots hold the weights of a pass, or the pass has no guests."""
         return not len(one.plan) or self._holds.get(self.buffer_of[slots]) is one
 
-    def take(self, slots: Slots, one: PlacementRounds) -> bool:
+    def take(self, slots: WeightSlots, one: PlacementRounds) -> bool:
         """Let a pass have a layer's guest slots; return whether a Trans must fill them."""
         if len(one.plan):
             needed = not self.has(slots, one)

@@ -102,6 +102,7 @@ class Slots:
 
     number: int
     home: list[Sequence[int]] = field(default_factory=list)
+    repeats: bool = False
 
     def ready(self) -> None:
         pass
