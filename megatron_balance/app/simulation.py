@@ -87,10 +87,12 @@ def simulated_job(
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
-    flag = "--pair-passes" if target.pairs else "--overlap-moe-expert-parallel-comm"
-    target = dataclasses.replace(target, pairs=target.pairs or config.transformer.overlap_moe_expert_parallel_comm)
-    if has_policy and target.pairs:
-        raise ValueError(f"{flag}: cannot be simulated with a --balance-policy; give none or leave it out")
+    real = config.transformer.overlap_moe_expert_parallel_comm
+    if has_policy and target.pairs and not real:
+        raise ValueError(
+            "--pair-passes: cannot be simulated with a --balance-policy; give --overlap-moe-expert-parallel-comm, or none"
+        )
+    target = dataclasses.replace(target, pairs=target.pairs or real)
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
@@ -184,8 +186,7 @@ class _StageBuilder:
         real = self.transformer.overlap_moe_expert_parallel_comm
         if self.target.pairs and not real and self.transformer.pipeline_model_parallel_size == 1:
             passes = _forward_first(passes)
-        # Passes are simulated as wholes, which the program then runs side by side
-        schedule = compute_order([one._replace(paired=False) for one in passes], blocks)
+        schedule = compute_order(passes, blocks)
         balancer = self.run.balancer
         assert balancer is not None
         if self.has_policy and balancer.layers:

@@ -107,7 +107,10 @@ class TeamProgram:
     """Number of the team's ranks."""
 
     def __post_init__(self) -> None:
-        self.steps = deque(self.stage.schedule)
+        self.steps: dict[bool, deque[Step]] = {True: deque(), False: deque()}
+        """Remaining steps of forward passes and of others, because passes of a pair take turns in a schedule."""
+        for step in self.stage.schedule:
+            self.steps[step.computation.is_forward].append(step)
         self.started: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were requested and have not begun."""
@@ -296,7 +299,7 @@ class TeamProgram:
         return self.stage.number, self.team, action
 
     def _take(self, operation: Operation, part: int | None = None) -> Step:
-        step = self.steps.popleft()
+        step = self.steps[Action(0, operation, part or 1, 4).is_forward].popleft()
         found = step.computation
         assert found.operation is operation and part in (None, found.part), f"{found} where {operation} is expected"
         return step
