@@ -79,6 +79,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     },
     "chunks": {"1-chunk": "", "3-chunks": "--moe-comm-chunks 3 --moe-comm-order interleaved"},
+    "passes": {"alone": "", "paired": "--overlap-moe-expert-parallel-comm"},
 }
 """Dimension -> choice -> flags on top of `BASE` and `PLAIN`."""
 

@@ -89,9 +89,8 @@ def simulated_job(
     has_policy = config.balance.balance_policy != "none"
     real = config.transformer.overlap_moe_expert_parallel_comm
     if has_policy and target.pairs and not real:
-        raise ValueError(
-            "--pair-passes: cannot be simulated with a --balance-policy; give --overlap-moe-expert-parallel-comm, or none"
-        )
+        remedy = "give --overlap-moe-expert-parallel-comm instead, or --balance-policy none"
+        raise ValueError(f"--pair-passes: cannot be simulated with a --balance-policy; {remedy}")
     target = dataclasses.replace(target, pairs=target.pairs or real)
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model

@@ -115,7 +115,7 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ring=_guest_ring([states[number] for number in sorted(states)], ring) if each else None,
+        ring=GuestRing.of([states[number] for number in sorted(states)], ring) if each else None,
         ahead=ahead,
         mover=mover,
         explain=settings.balance_explain,
@@ -159,12 +159,6 @@ def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool,
     for number, one in enumerate(experts if ring else ()):
         num_bytes += one.allocate_guests(slots, experts[number - ring] if number >= ring else None, apart)
     return num_bytes
-
-
-def _guest_ring(states: Sequence[LayerState], ring: int) -> GuestRing:
-    """Return the ring of these layers; see `_allocate_guests`."""
-    forward = {state.forward_slots: ring + place % ring for place, state in enumerate(states)}
-    return GuestRing(forward | {state.slots: place % ring for place, state in enumerate(states)})
 
 
 def calibrated_job(config: RunConfig) -> Job:
