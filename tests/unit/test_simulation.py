@@ -153,3 +153,18 @@ def test_paired_passes_hide_exchanges(run) -> None:
     (model,) = run(*options, "--pair-passes", flags=flags)
     (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
     assert paired["seconds"] == model["seconds"] < alone["seconds"]
+
+
+def test_paired_passes_hide_exchanges_with_a_plan_for_each_microbatch(run) -> None:
+    """Their backward passes always send weights again."""
+    flags = FLAGS.replace("--pipeline-model-parallel-size 2", "").replace("batch-size 64", "batch-size 48")
+    flags += " --balance-policy top2 --balance-load exact"
+    options = ("--nodes", "2", "--iterations", "1", "--plan-ms", "0.1")
+    with pytest.raises(SystemExit):
+        run(*options, "--pair-passes", flags=flags)
+    (alone,) = run(*options, flags=flags)
+    (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
+    assert paired["mean_seconds"]["exchange"] < 0.7 * alone["mean_seconds"]["exchange"]
+    # Alone, each backward pass finds the weights of the last two of four layers in the ring
+    more = paired["in_progress_seconds"]["Trans"] / alone["in_progress_seconds"]["Trans"]
+    assert more == pytest.approx((4 + 4) / (4 + 2), rel=0.05)
