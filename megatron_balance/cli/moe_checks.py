@@ -143,12 +143,6 @@ def check_paired_passes(line: CommandLine) -> None:
         raise ValueError(f"{flag}: needs --num-experts; or leave it out")
     if line.expert_model_parallel_size == 1:
         line.overlap_moe_expert_parallel_comm = False
-    each = [
-        name for name in ("balance_load", "balance_inner_policy") if getattr(line, name) not in ("predicted", "none")
-    ]
-    if each and line.overlap_moe_expert_parallel_comm:
-        reason = "both passes of a pair would need the guest slots that layers share"
-        raise ValueError(f"{line[each[0]]}: not with {flag}, because {reason}; leave one of them out")
     if line.balance_calibrate == "on" and line.overlap_moe_expert_parallel_comm:
         reason = "an exchange that another pass hides has no time of its own"
         raise ValueError(f"{line['balance_calibrate']}: not with {flag}, because {reason}; leave one of them out")
