@@ -76,6 +76,8 @@ CASES = {
         f"{PIPELINE} --pipeline-model-parallel-layout Et|tttL --no-overlap-p2p-communication",
     ),
     "pipeline, multi-token prediction": (4, f"{PIPELINE} --mtp-num-layers 1 --position-embedding-type rope"),
+    "pipeline, exact": (4, f"{PIPELINE} {EXACT} --balance-overlap blockwise"),
+    "pipeline, two time scales": (4, f"{PIPELINE} {TWO_SCALES} --balance-overlap blockwise"),
     "four stages": (8, "--num-layers 4 --pipeline-model-parallel-size 4"),
     "exact": (2, f"{EXACT} --balance-overlap blockwise"),
     "exact, blocking, one buffer": (4, f"{EXACT} --balance-guest-ring 1"),

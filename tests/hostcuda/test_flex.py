@@ -74,6 +74,7 @@ CASES = {
     "paired passes": f"{EP4} {PAIRED} {BLOCKWISE}",
     "paired passes, recomputation": f"{EP4} {PAIRED} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
+    "paired passes, exact": f"{EP4} {PAIRED} --balance-policy top2 --balance-load exact --balance-overlap blockwise",
     "capacity": f"{EP4} {BLOCKWISE} --moe-expert-capacity-factor 1",
     "one choice": f"{EP4} --balance-policy top2 --moe-router-topk 1 --moe-router-pre-softmax",
     "tensor parallel": f"{PLAIN} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
