@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.simulate.context import ContextExchange
 from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, block_name, chunk_start
 from megatron_balance.timeline.lower import Pass
@@ -73,6 +74,10 @@ class StageSchedule:
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
+    context: Mapping[tuple[int, int], ContextExchange] = field(default_factory=dict)
+    """Exchanges of context-parallel ranks, by block and pass (0 forward, 1 backward)."""
+    context_teams: int = 1
+    """Number of consecutive teams that share context-parallel groups."""
     launching: tuple[float, float] = (0.0, 0.0)
     """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
     pairs: bool = False
@@ -163,7 +168,7 @@ class TeamProgram:
         if one.forward:
             yield from self._gathered(start)
         if not numbers:
-            yield self._compute("dense layers", self.stage.others[start][0 if one.forward else 1])
+            yield from self._computation("dense layers", start, one.forward, one.microbatch)
             if not one.forward:
                 yield from self._reduced(start, one.microbatch)
             return
@@ -192,11 +197,25 @@ class TeamProgram:
         """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
         step = self._take(operation)
         yield from self._begin(step)
-        block = step.computation.block
+        done = step.computation
         forward = operation is Operation.FNEC
-        yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
+        yield from self._computation(done.name, done.block, forward, done.microbatch)
         if not forward:
-            yield from self._reduced(block, step.computation.microbatch)
+            yield from self._reduced(done.block, done.microbatch)
+
+    def _computation(self, name: str, block: int, forward: bool, microbatch: int | None) -> Iterator[Command]:
+        """Compute the non-MoE part of a block, with the exchanges of its attention."""
+        stage = self.stage
+        index = 0 if forward else 1
+        seconds = stage.others[block][index]
+        if exchange := stage.context.get((block, index)):
+            group = self.team // stage.context_teams
+            key = "context", stage.number, group, block, index, microbatch
+            yield Start(key, f"{name} context", exchange.works_S[group], "context", stage.context_teams)
+            yield self._compute(name, exchange.hiding)
+            yield Wait(key)
+            seconds -= exchange.hiding
+        yield self._compute(name, seconds)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
         if microbatch == self.last_microbatch and block in self.stage.early:

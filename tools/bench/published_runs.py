@@ -78,9 +78,8 @@ def predicted_run(run: Mapping[str, Any]) -> Row:
     """Return the seconds of an iteration of a published run."""
     flags = shlex.split(run["flags"])
     number = {flag: int(flags[flags.index(flag) + 1]) for flag in flags if flag in NUMBERS}
-    *sizes, micro, whole = (number[flag] for flag in NUMBERS)
-    stages = sizes[1]
-    unit = run["gpus"] // int(np.prod(sizes)) * micro
+    tensor, stages, context, micro, whole = (number.get(flag, 1) for flag in NUMBERS)
+    unit = run["gpus"] // (tensor * stages * context) * micro
     few = 2 * stages
     more = few + max(2, stages)
     microbatches = whole // unit
@@ -100,7 +99,7 @@ def predicted_ratio(one: Mapping[str, Any]) -> Row:
 
 
 NUMBERS = (
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--micro-batch-size", "--global-batch-size"),
 )
 
