@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
-from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
+from megatron_balance.build.profiles import Profiles, expert_shape, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.flex import FlexModel
@@ -32,7 +32,7 @@ from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import Computation, kernels_of, recomputed
 from megatron_balance.profile.flops import attended_width, key_value_width
-from megatron_balance.profile.kernel_times import ACTIVATION, Passes
+from megatron_balance.profile.kernel_times import ACTIVATION, Passes, uneven_passes
 from megatron_balance.simulate.context import ContextExchange, ContextGroups
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
@@ -257,6 +257,7 @@ class _StageBuilder:
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
             repeats=transformer.recompute_granularity == "full" or "moe" in recomputed(transformer),
+            uneven=uneven_passes(self._computation.kernels, *expert_shape(self.config, shards)[:2]),
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> tuple[dict[int, tuple[float, float]], dict[int, int]]:

@@ -46,6 +46,8 @@ class Reached:
     host_us: SourcedNumber
     exchange_share: SourcedNumber
     """Fraction of the multiprocessors that an exchange takes."""
+    uneven: SourcedNumber | None = None
+    """See `Kernels.uneven`; default: 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,7 @@ RANGES = {
     "error": (0, 10),
     "fp8_casts": (1, 1e4),
     "half_width": (0, 1e5),
+    "uneven": (0, 10),
     "backward": (0.1, 10),
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
@@ -317,6 +320,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         host=1e-6 * found.host_us.value,
         occupied=found.exchange_share.value / (1 - found.exchange_share.value),
         casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,
+        uneven=0.0 if found.uneven is None else found.uneven.value,
     )
 
 

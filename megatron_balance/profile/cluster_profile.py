@@ -300,7 +300,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("start", "launch", "host"), _SECONDS),
     "half_width": (0, 1e6, "channels"),
     "memory": (0, 1e15, "bytes per second"),
-    **dict.fromkeys(("occupied", "casts"), (0, 1e4, "times")),
+    **dict.fromkeys(("occupied", "casts", "uneven"), (0, 1e4, "times")),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }

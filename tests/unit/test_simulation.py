@@ -8,10 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import simulate
+from megatron_balance.app.simulation import simulated_job
 from megatron_balance.planning.policies import registered
+from megatron_balance.profile.cluster import Ranks, profile_of, read
+from megatron_balance.profile.kernel_times import uneven_passes
+from megatron_balance.simulate.job import Simulation
+from megatron_balance.simulate.layers import variations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,3 +159,32 @@ def test_paired_passes_hide_exchanges(run) -> None:
     (model,) = run(*options, "--pair-passes", flags=flags)
     (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
     assert paired["seconds"] == model["seconds"] < alone["seconds"]
+
+
+def test_the_variance_counts_slots_with_rows() -> None:
+    rows_HS = np.array([[2, 2, 0], [4, 0, 0], [3, 1, 0], [0, 0, 0]])
+    assert variations(rows_HS).tolist() == [0.0, 0.0, 0.25, 0.0]
+
+
+class Shares:
+    """Loads in which a rank's two experts have these shares of its rows, from every source rank."""
+
+    def __init__(self, rows_S: tuple[int, int]) -> None:
+        self.rows_S = rows_S
+
+    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+        return np.tile(self.rows_S, (microbatches, 8, 8))
+
+
+def test_unequal_experts_of_a_rank_are_slower() -> None:
+    path = ROOT / "configs/clusters/h100_measured.yaml"
+    flags = FLAGS.replace("--balance-overlap blockwise", "--pipeline-model-parallel-size 1")
+    config, target = simulate.configured(flags.split(), path, 8)
+    job, _ = simulated_job(config, target)
+    equal, unequal = (
+        Simulation(job, Shares(rows_S)).run(1).recorder.seconds["experts"][0] for rows_S in ((256, 256), (384, 128))
+    )
+    kernels = profile_of(read(path), Ranks(8, 8, 8), 2048, 8192).kernels
+    assert kernels is not None and kernels.uneven
+    # Eight microbatches of four layers, 512 rows from each of eight ranks, with a quarter of the squared mean
+    assert unequal - equal == pytest.approx(8 * 4 * 8 * 512 * 0.25 * sum(uneven_passes(kernels, 2048, 8192)))
