@@ -22,6 +22,9 @@ from megatron_balance.simulate.network import TeamNetwork
 from megatron_balance.simulate.programs import Direction, LayerWork
 from megatron_balance.timeline.actions import Action, Operation
 
+MOST_VARIATION = 1.2
+"""Largest variance, over the squared mean, of rows whose products were measured."""
+
 Parts = Callable[[Action], TransPlan]
 """Returns the messages of a Trans, an Agg or a part of one."""
 
@@ -204,7 +207,11 @@ class LayerModel:
 
 
 def variations(rows_HS: np.ndarray) -> np.ndarray:
-    """Return [H] the variance of the rows [H, S] of a host's slots over the square of their mean, in slots with rows."""
+    """Return [H] the variance of the rows [H, S] of a host's slots over the squared mean, in slots with rows.
+
+    Where it exceeds `MOST_VARIATION`, products are charged as if it did not.
+    """
     used_H = np.maximum((rows_HS > 0).sum(1), 1)
     mean_H = np.maximum(rows_HS.sum(1), 1) / used_H
-    return np.maximum((rows_HS.astype(np.float64) ** 2).sum(1) / used_H / mean_H**2 - 1, 0.0)
+    variation_H = (rows_HS.astype(np.float64) ** 2).sum(1) / used_H / mean_H**2 - 1
+    return np.clip(variation_H, 0.0, MOST_VARIATION)

@@ -162,8 +162,8 @@ def test_paired_passes_hide_exchanges(run) -> None:
 
 
 def test_the_variance_counts_slots_with_rows() -> None:
-    rows_HS = np.array([[2, 2, 0], [4, 0, 0], [3, 1, 0], [0, 0, 0]])
-    assert variations(rows_HS).tolist() == [0.0, 0.0, 0.25, 0.0]
+    rows_HS = np.array([[2, 2, 0], [4, 0, 0], [3, 1, 0], [0, 0, 0], [100, 1, 1]])
+    assert variations(rows_HS).tolist() == [0.0, 0.0, 0.25, 0.0, 1.2]
 
 
 class Shares:
