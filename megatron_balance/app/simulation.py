@@ -127,6 +127,8 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
     if transformer.moe_token_dispatcher_type == "allgather":
         raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
+    if transformer.context_parallel_size > 1 and transformer.cp_comm_type == "a2a+p2p":
+        raise ValueError("--cp-comm-type a2a+p2p: cannot be simulated; give p2p or a2a")
     if config.launch.use_tp_pp_dp_mapping:
         raise ValueError("--use-tp-pp-dp-mapping: other orders of ranks cannot be simulated; leave it out")
     if ":" in (policy := config.balance.balance_policy):
@@ -293,12 +295,7 @@ class _StageBuilder:
         ranks = config.context_parallel_size
         if ranks == 1:
             return 1, {}
-        kind = config.cp_comm_type
         tensor = config.tensor_model_parallel_size
-        gathering = ranks if kind == "a2a" else 1
-        if kind == "a2a+p2p":
-            assert config.hierarchical_context_parallel_sizes is not None
-            gathering = config.hierarchical_context_parallel_sizes[0]
         size = math.lcm(tensor * ranks, self.size // teams)
         node = self.fabric.node_size
         if max(size, node) % min(size, node):
@@ -312,7 +309,7 @@ class _StageBuilder:
         queries_outputs = tokens * attended_width(config) / tensor
         starts = range(self.number * self.size, (self.number + 1) * self.size, size)
         links = [TeamNetwork(self.fabric, first + np.arange(size), network) for first in starts]
-        groups = [ContextGroups(one, tensor, gathering, ranks // gathering, kind == "all_gather") for one in links]
+        groups = [ContextGroups(one, tensor, ranks, str(config.cp_comm_type)) for one in links]
         passes_S = [one.exchanges(keys_values, queries_outputs) for one in groups]
         core = self._computation.attention_parts()[0]
         forward, backward = np.multiply(groups[0].hiding, core)

@@ -129,6 +129,11 @@ def test_experts_change_owners_once(run) -> None:
     [
         (["--nodes", "2"], "--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather: cannot be"),
         (["--nodes", "2"], "--balance-policy mine.py:Mine", "--balance-policy mine.py:Mine: only this package's"),
+        (
+            ["--nodes", "2"],
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            "--cp-comm-type a2a+p2p: cannot be simulated; give p2p or a2a",
+        ),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
     ],
