@@ -38,6 +38,8 @@ class Reached:
     half_width: SourcedNumber
     start_us: SourcedNumber
     backward: SourcedNumber
+    uneven: SourcedNumber | None = None
+    """See `Kernels.uneven`; default: 0."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
     memory: SourcedNumber
@@ -46,8 +48,6 @@ class Reached:
     host_us: SourcedNumber
     exchange_share: SourcedNumber
     """Fraction of the multiprocessors that an exchange takes."""
-    uneven: SourcedNumber | None = None
-    """See `Kernels.uneven`; default: 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +311,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         product=Passes(1.0, found.backward.value).times(1e-12 / (tflops * share.value)),
         half_width=found.half_width.value,
         start=1e-6 * found.start_us.value,
+        uneven=0.0 if found.uneven is None else found.uneven.value,
         attention=Passes(
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
@@ -320,7 +321,6 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         host=1e-6 * found.host_us.value,
         occupied=found.exchange_share.value / (1 - found.exchange_share.value),
         casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,
-        uneven=0.0 if found.uneven is None else found.uneven.value,
     )
 
 
