@@ -58,8 +58,8 @@ class Kernels(NamedTuple):
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""
     uneven: float = 0.0
-    """Fraction by which the products of a rank's experts are slower where the variance of their numbers of rows is the
-    square of the mean; in proportion to the variance."""
+    """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
+    the mean; in proportion to the variance."""
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""

@@ -129,12 +129,13 @@ class LayerModel:
     scheduler: Scheduler
     repeats: bool
     uneven: Passes
-    """Seconds that a row costs more where the variance of the rows of a host's experts is the square of the mean."""
+    """Seconds that a row costs more in a grouped product whose experts' rows have the square of their mean as variance.
+    Experts of home slots have one grouped product, and guests have their own products."""
 
     def work(self, counts_BHE: np.ndarray, placements: Sequence[Placement], parts: Parts) -> LayerWork:
         """Return the layer's work without its plans, given each microbatch's placement."""
         hosted = [self._hosted(*one) for one in zip(counts_BHE, placements, strict=True)]
-        loads = [(traffic_HH.astype(np.float64), variation_H) for traffic_HH, variation_H in hosted]
+        loads = [(traffic_HH.astype(np.float64), slower_H) for traffic_HH, slower_H in hosted]
         transport = self.cost.transport
         network = self.rows.network
         return LayerWork(
@@ -145,20 +146,18 @@ class LayerModel:
         )
 
     def _hosted(self, counts_HE: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.ndarray]:
-        """Return [H, H] rows between hosts, and [H] the variance of each host's experts' rows over the squared mean."""
+        """Return [H, H] rows between hosts, and [H] the rows in home slots times their `variations`."""
         rules = HostRules.of(placement, self.cost.split, self.cost.network.node_size)
         tokens_HP = tokens_of(counts_HE, placement, rules)
         hosts = placement.num_ranks
-        return sums_by_host(tokens_HP, hosts), variations(tokens_HP.sum(0).reshape(hosts, -1))
+        home_HS = tokens_HP.sum(0).reshape(hosts, -1)[:, : placement.home_slots]
+        return sums_by_host(tokens_HP, hosts), home_HS.sum(1) * variations(home_HS)
 
     def _directions(
         self, loads: Sequence[tuple[np.ndarray, np.ndarray]], line: Throughput, uneven: float
     ) -> list[Direction]:
         mean = self._choice(np.mean([traffic_HH for traffic_HH, _ in loads], axis=0), line)
-        return [
-            self._direction(traffic_HH, line.seconds_per_token + uneven * variation_H, line.overhead, *mean)
-            for traffic_HH, variation_H in loads
-        ]
+        return [self._direction(traffic_HH, line, uneven * slower_H, *mean) for traffic_HH, slower_H in loads]
 
     def _choice(self, traffic_HH: np.ndarray, line: Throughput) -> tuple[int, Order]:
         found: list[tuple[float, int, Order]] = []
@@ -177,11 +176,12 @@ class LayerModel:
         return chunks, order
 
     def _direction(
-        self, traffic_HH: np.ndarray, per_row_H: np.ndarray, overhead: float, chunks: int, order: Order
+        self, traffic_HH: np.ndarray, line: Throughput, slower_H: np.ndarray, chunks: int, order: Order
     ) -> Direction:
         exchange = self._exchange(traffic_HH / chunks)
         computed_H = traffic_HH.sum(0) / chunks
-        seconds_H = (overhead * (computed_H > 0) + per_row_H * computed_H) / self.cost.rate_D
+        alone_H = line.overhead * (computed_H > 0) + line.seconds_per_token * computed_H
+        seconds_H = (alone_H + slower_H / chunks) / self.cost.rate_D
         back = self.rows.returning(exchange, chunks)
         spread, collect = self.rows.among_shards(computed_H)
         first, last = self.rows.ends()
