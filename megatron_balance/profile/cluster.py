@@ -38,6 +38,8 @@ class Reached:
     half_width: SourcedNumber
     start_us: SourcedNumber
     backward: SourcedNumber
+    uneven: SourcedNumber | None = None
+    """See `Kernels.uneven`; default: 0."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
     memory: SourcedNumber
@@ -168,6 +170,7 @@ RANGES = {
     "error": (0, 10),
     "fp8_casts": (1, 1e4),
     "half_width": (0, 1e5),
+    "uneven": (0, 10),
     "backward": (0.1, 10),
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
@@ -314,6 +317,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         product=Passes(1.0, found.backward.value).times(1e-12 / (tflops * share.value)),
         half_width=found.half_width.value,
         start=1e-6 * found.start_us.value,
+        uneven=0.0 if found.uneven is None else found.uneven.value,
         attention=Passes(
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,

@@ -77,6 +77,9 @@ class Kernels(NamedTuple):
     casts: float = 0.0
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""
+    uneven: float = 0.0
+    """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
+    the mean; in proportion to the variance."""
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""
@@ -106,6 +109,11 @@ def weights_passes(kernels: Kernels, experts: int, weights: float, products: int
     """
     starts = experts * products * kernels.start
     return Passes(starts, 2 * starts + kernels.read(ACCUMULATED * experts * weights))
+
+
+def uneven_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:
+    """Return the seconds that a row costs more where the variance of experts' rows is the square of the mean."""
+    return product(kernels, 1, hidden, inner).times(2 * kernels.uneven)
 
 
 def expert_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_balance.flow.chunks.order import ChunkTask, Order
 from megatron_balance.profile.kernel_times import UNHINDERED, Beside
+from megatron_balance.simulate.context import ContextExchange
 from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, block_name, chunk_start
 from megatron_balance.timeline.lower import Pass
@@ -78,6 +79,10 @@ class StageSchedule:
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
+    context: Mapping[tuple[int, int], ContextExchange] = field(default_factory=dict)
+    """Exchanges of context-parallel ranks, by block and pass (0 forward, 1 backward)."""
+    context_teams: int = 1
+    """Number of consecutive teams that share context-parallel groups."""
     launching: tuple[float, float] = (0.0, 0.0)
     """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
     beside: Beside = UNHINDERED
@@ -170,7 +175,7 @@ class TeamProgram:
         if one.forward:
             yield from self._gathered(start)
         if not numbers:
-            yield self._compute("dense layers", self.stage.others[start][0 if one.forward else 1])
+            yield from self._computation("dense layers", start, one.forward, one.microbatch)
             if not one.forward:
                 yield from self._reduced(start, one.microbatch)
             return
@@ -199,9 +204,24 @@ class TeamProgram:
         """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
         computation, begin = self._take(operation)
         yield from begin
-        yield self._compute(computation.name, self.stage.others[computation.block][0 if computation.is_forward else 1])
-        if not computation.is_forward:
+        forward = computation.is_forward
+        yield from self._computation(computation.name, computation.block, forward, computation.microbatch)
+        if not forward:
             yield from self._reduced(computation.block, computation.microbatch)
+
+    def _computation(self, name: str, block: int, forward: bool, microbatch: int | None) -> Iterator[Command]:
+        """Compute the non-MoE part of a block, with the exchanges of its attention."""
+        stage = self.stage
+        index = 0 if forward else 1
+        seconds = stage.others[block][index]
+        if exchange := stage.context.get((block, index)):
+            group = self.team // stage.context_teams
+            key = "context", stage.number, group, block, index, microbatch
+            yield Start(key, f"{name} context", exchange.works_S[group], "context", stage.context_teams)
+            yield self._compute(name, exchange.hiding)
+            yield Wait(key)
+            seconds -= exchange.hiding
+        yield self._compute(name, seconds)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
         if microbatch == self.last_microbatch and block in self.stage.early:

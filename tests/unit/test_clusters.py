@@ -55,6 +55,8 @@ GPUS = {
     "h200": None,
     "h800": None,
     "gb200": None,
+    "b200": None,
+    "gb300": None,
     "cpu": 4,
 }
 """Numbers of GPUs that the papers used for training, and of the processes of the quick start."""

@@ -76,36 +76,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def predicted_run(run: Mapping[str, Any]) -> Row:
     """Return the seconds of an iteration of a published run."""
+    return Row(run["name"], run["seconds"], _seconds(run), run["fitted"])
+
+
+def _seconds(run: Mapping[str, Any], load: str = "even") -> float:
     flags = shlex.split(run["flags"])
     number = {flag: int(flags[flags.index(flag) + 1]) for flag in flags if flag in NUMBERS}
-    *sizes, micro, whole = (number[flag] for flag in NUMBERS)
-    stages = sizes[1]
-    unit = run["gpus"] // int(np.prod(sizes)) * micro
+    tensor, stages, context, micro, whole = (number.get(flag, 1) for flag in NUMBERS)
+    unit = run["gpus"] // (tensor * stages * context) * micro
     few = 2 * stages
     more = few + max(2, stages)
     microbatches = whole // unit
     if microbatches <= more:
-        return Row(run["name"], run["seconds"], _simulated(run, flags, whole), run["fitted"])
-    first, second = (_simulated(run, flags, count * unit) for count in (few, more))
-    seconds = first + (microbatches - few) / (more - few) * (second - first)
-    return Row(run["name"], run["seconds"], seconds, run["fitted"])
+        return _simulated(run, flags, whole, load)
+    first, second = (_simulated(run, flags, count * unit, load) for count in (few, more))
+    return first + (microbatches - few) / (more - few) * (second - first)
 
 
 def predicted_ratio(one: Mapping[str, Any]) -> Row:
     """Return the throughput with the loads of a published max/mean, over that with even loads."""
-    flags = shlex.split(one["flags"])
-    batch = int(flags[flags.index("--global-batch-size") + 1])
-    even, uneven = (_simulated(one, flags, batch, load) for load in ("even", one["load"]))
+    even, uneven = (_seconds(one, load) for load in ("even", one["load"]))
     return Row(one["name"], one["ratio"], even / uneven)
 
 
 NUMBERS = (
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--micro-batch-size", "--global-batch-size"),
 )
 
 
-def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: str = "even") -> float:
+def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: str) -> float:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
