@@ -132,8 +132,8 @@ class TeamProgram:
             paired = stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch
             if paired:
                 both = one, passes.popleft()
-                pair = ([*self._with_messages(each._replace(paired=True))] for each in both)
-                yield from _side_by_side(*pair, stage.beside)
+                first, second = ([*self._with_messages(each._replace(paired=True))] for each in both)
+                yield from _side_by_side(first, second, stage.beside)
             else:
                 yield from self._with_messages(one._replace(paired=False))
         yield from self._begin(self._take(Operation.REDUCE))
