@@ -302,7 +302,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "uneven": (0, 10, "times"),
     "memory": (0, 1e15, "bytes per second"),
     **dict.fromkeys(("occupied", "casts"), (0, 1e4, "times")),
-    **dict.fromkeys(("exchange", "computation"), (0, 10, "times")),
+    **dict.fromkeys(("exchange", "computation"), (0, 10, "of the time alone")),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }

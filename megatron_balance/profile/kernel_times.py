@@ -39,9 +39,9 @@ class Beside(NamedTuple):
     """Fractions by which an exchange and computation take longer while both are in progress on a device."""
 
     exchange: float = 0.0
-    """It has only a part of the memory's rate and of the caches."""
+    """An exchange has only a part of the memory's rate and of the caches."""
     computation: float = 0.0
-    """It also has fewer multiprocessors."""
+    """Computation also has fewer multiprocessors."""
 
     def added(self, exchange: float, computation: float) -> tuple[float, float]:
         """Return the seconds by which each takes longer than alone, if they begin together."""
@@ -73,13 +73,13 @@ class Kernels(NamedTuple):
     """Host seconds to launch a kernel."""
     occupied: float = 0.0
     """Fraction of the multiprocessors that an exchange takes, over the others."""
-    beside: Beside = UNHINDERED
     casts: float = 0.0
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""
     uneven: float = 0.0
     """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
     the mean; in proportion to the variance."""
+    beside: Beside = UNHINDERED
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""

@@ -137,8 +137,8 @@ class TeamProgram:
         while passes:
             one = passes.popleft()
             if one.paired:
-                pair = ([*self._with_messages(each)] for each in (one, passes.popleft()))
-                yield from _side_by_side(*pair, stage.beside)
+                first, second = ([*self._with_messages(each)] for each in (one, passes.popleft()))
+                yield from _side_by_side(first, second, stage.beside)
             else:
                 yield from self._with_messages(one)
         yield from self._take(Operation.REDUCE)[1]
