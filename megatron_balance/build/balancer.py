@@ -21,7 +21,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
-from megatron_balance.flow.experts import ForwardSlots, GroupedExperts
+from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split, certified_rows
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
@@ -95,9 +95,7 @@ def build_balancer(
     schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, apart, ahead)
     trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
     states = {
-        number: _layer_state(
-            wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0), apart
-        )
+        number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
         for number, layer in layers.items()
     }
     twin = new_twin(groups.ep, world(), minutes)
@@ -115,7 +113,7 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ring=GuestRing.of([states[number] for number in sorted(states)], ring) if each else None,
+        ring=GuestRing.of(experts, ring) if each else None,
         ahead=ahead,
         mover=mover,
         explain=settings.balance_explain,
@@ -184,7 +182,6 @@ def _layer_state(
     owners: Placement,
     optimizer: MegatronOptimizer | None,
     trans_each: int,
-    apart: bool,
 ) -> LayerState:
     """Return a layer's state with its manager; also set how the layer's hosts share tokens."""
     config = wiring.config
@@ -241,16 +238,7 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(
-        manager,
-        layer.experts,
-        overlap,
-        fields,
-        within,
-        limit=layer.limit,
-        apart=ForwardSlots(layer.experts) if apart else None,
-        split=layer.split,
-    )
+    return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
 
 
 def _usual_microbatches(config: TransformerConfig) -> int:

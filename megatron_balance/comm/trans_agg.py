@@ -40,6 +40,10 @@ class Slots(WeightSlots, Protocol):
     """The experts of one layer on this rank, with gradients in the order of their weights."""
 
     repeats: bool
+    """Whether the current forward pass is part of a backward pass, with whose guest slots it computes."""
+
+    @property
+    def forward_slots(self) -> WeightSlots: ...
 
     def own(self, home_experts: Sequence[int]) -> None: ...
 

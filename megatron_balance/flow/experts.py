@@ -53,7 +53,8 @@ class GroupedExperts(MegatronModule):
         self.home_experts = tuple(home_experts)
         self.gemm = gemm or TorchGemm()
         self.repeats = False
-        """Whether the current forward pass is part of a backward pass, with whose guest slots it computes."""
+        """See `Slots` in comm/trans_agg.py."""
+        self._ahead: ForwardSlots | None = None
         self.shard, self.shards = shards.rank(), shards.size()
         self.replica = pg_collection.expt_dp.rank()
         num_local_experts = len(self.home_experts)
@@ -169,9 +170,15 @@ class GroupedExperts(MegatronModule):
 
     def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None, apart: bool = False) -> int:
         """Add guest slots, after DDP has wrapped the model, or the latest ones of another layer; return the new
-        bytes. `apart`: forward passes have others than backward passes, see `ForwardSlots`."""
+        bytes. `apart`: forward passes have others than backward passes."""
+        self._ahead = ForwardSlots(self) if apart else None
         first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1, apart)
         return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2, apart)
+
+    @property
+    def forward_slots(self) -> "GroupedExperts | ForwardSlots":
+        """The slots whose weights forward passes compute with."""
+        return self._ahead or self
 
     def own(self, home_experts: Sequence[int]) -> None:
         """Set the logical experts in the home slots; checkpoints store weights by logical expert."""

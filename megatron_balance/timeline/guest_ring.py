@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_balance.comm.trans_agg import WeightSlots
-from megatron_balance.timeline.layer_state import LayerState, PlacementRounds
+from megatron_balance.comm.trans_agg import Slots, WeightSlots
+from megatron_balance.timeline.layer_state import PlacementRounds
 
 
 @dataclass(eq=False)
@@ -17,10 +17,10 @@ class GuestRing:
     """By buffer: the pass whose weights it holds, or will hold when the Trans that has started is complete."""
 
     @classmethod
-    def of(cls, states: Sequence[LayerState], ring: int) -> "GuestRing":
+    def of(cls, layers: Sequence[Slots], ring: int) -> "GuestRing":
         """Return the ring of a stage's layers, in which forward passes may have as many buffers of their own."""
-        forward = {state.forward_slots: ring + place % ring for place, state in enumerate(states)}
-        return cls(forward | {state.slots: place % ring for place, state in enumerate(states)})
+        forward = {slots.forward_slots: ring + place % ring for place, slots in enumerate(layers)}
+        return cls(forward | {slots: place % ring for place, slots in enumerate(layers)})
 
     def has(self, slots: WeightSlots, one: PlacementRounds) -> bool:
         """Return whether a layer's guest slots hold the weights of a pass, or the pass has no guests."""

@@ -271,7 +271,7 @@ class Balancer:
         if action.operation is Operation.AGG:
             work = self._start_agg(state, whole, rounds)
         else:
-            slots = state.slots if action.operation is Operation.BTRANS else state.forward_slots
+            slots = state.slots if action.operation is Operation.BTRANS else state.slots.forward_slots
             work = self._start_trans(state, whole, rounds, slots)
         self._started[action] = rounds, work
 
@@ -287,7 +287,7 @@ class Balancer:
 
     def _bring(self, state: LayerState, whole: PlacementRounds) -> None:
         """Fill a layer's guest slots for a forward pass outside of a schedule."""
-        work = self._start_trans(state, whole, whole.plan, state.forward_slots)
+        work = self._start_trans(state, whole, whole.plan, state.slots.forward_slots)
         if work is not None:
             work.wait()
 

@@ -103,6 +103,11 @@ class Slots:
     number: int
     home: list[Sequence[int]] = field(default_factory=list)
     repeats: bool = False
+    apart: "Slots | None" = None
+
+    @property
+    def forward_slots(self) -> "Slots":
+        return self.apart or self
 
     def ready(self) -> None:
         pass
@@ -260,9 +265,8 @@ def build(
         states = {
             number: LayerState(
                 Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval=interval),
-                Slots(number),
+                Slots(number, apart=Slots(number) if paired else None),
                 BESIDE,
-                apart=Slots(number) if paired else None,
             )
             for number in LAYERS
         }
@@ -279,7 +283,7 @@ def build(
             ),
             microbatches=lambda: world.microbatches,
             guest_bytes=0,
-            ring=GuestRing.of([states[layer] for layer in LAYERS], ring) if ring else None,
+            ring=GuestRing.of([states[layer].slots for layer in LAYERS], ring) if ring else None,
             ahead=ahead,
             **more,
         )
