@@ -79,6 +79,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "recompute-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     },
     "chunks": {"1-chunk": "", "3-chunks": "--moe-comm-chunks 3 --moe-comm-order interleaved"},
+    "passes": {"alone": "", "paired": "--overlap-moe-expert-parallel-comm"},
 }
 """Dimension -> choice -> flags on top of `BASE` and `PLAIN`."""
 
@@ -225,6 +226,9 @@ QUICK = {
     "replicas-exact": layout_of(*REPLICAS, "top2", "exact", *GATHER, "recompute-moe", "3-chunks"),
     "interleaved-two-scales": layout_of("PP2-interleaved", "top2", "two-scales", *GATHER),
     "replicas-two-scales": layout_of(*REPLICAS, "flexmoe", "two-scales", *GATHER, "recompute-full", "3-chunks"),
+    "replicas-exact-paired": layout_of("2-replicas", "quota", "exact", *GATHER, "3-chunks", "paired"),
+    "replicas-two-scales-paired": layout_of("2-replicas", "top2", "two-scales", *GATHER, "recompute-full", "paired"),
+    "interleaved-exact-paired": layout_of("PP2-interleaved", "quota", "exact", *GATHER, "recompute-moe", "paired"),
     "8-ranks-shards-exact": layout_of(*REPLICAS, "ETP2", "quota", "exact", *GATHER),
     "8-ranks-shards": layout_of(*REPLICAS, "ETP2", "top2", "blockwise", *GATHER),
 }

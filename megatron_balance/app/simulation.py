@@ -66,8 +66,6 @@ class Target:
     """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
     burst: float = 0.0
     """See `Fabric.burst`."""
-    pairs: bool = False
-    """See `StageSchedule.pairs`."""
     fp8: bool = False
     """Whether products are those of 8-bit numbers, which training does not support."""
     graphs: str = "none"
@@ -87,10 +85,6 @@ def simulated_job(
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
-    flag = "--pair-passes" if target.pairs else "--overlap-moe-expert-parallel-comm"
-    target = dataclasses.replace(target, pairs=target.pairs or config.transformer.overlap_moe_expert_parallel_comm)
-    if has_policy and target.pairs:
-        raise ValueError(f"{flag}: cannot be simulated with a --balance-policy; give none or leave it out")
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
@@ -181,11 +175,7 @@ class _StageBuilder:
     def _stage(self, teams: int) -> StageSchedule:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
-        real = self.transformer.overlap_moe_expert_parallel_comm
-        if self.target.pairs and not real and self.transformer.pipeline_model_parallel_size == 1:
-            passes = _forward_first(passes)
-        # Passes are simulated as wholes, which the program then runs side by side
-        schedule = compute_order([one._replace(paired=False) for one in passes], blocks)
+        schedule = compute_order(passes, blocks)
         balancer = self.run.balancer
         assert balancer is not None
         if self.has_policy and balancer.layers:
@@ -206,7 +196,6 @@ class _StageBuilder:
             schedule=schedule,
             others=others,
             launching=self._launching(),
-            pairs=self.target.pairs,
             beside=self._computation.kernels.beside,
             message=self._message(),
             early=_parts(one_after_another(overlapped), others),
@@ -356,14 +345,6 @@ class _StageBuilder:
         uses = held(self.run)
         shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
         return (2 * uses["optimizer"] + (uses["gradients"] + uses["parameters"]) / shares) / bandwidth
-
-
-def _forward_first(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes of a job without pipeline stages, each forward pass one microbatch earlier."""
-    forward = [one for one in passes if one.forward]
-    backward = [one for one in passes if not one.forward]
-    pairs = zip(forward[1:], backward, strict=False)
-    return [forward[0], *(one for pair in pairs for one in pair), backward[-1]]
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

@@ -21,7 +21,7 @@ from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
-from megatron_balance.flow.experts import GroupedExperts
+from megatron_balance.flow.experts import ForwardSlots, GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.plan import Split, certified_rows
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
@@ -85,16 +85,19 @@ def build_balancer(
     each = not ahead or settings.balance_inner_policy != "none"
     ring = settings.balance_guest_ring if each else 0
     experts = [layers[number].experts for number in sorted(layers)]
-    guest_bytes = _allocate_guests(experts, slots, ahead, ring)
+    apart = each and config.transformer.overlap_moe_expert_parallel_comm
+    guest_bytes = _allocate_guests(experts, slots, ahead, ring, apart)
     policy, planner = _planning(config, policy)
     # Measuring a profile is collective, so ranks without MoE layers take part
     profile = wiring.profiles.experts
     overlaps = _overlaps(config, profile, model)
 
-    schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, ahead)
+    schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, apart, ahead)
     trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
     states = {
-        number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
+        number: _layer_state(
+            wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0), apart
+        )
         for number, layer in layers.items()
     }
     twin = new_twin(groups.ep, world(), minutes)
@@ -112,7 +115,7 @@ def build_balancer(
         schedule=schedule,
         microbatches=microbatches,
         guest_bytes=guest_bytes,
-        ring=GuestRing({one: place % ring for place, one in enumerate(experts)}) if each else None,
+        ring=GuestRing.of([states[number] for number in sorted(states)], ring) if each else None,
         ahead=ahead,
         mover=mover,
         explain=settings.balance_explain,
@@ -127,7 +130,7 @@ def build_balancer(
 
 
 def _schedules(
-    config: RunConfig, by_chunk: Sequence[Iterable[int]], stage: int, ring: int, ahead: bool
+    config: RunConfig, by_chunk: Sequence[Iterable[int]], stage: int, ring: int, apart: bool, ahead: bool
 ) -> Callable[[int], Schedule]:
     """Return the function that gives `Balancer.schedule` for the layers in each chunk of a pipeline stage."""
     settings = config.balance
@@ -139,6 +142,7 @@ def _schedules(
             [list(chunk) for chunk in by_chunk],
             settings.balance_overlap,
             ring=ring,
+            apart=apart,
             ahead=ahead,
             late=settings.moe_flex_rows == "bound",
             reduce_early=config.ddp.overlap_grad_reduce,
@@ -148,12 +152,12 @@ def _schedules(
     return schedule
 
 
-def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool, ring: int) -> int:
+def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool, ring: int, apart: bool) -> int:
     """Allocate guest slots for the iteration, if there are plans `ahead`, and for microbatches, in a ring; return their
-    bytes. The n-th layer has buffer n % ring."""
+    bytes. The n-th layer has buffer n % ring; if these are `apart`, forward passes have others."""
     num_bytes = sum(one.allocate_guests(slots) for one in experts) if ahead else 0
     for number, one in enumerate(experts if ring else ()):
-        num_bytes += one.allocate_guests(slots, experts[number - ring] if number >= ring else None)
+        num_bytes += one.allocate_guests(slots, experts[number - ring] if number >= ring else None, apart)
     return num_bytes
 
 
@@ -180,6 +184,7 @@ def _layer_state(
     owners: Placement,
     optimizer: MegatronOptimizer | None,
     trans_each: int,
+    apart: bool,
 ) -> LayerState:
     """Return a layer's state with its manager; also set how the layer's hosts share tokens."""
     config = wiring.config
@@ -236,7 +241,16 @@ def _layer_state(
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
-    return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
+    return LayerState(
+        manager,
+        layer.experts,
+        overlap,
+        fields,
+        within,
+        limit=layer.limit,
+        apart=ForwardSlots(layer.experts) if apart else None,
+        split=layer.split,
+    )
 
 
 def _usual_microbatches(config: TransformerConfig) -> int:

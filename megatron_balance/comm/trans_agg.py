@@ -24,14 +24,24 @@ ALIGNMENT = 16
 """Alignment of pieces in elements, and of staged tensors in bytes: kernels read 16 bytes at once."""
 
 
-class Slots(Protocol):
-    """The experts of one layer on this rank; every rank returns contiguous views in the same order."""
+TensorsOf = Callable[[int], Sequence[torch.Tensor]]
+"""Slot -> its expert's tensors."""
+
+
+class WeightSlots(Protocol):
+    """Weights of the experts of one layer on this rank; every rank returns contiguous views in the same order."""
 
     def ready(self) -> None: ...
 
-    def own(self, home_experts: Sequence[int]) -> None: ...
-
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]: ...
+
+
+class Slots(WeightSlots, Protocol):
+    """The experts of one layer on this rank, with gradients in the order of their weights."""
+
+    repeats: bool
+
+    def own(self, home_experts: Sequence[int]) -> None: ...
 
     def gradients_of(self, slot: int) -> Sequence[torch.Tensor]: ...
 
@@ -93,33 +103,37 @@ class TransAgg:
         """Whether messages are ordered by a stream, without host waits."""
         self._staging = [torch.empty(0, dtype=torch.uint8)] * (1 if self._is_queued else AHEAD + 1)
         """Staging buffers for received gradients of consecutive rounds, shared by all layers."""
-        self._prepared: weakref.WeakKeyDictionary[Slots, dict[bool, deque[_Prepared]]] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[WeightSlots, dict[bool, deque[_Prepared]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @torch.no_grad()
-    def trans(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
+    def trans(self, plan: TransPlan, placement: Placement, slots: WeightSlots) -> None:
         """Fill every guest slot with its owner's weights (primitive Trans, Pro-Prophet section IV-A)."""
-        self._run(self._ready(plan, placement, slots, adds=False).rounds)
+        self._run(self._ready(plan, placement, slots, slots.weights_of, adds=False).rounds)
 
     @torch.no_grad()
     def agg(self, plan: TransPlan, placement: Placement, slots: Slots) -> None:
         """Add every guest's gradients to its owner's, and zero the guests' (primitive Agg, Pro-Prophet section IV-A).
         The plan runs backward: a rank that passed on weights adds up the gradients it receives before it sends them on.
         The order of summation is the same in every run."""
-        prepared = self._ready(plan, placement, slots, adds=True)
+        prepared = self._ready(plan, placement, slots, slots.gradients_of, adds=True)
         self._run(prepared.rounds)
         if prepared.sent:
             torch._foreach_zero_(prepared.sent)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _ready(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
+    def _ready(
+        self, plan: TransPlan, placement: Placement, slots: WeightSlots, tensors_of: TensorsOf, adds: bool
+    ) -> _Prepared:
         for prepared in self._prepared.get(slots, {}).get(adds, ()):
             if prepared.plan is plan and prepared.placement is placement:
                 return prepared
-        prepared = self._prepare(plan, placement, slots, adds)
+        prepared = self._prepare(plan, placement, tensors_of, adds)
         self._prepared.setdefault(slots, {}).setdefault(adds, deque(maxlen=PARTS)).append(prepared)
         return prepared
 
-    def _prepare(self, plan: TransPlan, placement: Placement, slots: Slots, adds: bool) -> _Prepared:
-        rounds = _own_rounds(plan, placement, self.group.rank(), slots.gradients_of if adds else slots.weights_of)
+    def _prepare(self, plan: TransPlan, placement: Placement, tensors_of: TensorsOf, adds: bool) -> _Prepared:
+        rounds = _own_rounds(plan, placement, self.group.rank(), tensors_of)
         if adds:
             rounds = [(received, sent) for sent, received in reversed(rounds)]
         arriving = [[piece.tensor for piece in received] for _, received in rounds]
@@ -252,9 +266,7 @@ def cut(tensors: Sequence[torch.Tensor], piece: int, pieces: int) -> list[torch.
     return parts
 
 
-def _own_rounds(
-    plan: TransPlan, placement: Placement, rank: int, tensors_of: Callable[[int], Sequence[torch.Tensor]]
-) -> list[_OwnRound]:
+def _own_rounds(plan: TransPlan, placement: Placement, rank: int, tensors_of: TensorsOf) -> list[_OwnRound]:
     """Return this rank's messages of each of its rounds, in the order of Trans."""
 
     @cache

@@ -7,6 +7,7 @@ copies of other ranks' experts and collect the gradients of these copies.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ class GroupedExperts(MegatronModule):
         assert config.moe_ffn_hidden_size is not None
         self.home_experts = tuple(home_experts)
         self.gemm = gemm or TorchGemm()
+        self.repeats = False
+        """Whether the current forward pass is part of a backward pass, with whose guest slots it computes."""
         self.shard, self.shards = shards.rank(), shards.size()
         self.replica = pg_collection.expt_dp.rank()
         num_local_experts = len(self.home_experts)
@@ -134,8 +137,8 @@ class GroupedExperts(MegatronModule):
             rows_RH = (probs_R.unsqueeze(-1) * rows_RH).to(rows_RH.dtype)
             probs_R = torch.ones_like(probs_R)
         guests = len(tokens_per_slot) - len(self.home_experts)
-        first = SlotLinear(self.linear_fc1(guests), gradients.first)
-        second = SlotLinear(self.linear_fc2(guests), gradients.second)
+        first = SlotLinear(self.linear_fc1(guests, self.repeats), gradients.first)
+        second = SlotLinear(self.linear_fc2(guests, self.repeats), gradients.second)
         split = split_of(tokens_per_slot, rows_RH.device)
         inner = first(rows_RH, split)
         if not self.activation_recompute:
@@ -164,11 +167,11 @@ class GroupedExperts(MegatronModule):
             activated = config.activation_func(inner)
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
 
-    def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None) -> int:
+    def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None, apart: bool = False) -> int:
         """Add guest slots, after DDP has wrapped the model, or the latest ones of another layer; return the new
-        bytes."""
-        first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1)
-        return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2)
+        bytes. `apart`: forward passes have others than backward passes, see `ForwardSlots`."""
+        first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1, apart)
+        return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2, apart)
 
     def own(self, home_experts: Sequence[int]) -> None:
         """Set the logical experts in the home slots; checkpoints store weights by logical expert."""
@@ -180,16 +183,17 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1()
         self.linear_fc2()
 
-    def weights_of(self, slot: int) -> list[torch.Tensor]:
-        """Return views of all weights in one slot: home slots come first, guest slots after them. See `ready`."""
-        return [tensor.detach()[index] for tensor, index in self._tensors(slot)]
+    def weights_of(self, slot: int, forward: bool = False) -> list[torch.Tensor]:
+        """Return views of all weights in one slot: home slots come first, guest slots after them. See `ready`, and
+        `GroupedWeights.tensors_of` for `forward`."""
+        return [tensor.detach()[index] for tensor, index in self._tensors(slot, forward)]
 
     def gradients_of(self, slot: int) -> list[torch.Tensor]:
         """Return views of the gradients that a slot has collected before any reduction, ordered as in `weights_of`."""
         return [main_grad(tensor)[index] for tensor, index in self._tensors(slot)]
 
-    def _tensors(self, slot: int) -> list[tuple[torch.Tensor, int]]:
-        return [*self.linear_fc1.tensors_of(slot), *self.linear_fc2.tensors_of(slot)]
+    def _tensors(self, slot: int, forward: bool = False) -> list[tuple[torch.Tensor, int]]:
+        return [*self.linear_fc1.tensors_of(slot, forward), *self.linear_fc2.tensors_of(slot, forward)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -220,6 +224,19 @@ class GroupedExperts(MegatronModule):
             )
             for name, parameter in self.named_parameters()
         }
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSlots:
+    """The slots that forward passes compute with, if their guest slots are not those of backward passes."""
+
+    experts: GroupedExperts
+
+    def ready(self) -> None:
+        self.experts.ready()
+
+    def weights_of(self, slot: int) -> list[torch.Tensor]:
+        return self.experts.weights_of(slot, forward=True)
 
 
 class ShardCut(NamedTuple):

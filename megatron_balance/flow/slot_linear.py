@@ -14,22 +14,21 @@ from megatron_balance.flow.slot_weights import LinearGradients, Projection
 class SlotLinear:
     """A linear layer in consecutive slots."""
 
-    projections: Sequence[Projection]
+    projections: tuple[Sequence[Projection], Sequence[Projection]]
+    """Of the forward pass, and of the backward pass: equal values, maybe in different memory."""
     gradients: LinearGradients
 
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Weights of all slots, as tensors [S_i, O, I] of consecutive slots."""
-        return [projection.weight for projection in self.projections]
+    def weights(self, backward: bool = False) -> list[torch.Tensor]:
+        """Return the weights of all slots, as tensors [S_i, O, I] of consecutive slots."""
+        return [projection.weight for projection in self.projections[backward]]
 
-    @property
-    def biases(self) -> list[torch.Tensor]:
-        """Biases of all slots, as tensors [S_i, O]; empty if there are none."""
-        return [projection.bias for projection in self.projections if projection.bias is not None]
+    def biases(self, backward: bool = False) -> list[torch.Tensor]:
+        """Return the biases of all slots, as tensors [S_i, O]; empty if there are none."""
+        return [projection.bias for projection in self.projections[backward] if projection.bias is not None]
 
     def __call__(self, rows_RI: torch.Tensor, split: Split, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply rows by their slot's weight and add its bias, scaled by `scale_R` [R] if given: [R, I] -> [R, O]."""
-        return _SlotLinear.apply(rows_RI, scale_R if self.biases else None, self, split)
+        return _SlotLinear.apply(rows_RI, scale_R if self.biases() else None, self, split)
 
 
 class _SlotLinear(torch.autograd.Function):
@@ -39,10 +38,11 @@ class _SlotLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.linear = linear
         ctx.split = split
-        biases = linear.biases
+        weights = linear.weights()
+        biases = linear.biases()
         # Saving the weights lets autograd notice if something overwrites them before the backward pass
-        ctx.save_for_backward(rows_RI, scale_R, *linear.weights, *biases)
-        output_RO = linear.gradients.gemm.outputs(rows_RI, linear.weights, split)
+        ctx.save_for_backward(rows_RI, scale_R, *weights, *biases)
+        output_RO = linear.gradients.gemm.outputs(rows_RI, weights, split)
         if biases:
             assert isinstance(split, RowSplit), "biases are added slot by slot"
             _add_biases(output_RO, biases, split, scale_R)
@@ -57,10 +57,10 @@ class _SlotLinear(torch.autograd.Function):
         gradient_RO = gradients[0].contiguous()
         to_rows = None
         if ctx.needs_input_grad[0]:
-            to_rows = linear.gradients.gemm.input_gradients(gradient_RO, linear.weights, split)
+            to_rows = linear.gradients.gemm.input_gradients(gradient_RO, linear.weights(backward=True), split)
         to_scale = None
         if ctx.needs_input_grad[1]:
-            parts = zip(split.parts(gradient_RO), slots_of(linear.biases), strict=True)
+            parts = zip(split.parts(gradient_RO), slots_of(linear.biases(backward=True)), strict=True)
             sums = [(part_RO * bias_O).sum(-1) for part_RO, bias_O in parts]
             undefined = gradient_RO.new_empty(len(gradient_RO) - sum(split.sizes))
             to_scale = torch.cat([*sums, undefined]).to(scale_R.dtype)

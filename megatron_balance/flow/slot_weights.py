@@ -53,32 +53,46 @@ class GroupedWeights(torch.nn.Module):
             # DDP and the optimizer group parameters by this mark: whether they are replicated like other parameters
             parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
         self.guests: list[Projection] = []
-        """Guest slots: plain tensors, unknown to the optimizer, checkpoints and module conversions."""
+        """Guest slots: plain tensors, unknown to the optimizer, checkpoints and module conversions. They collect
+        gradients, and backward passes compute with their weights."""
+        self.forward_guests: list[Projection] = []
+        """Guest slots whose weights forward passes compute with: the same ones, or others without gradients."""
 
-    def allocate_guests(self, slots: int, shared: "GroupedWeights | None" = None) -> int:
+    def allocate_guests(self, slots: int, shared: "GroupedWeights | None" = None, apart: bool = False) -> int:
         """Add guest slots after DDP has set the parameters' `main_grad`, or the latest ones of another layer; return
-        the new bytes."""
+        the new bytes. `apart`: add others for forward passes."""
         if shared is not None:
             self.guests.append(shared.guests[-1])
+            self.forward_guests.append(shared.forward_guests[-1])
             return 0
-        bias = None if self.bias is None else _guest_like(self.bias, slots)
-        self.guests.append(Projection(_guest_like(self.weight, slots), bias))
-        return sum(guest.nbytes + main_grad(guest).nbytes for guest in self.guests[-1].tensors())
+        new = _new_guests(self, slots)
+        for guest, parameter in zip(new.tensors(), self.parameters(), strict=True):
+            guest.main_grad = main_grad(parameter).new_zeros(guest.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        self.guests.append(new)
+        self.forward_guests.append(_new_guests(self, slots) if apart else new)
+        more = self.forward_guests[-1].tensors() if apart else []
+        return sum(guest.nbytes + main_grad(guest).nbytes for guest in new.tensors()) + sum(one.nbytes for one in more)
 
-    def forward(self, guests: int = 0) -> list[Projection]:
-        """Return the weights to compute with: home slots, and the first `guests` guest slots. This is a forward pass
-        because DDP's `--overlap-param-gather` waits for parameters in a module's forward pre-hook."""
+    def forward(self, guests: int = 0, repeats: bool = False) -> tuple[list[Projection], list[Projection]]:
+        """Return the weights of home slots and of the first `guests` guest slots: to compute a forward pass with, which
+        may repeat another one as a part of a backward pass, and its backward pass. This is a forward pass because DDP's
+        `--overlap-param-gather` waits for parameters in a module's forward pre-hook."""
+        backward = self._first(self.guests, guests)
+        return backward if repeats else self._first(self.forward_guests, guests), backward
+
+    def _first(self, among: Sequence[Projection], guests: int) -> list[Projection]:
         found = [Projection(self.weight, self.bias)]
-        for projection in self.guests:
+        for projection in among:
             if guests:
                 found.append(projection.first(guests))
                 guests -= len(found[-1].weight)
         assert not guests, "guests need room: allocate_guests"
         return found
 
-    def tensors_of(self, slot: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them."""
-        for projection in (Projection(self.weight, self.bias), *self.guests):
+    def tensors_of(self, slot: int, forward: bool = False) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them. `forward`: of
+        the slots that forward passes compute with."""
+        for projection in (Projection(self.weight, self.bias), *(self.forward_guests if forward else self.guests)):
             if slot < len(projection.weight):
                 yield from ((tensor, slot) for tensor in projection.tensors())
                 return
@@ -91,12 +105,10 @@ def main_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.main_grad  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _guest_like(parameter: torch.nn.Parameter, slots: int) -> torch.Tensor:
-    """Return zeroed guest slots [G, ...] with a `main_grad` like a parameter under DDP."""
-    shape = (slots, *parameter.shape[1:])
-    guest = parameter.detach().new_zeros(shape)
-    guest.main_grad = main_grad(parameter).new_zeros(shape)  # pyright: ignore[reportAttributeAccessIssue]
-    return guest
+def _new_guests(linear: GroupedWeights, slots: int) -> Projection:
+    """Return zeroed guest slots [G, ...]."""
+    weight, *bias = (one.detach().new_zeros((slots, *one.shape[1:])) for one in linear.parameters())
+    return Projection(weight, bias[0] if bias else None)
 
 
 class SlotRows(NamedTuple):

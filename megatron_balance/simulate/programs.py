@@ -80,8 +80,6 @@ class StageSchedule:
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
     launching: tuple[float, float] = (0.0, 0.0)
     """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
-    pairs: bool = False
-    """Whether a forward pass and the backward pass after it, of another microbatch, hide each other's exchanges."""
     beside: Beside = UNHINDERED
     """How much longer exchanges and computation of paired passes take beside each other."""
     message: float = 0.0
@@ -112,10 +110,15 @@ class TeamProgram:
     """Number of the team's ranks."""
 
     def __post_init__(self) -> None:
-        self.steps = deque(self.stage.schedule)
         self.started: set[Action] = set()
+        self.waited: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were requested and have not begun."""
+        self.steps: dict[bool, deque[tuple[Action, list[Command]]]] = {True: deque(), False: deque()}
+        """Computations of forward passes (True) and others, with the commands that begin their steps. The schedule may
+        have forward and backward passes side by side, each in its own order."""
+        for step in self.stage.schedule:
+            self.steps[step.computation.is_forward].append((step.computation, [*self._begin(step)]))
         self.late = set(self.stage.late)
         """Blocks whose parameters are not gathered yet."""
         self.last_microbatch = max((one.microbatch for one in self.stage.passes), default=0)
@@ -128,18 +131,15 @@ class TeamProgram:
         passes = deque(stage.passes)
         while passes:
             one = passes.popleft()
-            after = passes[0] if passes else one
-            paired = stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch
-            if paired:
-                both = one, passes.popleft()
-                first, second = ([*self._with_messages(each._replace(paired=True))] for each in both)
+            if one.paired:
+                first, second = ([*self._with_messages(each)] for each in (one, passes.popleft()))
                 yield from _side_by_side(first, second, stage.beside)
             else:
-                yield from self._with_messages(one._replace(paired=False))
-        yield from self._begin(self._take(Operation.REDUCE))
+                yield from self._with_messages(one)
+        yield from self._take(Operation.REDUCE)[1]
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
-        yield from self._begin(self._take(Operation.STEP))
+        yield from self._take(Operation.STEP)[1]
         yield self._compute("optimizer", stage.step)
         yield from self._collective("gather", stage.gather)
         for number, layer in self.layers.items():
@@ -187,7 +187,7 @@ class TeamProgram:
             if layer.repeats:
                 weights = Action(number, Operation.BTRANS, microbatch=one.microbatch)
                 if weights in self.started:
-                    yield self._wait(weights)
+                    yield Wait(self._key(weights))
                 name = f"L{number} repeated m{one.microbatch}"
                 labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
                 for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
@@ -197,13 +197,11 @@ class TeamProgram:
 
     def _other(self, operation: Operation) -> Iterator[Command]:
         """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
-        step = self._take(operation)
-        yield from self._begin(step)
-        block = step.computation.block
-        forward = operation is Operation.FNEC
-        yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
-        if not forward:
-            yield from self._reduced(block, step.computation.microbatch)
+        computation, begin = self._take(operation)
+        yield from begin
+        yield self._compute(computation.name, self.stage.others[computation.block][0 if computation.is_forward else 1])
+        if not computation.is_forward:
+            yield from self._reduced(computation.block, computation.microbatch)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
         if microbatch == self.last_microbatch and block in self.stage.early:
@@ -221,20 +219,18 @@ class TeamProgram:
 
     def _experts(self, direction: Direction, operation: Operation, part: int, paired: bool) -> Iterator[Command]:
         """Run an MoE layer's pass, and begin the steps of its exchanges and experts where the runtime does."""
-        first = self._take(Operation.A2A, part)
-        experts = self._take(operation)
-        second = self._take(Operation.A2A, part + 1)
-        yield from self._begin(first)
+        first, begin_first = self._take(Operation.A2A, part)
+        experts, begin_experts = self._take(operation)
+        second, begin_second = self._take(Operation.A2A, part + 1)
+        yield from begin_first
         computing = [index for index, step in enumerate(direction.order) if step.task is ChunkTask.E]
-        name = experts.computation.name
-        for index, commands in enumerate(self._tasks(direction, name, first.computation.name, second.computation.name)):
+        for index, commands in enumerate(self._tasks(direction, experts.name, first.name, second.name)):
             if index == computing[0]:
-                yield from self._begin(experts)
+                yield from begin_experts
             yield from commands
             if index == computing[-1]:
-                yield from self._begin(second)
-        forward = operation is Operation.FEC
-        if idle := self._unlaunched(direction, experts.computation.block, forward, paired):
+                yield from begin_second
+        if idle := self._unlaunched(direction, experts.block, experts.is_forward, paired):
             yield self._compute(IDLE, idle)
 
     def _unlaunched(self, direction: Direction, block: int, forward: bool, paired: bool) -> float:
@@ -276,7 +272,8 @@ class TeamProgram:
         return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
-        yield from (self._wait(action) for action in step.waits if action in self.started)
+        """Yield the commands just before a step's computation; called once a step, in the schedule's order."""
+        yield from self._waits(step)
         for action in step.planning:
             if action.microbatch is None:
                 self.asked.append(action)
@@ -292,24 +289,31 @@ class TeamProgram:
             self.asked.clear()
         for action in step.communication:
             yield self._start(action, self.layers[action.block].moves(action), "moves")
-        yield from (self._wait(action) for action in step.waits if action in self.started)
+        yield from self._waits(step)
+
+    def _waits(self, step: Step) -> Iterator[Command]:
+        """Wait for those actions that have started, once each."""
+        for action in step.waits:
+            if action in self.started - self.waited:
+                yield self._wait(action)
 
     def _start(self, action: Action, work: Work, lane: str) -> Command:
         self.started.add(action)
         return Start(self._key(action), action.name, work, lane)
 
     def _wait(self, action: Action) -> Command:
-        self.started.remove(action)
+        self.waited.add(action)
         return Wait(self._key(action))
 
     def _key(self, action: Action) -> Hashable:
         return self.stage.number, self.team, action
 
-    def _take(self, operation: Operation, part: int | None = None) -> Step:
-        step = self.steps.popleft()
-        found = step.computation
+    def _take(self, operation: Operation, part: int | None = None) -> tuple[Action, list[Command]]:
+        """Return the next computation of a forward or another pass, and the commands that begin its step."""
+        forward = operation in (Operation.FEC, Operation.FNEC) or (operation is Operation.A2A and part in (1, 2))
+        found, begin = self.steps[forward].popleft()
         assert found.operation is operation and part in (None, found.part), f"{found} where {operation} is expected"
-        return step
+        return found, begin
 
     def _compute(self, label: str, seconds: float) -> Command:
         return Compute(label, np.full(self.ranks, seconds))
@@ -318,9 +322,11 @@ class TeamProgram:
 def _side_by_side(first: list[Command], second: list[Command], beside: Beside) -> Iterator[Command]:
     """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress.
 
-    Both take longer meanwhile. The host launches kernels during the time that is added to computation.
+    Both take longer meanwhile. The host launches kernels during the time that is added to computation. A pass also
+    gives way before it waits for what the other one starts.
     """
     left = deque(first), deque(second)
+    starts = [{one.key for one in commands if isinstance(one, Start)} for commands in left]
     added = [0.0, 0.0]
     turn = 0
     while left[0] or left[1]:
@@ -328,6 +334,11 @@ def _side_by_side(first: list[Command], second: list[Command], beside: Beside) -
         other = 1 - turn
         while commands:
             command = commands.popleft()
+            if isinstance(command, Start):
+                starts[turn].discard(command.key)
+            if isinstance(command, Wait) and command.key in starts[other]:
+                commands.appendleft(command)
+                break
             if isinstance(command, Compute) and command.label == IDLE:
                 command = command._replace(seconds_R=np.maximum(command.seconds_R - added[turn], 0.0))
                 added[turn] = 0.0

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from megatron_balance.comm.ownership_transfer import Field
-from megatron_balance.comm.trans_agg import Slots
+from megatron_balance.comm.trans_agg import Slots, WeightSlots
 from megatron_balance.cost.calibration import Factors
 from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.cost.sending import Sending, SendingModel
@@ -97,6 +97,8 @@ class LayerState:
     """Plans for the exact load of each microbatch; None: there are no such plans."""
     limit: int | None = None
     """Most rows of a rank in a certified pass; None: passes need no certificate."""
+    apart: WeightSlots | None = None
+    """Slots of forward passes, if their guest slots are not those of backward passes; None: `slots`."""
     split: str | None = None
     """How hosts share tokens in each microbatch; None: as the manager's cost model assumes."""
 
@@ -131,6 +133,10 @@ class LayerState:
     @property
     def placement(self) -> Placement:
         return self.manager.placement
+
+    @property
+    def forward_slots(self) -> WeightSlots:
+        return self.apart or self.slots
 
     @property
     def rounds(self) -> PlacementRounds:

@@ -102,6 +102,7 @@ def lower(
     overlap: Overlapping,
     *,
     ring: int = 0,
+    apart: bool = False,
     ahead: bool = True,
     late: bool = False,
     reduce_early: bool = False,
@@ -113,6 +114,7 @@ def lower(
         passes, blocks, on_device: see `compute_order`.
         ring: number of guest buffers if there are plans for the exact load of each microbatch (`each_microbatch`); 0:
             there are none.
+        apart: whether forward passes have guest buffers of their own, as paired passes need.
         ahead: whether there are plans for the next iteration.
         late: whether the forward pass does not wait for its load; then planning the next iteration must not wait for it
             either.
@@ -130,7 +132,7 @@ def lower(
     elif ahead:
         added += blocking(schedule, layers, first)
     if ring:
-        each = each_microbatch(schedule, layers, ring, overlap, reduce_early)
+        each = each_microbatch(schedule, layers, ring, overlap, reduce_early, apart)
         # Guests of the iteration pass on their weights to guests of a microbatch, and these pass on their gradients
         aggs = [one for one in added if one.action.operation is Operation.AGG]
         added = [*(one for one in added if one not in aggs), *each, *aggs]
@@ -208,11 +210,13 @@ def agg_blockwise(schedule: Schedule, layers: Iterable[int], last: Places, reduc
 
 
 def each_microbatch(
-    schedule: Schedule, layers: Sequence[int], ring: int, overlap: Overlapping, reduce_early: bool
+    schedule: Schedule, layers: Sequence[int], ring: int, overlap: Overlapping, reduce_early: bool, apart: bool
 ) -> Iterator[Placed]:
     """Plan each microbatch m of block i when its load is known, and send weights and gradients for this microbatch.
 
-    The blocks of a stage share `ring` buffers of guest slots: the n-th block, counted from 0, has buffer n % ring.
+    The blocks of a stage share `ring` buffers of guest slots: the n-th block, counted from 0, has buffer n % ring. If
+    these are `apart`, forward passes have as many others. Each action starts and ends in passes of one direction, so
+    that a device orders it after the work of these passes alone.
 
         PLAN(i, m)    before A2A(i, m), which needs it
         TRANS(i, m)   starts with the dispatch A2A(i, m) and ends before FEC(i, m)
@@ -223,26 +227,27 @@ def each_microbatch(
     """
     buffer_of = {layer: position % ring for position, layer in enumerate(layers)}
     # BTRANS before AGG: the next computation waits for it
-    spans = [*_weights(schedule, buffer_of), *_gradients(schedule, buffer_of, reduce_early)]
+    spans = [*_weights(schedule, buffer_of, apart), *_gradients(schedule, buffer_of, reduce_early)]
     yield from spans if overlap == "blockwise" else (one._replace(start=one.wait) for one in spans)
 
 
-def _weights(schedule: Schedule, buffer_of: Mapping[int, int]) -> Iterator[Placed]:
+def _weights(schedule: Schedule, buffer_of: Mapping[int, int], apart: bool) -> Iterator[Placed]:
     """Return every PLAN, TRANS and BTRANS of `each_microbatch`."""
     at = {step.computation: number for number, step in enumerate(schedule)}
-    latest: dict[int, tuple[int, int | None]] = {}
-    """The block and the microbatch whose weights each buffer has."""
+    latest: dict[tuple[int, bool], tuple[int, int | None]] = {}
+    """By buffer, and whether only forward passes use it: the block and the microbatch whose weights it has."""
     for number, step in enumerate(schedule):
         block, operation, part, _, microbatch, _ = step.computation
+        buffer = buffer_of.get(block, 0), apart and operation is Operation.FEC
         if (operation, part) == (Operation.A2A, 1):
             yield Placed(Action(block, Operation.PLAN, microbatch=microbatch), number, number)
             experts = at[Action(block, Operation.FEC, microbatch=microbatch)]
             yield Placed(Action(block, Operation.TRANS, microbatch=microbatch), number, experts)
-        elif operation is Operation.BEC and latest[buffer_of[block]] != (block, microbatch):
+        elif operation is Operation.BEC and latest.get(buffer) != (block, microbatch):
             beside = at[Action(block, Operation.BNEC, microbatch=microbatch)]
             yield Placed(Action(block, Operation.BTRANS, microbatch=microbatch), beside, number)
         if operation in (Operation.FEC, Operation.BEC):
-            latest[buffer_of[block]] = block, microbatch
+            latest[buffer] = block, microbatch
 
 
 def _gradients(schedule: Schedule, buffer_of: Mapping[int, int], reduce_early: bool) -> Iterator[Placed]:
@@ -258,10 +263,13 @@ def _gradients(schedule: Schedule, buffer_of: Mapping[int, int], reduce_early: b
             yield leaving.pop(buffer_of[block])._replace(wait=number)
         if (operation, part) == (Operation.A2A, 4):
             # This exchange may hide the computation of weight gradients, so they are complete after it
+            after = number + 1
+            while schedule[after].computation.is_forward:
+                after += 1
             if reduce_early:
                 for buffer in [buffer for buffer, one in leaving.items() if one.action.microbatch == last]:
-                    yield leaving.pop(buffer)._replace(wait=number + 1)
-            leaving[buffer_of[block]] = Placed(Action(block, Operation.AGG, microbatch=microbatch), number + 1, reduce)
+                    yield leaving.pop(buffer)._replace(wait=after)
+            leaving[buffer_of[block]] = Placed(Action(block, Operation.AGG, microbatch=microbatch), after, reduce)
     yield from leaving.values()
 
 

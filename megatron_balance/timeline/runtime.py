@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.ownership_transfer import ExpertMover
-from megatron_balance.comm.trans_agg import TransAgg
+from megatron_balance.comm.trans_agg import TransAgg, WeightSlots
 from megatron_balance.cost.calibration import UNCALIBRATED, Calibration, Factors
 from megatron_balance.device import clock
 from megatron_balance.device.host_memory import Reading
@@ -145,8 +145,11 @@ class Balancer:
         computation = self._in_schedule(Action(block, operation, part, parts))
         if computation is not None:
             self._begin(computation)
-        elif operation is Operation.FEC and self.ring is not None and self._steps and not self.aside:
-            self._hold(block, self._returning(block))
+        if operation is Operation.FEC and self.ring is not None:
+            repeats = computation is None and bool(self._steps) and not self.aside
+            self.layers[block].slots.repeats = repeats
+            if repeats:
+                self._hold(block, self._returning(block))
 
     def host(self, number: int, load: Reading, training: bool) -> Placement:
         """Return the placement of a layer for a forward pass with this load [D, E]. Every host has received an expert's
@@ -265,20 +268,26 @@ class Balancer:
             return
         whole = state.rounds_in(action.microbatch)
         rounds = whole.of(action)
-        start = self._start_agg if action.operation is Operation.AGG else self._start_trans
-        self._started[action] = rounds, start(state, whole, rounds)
+        if action.operation is Operation.AGG:
+            work = self._start_agg(state, whole, rounds)
+        else:
+            slots = state.slots if action.operation is Operation.BTRANS else state.forward_slots
+            work = self._start_trans(state, whole, rounds, slots)
+        self._started[action] = rounds, work
 
-    def _start_trans(self, state: LayerState, whole: PlacementRounds, rounds: TransPlan) -> AsyncWork | None:
-        if self.ring is not None and whole is not state.rounds and not self.ring.take(state.slots, whole):
+    def _start_trans(
+        self, state: LayerState, whole: PlacementRounds, rounds: TransPlan, slots: WeightSlots
+    ) -> AsyncWork | None:
+        if self.ring is not None and whole is not state.rounds and not self.ring.take(slots, whole):
             return None
         # Start even an empty Trans: `ready` may start a gather that replicas with other plans take part in
         with record_function("Trans"):
-            work = functools.partial(self.trans_agg.trans, rounds, whole.placement, state.slots)
-            return self._side_stream.start(work, state.slots.ready)
+            work = functools.partial(self.trans_agg.trans, rounds, whole.placement, slots)
+            return self._side_stream.start(work, slots.ready)
 
     def _bring(self, state: LayerState, whole: PlacementRounds) -> None:
-        """Fill a layer's guest slots outside of a schedule."""
-        work = self._start_trans(state, whole, whole.plan)
+        """Fill a layer's guest slots for a forward pass outside of a schedule."""
+        work = self._start_trans(state, whole, whole.plan, state.forward_slots)
         if work is not None:
             work.wait()
 

@@ -79,6 +79,10 @@ POLICIES = {
     f"--use-distributed-optimizer {HOT}",
     "flexmoe and quota dp2": "--expert-model-parallel-size 2 --balance-policy flexmoe --balance-inner-policy quota "
     f"--balance-overlap blockwise --use-distributed-optimizer {HOT}",
+    "paired, quota exact dp2": "--expert-model-parallel-size 2 --balance-policy quota --balance-load exact "
+    f"--overlap-moe-expert-parallel-comm --balance-overlap blockwise --use-distributed-optimizer {HOT}",
+    "paired, flexmoe and quota dp2": "--expert-model-parallel-size 2 --balance-policy flexmoe --balance-inner-policy "
+    f"quota --overlap-moe-expert-parallel-comm --balance-overlap blockwise --use-distributed-optimizer {HOT}",
     "fastermoe ema dp2": "--expert-model-parallel-size 2 --balance-policy fastermoe --balance-predictor ema "
     f"--use-distributed-optimizer {HOT}",
     "top3 linear every third, pp2": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --balance-policy "

@@ -120,7 +120,7 @@ QUICK = {
     "sinks": ("TP2", "sinks", "biases"),
     "biases": ("TP2-SP", "sinks", "biases"),
     "exact": ("EP2", "PP2", "exact", "biases"),
-    "paired": ("EP2", "PP2-interleaved", "paired", "predictions"),
+    "paired": ("EP2", "PP2-interleaved", "paired", "predictions", "exact"),
     "megatron's layer": ("TP2-SP", "EP2", "sinks", "biases", "megatron's layer"),
     "megatron's layer alone": ("2-replicas", "sinks", "biases", "megatron's layer"),
 }

@@ -20,7 +20,11 @@ PAIRED = "--overlap-moe-expert-parallel-comm"
 TOLERANCE = 1e-5
 EP2 = "--expert-model-parallel-size 2 --global-batch-size 16 --moe-router-force-workload hot_experts"
 
-INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+PIPELINE = "--num-layers 4 --pipeline-model-parallel-size 2"
+INTERLEAVED = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
+
+EXACT = "--balance-policy quota --balance-load exact"
+TWO_SCALES = "--balance-policy top2 --balance-inner-policy quota"
 
 CASES = {
     "alone": (2, ""),
@@ -53,12 +57,68 @@ CASES = {
         "--overlap-grad-reduce --overlap-param-gather --num-layers 4",
     ),
     "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
+    "pipeline": (4, PIPELINE),
+    "pipeline, distributed optimizer": (
+        8,
+        f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "pipeline, blockwise": (4, f"{PIPELINE} --balance-policy top2 --balance-overlap blockwise"),
+    "pipeline, recomputation": (
+        4,
+        f"{PIPELINE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "pipeline, uneven stages, chunks": (
+        4,
+        f"{PIPELINE} --decoder-first-pipeline-num-layers 1 --moe-comm-chunks 3",
+    ),
+    "pipeline, described stages, batched messages": (
+        4,
+        f"{PIPELINE} --pipeline-model-parallel-layout Et|tttL --no-overlap-p2p-communication",
+    ),
+    "pipeline, multi-token prediction": (4, f"{PIPELINE} --mtp-num-layers 1 --position-embedding-type rope"),
+    "pipeline, exact": (4, f"{PIPELINE} {EXACT} --balance-overlap blockwise"),
+    "pipeline, two time scales": (4, f"{PIPELINE} {TWO_SCALES} --balance-overlap blockwise"),
+    "four stages": (8, "--num-layers 4 --pipeline-model-parallel-size 4"),
+    "exact": (2, f"{EXACT} --balance-overlap blockwise"),
+    "exact, blocking, one buffer": (4, f"{EXACT} --balance-guest-ring 1"),
+    "exact, chunks, codec": (
+        2,
+        f"{EXACT} --balance-overlap blockwise --moe-comm-chunks 3 --moe-comm-order interleaved --num-layers 4 "
+        "--moe-comm-codec int8 --moe-comm-codec-directions all",
+    ),
+    "exact, full recomputation": (
+        2,
+        f"{EXACT} --balance-overlap blockwise --num-layers 4 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+    ),
+    "exact, layer recomputation": (
+        2,
+        f"{EXACT} --balance-overlap blockwise --recompute-granularity selective --recompute-modules moe",
+    ),
+    "exact, distributed optimizer": (
+        4,
+        f"{EXACT} --balance-overlap blockwise --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --num-layers 4",
+    ),
+    "exact, certified": (2, f"{EXACT} --balance-overlap blockwise --balance-certify 0.5"),
+    "two time scales": (4, f"{TWO_SCALES} --balance-overlap blockwise --num-layers 4"),
+    "two time scales, distributed optimizer": (
+        4,
+        f"{TWO_SCALES} --balance-overlap blockwise --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+    ),
     "interleaved": (4, f"{INTERLEAVED}"),
     "interleaved, distributed optimizer": (
         8,
         f"{INTERLEAVED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     "interleaved, blockwise": (4, f"{INTERLEAVED} --balance-policy top2 --balance-overlap blockwise"),
+    "interleaved, exact": (
+        8,
+        f"{INTERLEAVED} {EXACT} --balance-overlap blockwise --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+    ),
+    "interleaved, two time scales": (4, f"{INTERLEAVED} {TWO_SCALES} --balance-overlap blockwise"),
     "interleaved, recomputation": (
         4,
         f"{INTERLEAVED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -71,13 +131,21 @@ QUICK = ("full recomputation", "interleaved, blockwise")
 
 
 @pytest.mark.parametrize(("world_size", "flags"), variants(CASES, quick=QUICK))
-def test_losses_are_those_of_one_pass_after_the_other(ranks, curve_of, length, world_size: int, flags: str) -> None:
+def test_losses_are_those_of_one_pass_after_the_other(
+    ranks, curve_of, length, profiles: dict[int, Path], world_size: int, flags: str
+) -> None:
     iterations = length(4)
     plain = f"{EP2} {flags}"
+    if balanced := "--balance-policy" in flags:
+        plain += f" --balance-profile {profiles[2]}"
     paired = curve_of(f"{plain} {PAIRED}", iterations, world_size)
-    assert deviation(paired, curve_of(plain, iterations, world_size)) <= TOLERANCE
+    alone = curve_of(plain, iterations, world_size)
+    assert paired == alone if balanced else deviation(paired, alone) <= TOLERANCE
     # Sums have a fixed order
-    assert ranks(world_size).run(runs.train_curve, f"{plain} {PAIRED}", iterations)[0] == paired
+    again, hosts = ranks(world_size).run(runs.train_hosts, f"{plain} {PAIRED}", iterations)[0]
+    assert again == paired
+    moves = "--balance-ownership" in flags
+    assert moves or (sum(number > 0 for number in hosts) >= iterations / 2) == balanced
 
 
 @pytest.mark.slow

@@ -52,8 +52,10 @@ TOGETHER_AT_ONCE = (
     ("sequence parallelism", "expert shards", "all-to-all", "codec", "chunks", "blockwise overlap", "paired passes"),
     (
         *("interleaved pipeline", "blockwise overlap", "distributed optimizer", "capacity", "layer recomputation"),
-        *("chunks", "paired passes"),
+        *("chunks", "paired passes", "exact plans"),
     ),
+    ("exact plans", "blockwise overlap", "full recomputation", "paired passes"),
+    ("two time scales", "blockwise overlap", "distributed optimizer", "paired passes"),
     ("s1", "ownership", "distributed optimizer"),
     ("s2", "exact plans", "full recomputation"),
     ("allgather", "policy"),

@@ -40,6 +40,16 @@ def test_what_flags_ask_for_is_read_without_another_wait(device_ranks) -> None:
     assert more.curve == usual.curve
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "blockwise", "exact", "two_scales"])
+def test_pairs_add_no_wait(device_ranks, name: str) -> None:
+    flags = f"{PLAIN} {CASES[name].flags} --global-batch-size {6 * WORLD_SIZE}"
+    ranks = device_ranks(WORLD_SIZE)
+    alone, paired = (ranks.run(watched, f"{flags} {more}", 2)[0] for more in ("", "--overlap-moe-expert-parallel-comm"))
+    assert not paired.complaints
+    assert sum(paired.synchronizations.values()) == sum(alone.synchronizations.values())
+
+
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "measurements" / "host_waits.md"
 
 

@@ -102,6 +102,7 @@ class Slots:
 
     number: int
     home: list[Sequence[int]] = field(default_factory=list)
+    repeats: bool = False
 
     def ready(self) -> None:
         pass
@@ -222,16 +223,17 @@ def grouped(load: Load, layer: int) -> np.ndarray:
     return condensed(np.stack(load[layer]), owners(OWNERS))
 
 
-def passes(microbatches: int) -> list[Pass]:
+def passes(microbatches: int, paired: bool = False) -> list[Pass]:
     """Return the passes of two model chunks, with some forward passes ahead."""
     table = [(chunk, microbatch) for microbatch, chunk in get_schedule_table(microbatches, 2, microbatches)]
-    return one_forward_one_backward(table, 2, microbatches + 1)
+    return one_forward_one_backward(table, 2, microbatches + 1, paired)
 
 
 def build(
     monkeypatch: pytest.MonkeyPatch,
     overlap: Overlapping = "blockwise",
     ring: int = 0,
+    paired: bool = False,
     ahead: bool = True,
     late: bool = False,
     threads: bool = False,
@@ -243,6 +245,7 @@ def build(
     """Build a balancer of four layers.
 
     Args:
+        paired: whether passes take turns, with guest slots of their own.
         threads: use a side stream and a planning thread; otherwise, the calling thread does all work.
         policy: constructs the policy of a layer.
         more: further arguments of Balancer.
@@ -259,6 +262,7 @@ def build(
                 Manager(policy(number, journal), COST, Predictor(predictor), OWNERS, interval=interval),
                 Slots(number),
                 BESIDE,
+                apart=Slots(number) if paired else None,
             )
             for number in LAYERS
         }
@@ -271,13 +275,11 @@ def build(
             trans_agg=JournaledTransAgg(journal),
             layers=states,
             schedule=lambda microbatches: lower(
-                passes(microbatches), BLOCKS, overlap, ring=ring, ahead=ahead, late=late
+                passes(microbatches, paired), BLOCKS, overlap, ring=ring, apart=paired, ahead=ahead, late=late
             ),
             microbatches=lambda: world.microbatches,
             guest_bytes=0,
-            ring=GuestRing({states[layer].slots: number % ring for number, layer in enumerate(LAYERS)})
-            if ring
-            else None,
+            ring=GuestRing.of([states[layer] for layer in LAYERS], ring) if ring else None,
             ahead=ahead,
             **more,
         )

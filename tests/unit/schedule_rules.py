@@ -20,34 +20,38 @@ def validate(schedule: Schedule) -> None:
     assert not problems, (problems[0], grid(schedule))
 
 
-def validate_ring(schedule: Schedule, ring: int) -> None:
+def validate_ring(schedule: Schedule, ring: int, apart: bool = False) -> None:
     """Check a schedule in which each microbatch has its own Plan, Trans and Agg, by playing it.
 
     Experts compute with the weights of their own pass, which have arrived. BEC or the exchange after it writes
     gradients to a buffer without gradients. They leave it after that, and are home before they are reduced and before
-    the buffer is written again.
+    the buffer is written again. A Trans starts and ends in forward passes, the other messages in backward passes, so
+    that they follow the work of these passes on a device. `apart`: forward passes have buffers of their own.
     """
-    problems = list(_ring_problems(schedule, ring))
+    problems = list(_ring_problems(schedule, ring, apart))
     assert not problems, (problems[0], grid(schedule))
 
 
-def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
+def _ring_problems(schedule: Schedule, ring: int, apart: bool) -> Iterator[Problem]:
     layers = sorted({step.computation.block for step in schedule if step.computation.operation is Operation.FEC})
     buffer_of = {layer: position % ring for position, layer in enumerate(layers)}
     started: set[Action] = set()
     ended: set[Action] = set()
-    weights: dict[int, Action] = {}
-    """By buffer: the latest Trans that was started."""
+    weights: dict[tuple[int, bool], Action] = {}
+    """By buffer, and whether only forward passes use it: the latest Trans that was started."""
     gradients: dict[int, tuple[int, int | None, bool]] = {}
     """By buffer: the pass whose gradients it has, and whether they are complete."""
     for number, (computation, communication, planning, waits) in enumerate(schedule):
         block, operation, part, _, microbatch, _ = computation
         new = (*planning, *communication)
+        for action in (*communication, *waits):
+            if computation.is_forward != (action.operation in (Operation.PLAN, Operation.TRANS)):
+                yield number, f"{action} in a pass of the other direction"
         for action in (*(one for one in waits if one not in new), *new, *(one for one in waits if one in new)):
             if action in new and action not in started:
                 started.add(action)
                 if action.operation in (Operation.TRANS, Operation.BTRANS):
-                    weights[buffer_of[action.block]] = action
+                    weights[buffer_of[action.block], apart and action.operation is Operation.TRANS] = action
                     if Action(action.block, Operation.PLAN, microbatch=action.microbatch) not in started:
                         yield number, f"{action} starts before its plan"
                 complete = action.block, action.microbatch, True
@@ -62,7 +66,7 @@ def _ring_problems(schedule: Schedule, ring: int) -> Iterator[Problem]:
             if action.operation is Operation.AGG:
                 gradients.pop(buffer_of[action.block], None)
         if operation in (Operation.FEC, Operation.BEC):
-            holds = weights.get(buffer_of[block])
+            holds = weights.get((buffer_of[block], apart and operation is Operation.FEC))
             if holds is None or (holds.block, holds.microbatch) != (block, microbatch) or holds not in ended:
                 yield number, f"{computation} finds the weights of {holds}"
         if operation is Operation.BEC:

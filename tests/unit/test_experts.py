@@ -303,6 +303,38 @@ def test_gradients_are_added_to_main_gradients(dtype: torch.dtype, bias: bool) -
         torch.testing.assert_close(found.double(), expected[number], rtol=1e-6, atol=1e-5)
 
 
+def test_a_backward_pass_computes_with_guest_slots_of_its_own() -> None:
+    """So does a forward pass that it repeats; guest slots of other forward passes may hold other experts by then."""
+    results = []
+    for apart in (False, True):
+        torch.manual_seed(0)
+        linear = new_linear(2, 16, 8, torch.float64)
+        for parameter in linear.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        used = linear.allocate_guests(2, apart=apart)
+        size = 2 * (8 * 16 + 8) * 8
+        assert used == (3 if apart else 2) * size
+        for own, other in zip(linear.guests[0].tensors(), linear.forward_guests[0].tensors(), strict=True):
+            assert (own is other) != apart
+            own.normal_()
+            other.copy_(own)
+        rows = random(5, 16, dtype=torch.float64)
+        gradients = LinearGradients(linear, 4, TorchGemm())
+        split = RowSplit([2, 1, 1, 1], rows.device)
+        scale = random(5, dtype=torch.float64)
+        output = SlotLinear(linear(2), gradients)(rows, split, scale)
+        if apart:
+            for other in linear.forward_guests[0].tensors():
+                other.data = torch.full_like(other, torch.nan)
+        repeated = SlotLinear(linear(2, True), gradients)(rows, split, scale)
+        output.sum().backward()
+        gradients.finish()
+        guests = [one.main_grad for one in linear.guests[0].tensors()]
+        results.append([output, repeated, rows.grad, scale.grad, *guests])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_overwritten_weights_are_noticed() -> None:
     linear = new_linear(2, 16, 16, torch.float32)
     rows = random(5, 16, dtype=torch.float32)

@@ -61,6 +61,7 @@ EXPECTED = {name: stage.lowered() for name, stage in BLOCKWISE.items()} | {
     "2_blocks_blocking": Stage([[1, 2]]).lowered("none"),
     "2_blocks_paired": Stage([[1, 2]], microbatches=2, paired=True).lowered(),
     "2_blocks_paired_on_device": Stage([[1, 2]], microbatches=2, paired=True).lowered(on_device=True),
+    "2_blocks_paired_exact": Stage([[1, 2]], 2, paired=True).lowered(ring=2, apart=True, ahead=False),
     "2_blocks_blocking_exact": Stage([[1, 2]]).lowered("none", ring=2, ahead=False),
     "3_blocks_exact": Stage([[1, 2, 3]], 2, 0, 2).lowered(ring=2, ahead=False),
     "3_blocks_exact_reduced_early": Stage([[1, 2, 3]]).lowered(ring=2, ahead=False, reduce_early=True),
@@ -134,14 +135,22 @@ def test_every_schedule_is_valid(stage: Stage, flag: bool, late: bool, blockwise
         assert not step.communication or step.computation.operation in may_overlap
 
 
-@given(stages(), st.integers(1, 4), st.booleans(), st.sampled_from(["none", "blockwise"]))
-def test_layers_share_guest_slots(stage: Stage, ring: int, early: bool, overlap: Overlapping) -> None:
-    schedule = stage.lowered(overlap, ring=ring, ahead=False, reduce_early=early)
-    validate_ring(schedule, ring)
-    assert [step.computation for step in schedule] == [step.computation for step in stage.lowered("none")]
+@given(
+    st.booleans().flatmap(stages),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["none", "blockwise"]),
+)
+def test_layers_share_guest_slots(stage: Stage, ring: int, early: bool, on_device: bool, overlap: Overlapping) -> None:
+    common = {"reduce_early": early, "on_device": on_device}
+    exact = {"ring": ring, "apart": stage.paired, **common}
+    schedule = stage.lowered(overlap, ahead=False, **exact)
+    validate_ring(schedule, ring, stage.paired)
+    assert [step.computation for step in schedule] == [step.computation for step in stage.lowered("none", **common)]
     # Plans for the next iteration add their own actions: Trans before those of a microbatch, Agg after them
-    both = stage.lowered(overlap, ring=ring, reduce_early=early)
-    for step, one, other in zip(both, schedule, stage.lowered(overlap, reduce_early=early), strict=True):
+    both = stage.lowered(overlap, **exact)
+    for step, one, other in zip(both, schedule, stage.lowered(overlap, **common), strict=True):
         aggs = tuple(action for action in other.communication if action.operation is Operation.AGG)
         trans = tuple(action for action in other.communication if action.operation is Operation.TRANS)
         assert step.communication == trans + one.communication + aggs
@@ -153,6 +162,7 @@ EXHAUSTIVE = [
     *(Stage([[1, 2, 3]], 3, stage, 2) for stage in (0, 1)),
     *(Stage(blocks, 2, stage, 2) for blocks in ([[1], [2, 3]], [[1, 2], [3]], [[1], [3], [5]]) for stage in (0, 1)),
     *(Stage([[1, 2], [3]], 4, stage, 2) for stage in (0, 1)),
+    Stage([[1, 2, 3]], 3, paired=True), Stage([[1, 2], [3]], 4, 1, 2, paired=True),
 ]  # fmt: skip
 
 
@@ -161,19 +171,19 @@ EXHAUSTIVE = [
 def test_what_is_wrong_with_shared_guest_slots_is_found(ring: int, overlap: Overlapping) -> None:
     """Each schedule is valid, but not without one of its actions, nor if experts do not wait for their weights."""
     for stage in EXHAUSTIVE:
-        schedule = stage.lowered(overlap, ring=ring, ahead=False)
-        validate_ring(schedule, ring)
+        schedule = stage.lowered(overlap, ring=ring, apart=stage.paired, ahead=False)
+        validate_ring(schedule, ring, stage.paired)
         for number, step in enumerate(schedule):
             for column in ("communication", "planning", "waits"):
                 for action in getattr(step, column):
                     without = step._replace(**{column: tuple(one for one in getattr(step, column) if one != action)})
                     with pytest.raises(AssertionError):
-                        validate_ring((*schedule[:number], without, *schedule[number + 1 :]), ring)
+                        validate_ring((*schedule[:number], without, *schedule[number + 1 :]), ring, stage.paired)
             if step.computation.operation in (Operation.FEC, Operation.BEC) and step.waits:
                 after = schedule[number + 1]
                 late = step._replace(waits=()), after._replace(waits=(*after.waits, *step.waits))
                 with pytest.raises(AssertionError):
-                    validate_ring((*schedule[:number], *late, *schedule[number + 2 :]), ring)
+                    validate_ring((*schedule[:number], *late, *schedule[number + 2 :]), ring, stage.paired)
 
 
 @given(stages(), st.data())

@@ -222,24 +222,24 @@ def test_pairs_hide_exchanges_and_launches_are_waited_for() -> None:
         return Engine([(2, program(stage, layers_of(stage, 3), 0, 2))], MOVES + 1, Log()).run()
 
     alone = total()
-    # Passes of the same microbatch depend on each other, so these passes are not paired
-    assert total(pairs=True, beside=Beside(1.0, 0.5)) == alone
     passes = stage_of(0, 1, 3, balanced=False).passes
     order = [passes[0], passes[2], passes[1], passes[4], passes[3], passes[5]]
     blocks = [[1, 2]]
     ahead = {"passes": order, "schedule": compute_order(order, blocks)}
+    paired = [order[0], *(one._replace(paired=True) for one in order[1:-1]), order[-1]]
+    together = {"passes": paired, "schedule": compute_order(paired, blocks)}
     assert total(**ahead, beside=Beside(1.0, 0.5)) == pytest.approx(alone)
     # Two of three microbatches' exchanges are hidden, but for the first and the last one of each pair
-    hidden = total(**ahead, pairs=True)
+    hidden = total(**together)
     assert alone - 2 * 2 * 2 * 2 * 2 * 1.0 <= hidden < alone - 8.0
     # Computation loses a third of each of 16 hidden seconds
-    slower = total(**ahead, pairs=True, beside=Beside(0.0, 0.5))
+    slower = total(**together, beside=Beside(0.0, 0.5))
     assert slower == pytest.approx(hidden + 16 / 3)
     # A second of computation hides two of four backward exchanges, which take half a second longer
-    assert total(**ahead, pairs=True, beside=Beside(1.0, 0.0)) == pytest.approx(hidden + 2 * 2 * 0.5)
+    assert total(**together, beside=Beside(1.0, 0.0)) == pytest.approx(hidden + 2 * 2 * 0.5)
     # The host launches a paired forward pass in 4 seconds, or while exchanges slow it down
-    assert total(**ahead, pairs=True, launching=(4.25, 8.0)) == pytest.approx(hidden + 2 * 2 * 0.25)
-    assert total(**ahead, pairs=True, launching=(4.25, 8.0), beside=Beside(0.0, 0.5)) == pytest.approx(slower)
+    assert total(**together, launching=(4.25, 8.0)) == pytest.approx(hidden + 2 * 2 * 0.25)
+    assert total(**together, launching=(4.25, 8.0), beside=Beside(0.0, 0.5)) == pytest.approx(slower)
     # A layer's forward pass takes 1 + 3 + 2 seconds, and its backward pass 2 + 6 + 2
     assert total(launching=(6.0, 10.0)) == pytest.approx(alone)
     assert total(launching=(7.0, 12.0)) == pytest.approx(alone + 3 * 2 * (1.0 + 2.0))

@@ -113,7 +113,7 @@ def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: s
     place = flags.index("--global-batch-size") + 1
     words = [f"@{ROOT / word[1:]}" if word.startswith("@") else word for word in flags]
     words[place] = str(batch)
-    real = {name: run[name] for name in ("pairs", "graphs", "fp8") if name in run}
+    real = {name: run[name] for name in ("graphs", "fp8") if name in run}
     cluster = ROOT / "configs/clusters" / f"{run['cluster']}.yaml"
     config, target = configured([*words, *COMMON.split()], cluster, run["gpus"], **real)
     job, _ = simulated_job(config, target)
