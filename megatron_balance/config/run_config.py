@@ -66,7 +66,8 @@ class BalanceConfig:
 
     balance_guest_ring: int = 2
     """Number of layers of a pipeline stage that can have guests for a microbatch at the same time (--balance-load
-    exact, --balance-inner-policy). All layers share these guest slots."""
+    exact, --balance-inner-policy). All layers share these guest slots; with --overlap-moe-expert-parallel-comm, forward
+    passes have as many others."""
 
     balance_certify: float | None = flag_field(None, metavar="EPS")
     """Give the rows of a pass memory of constant size, 1 + EPS times their mean over ranks, if its plan proves that no
