@@ -53,8 +53,6 @@ def main(argv: list[str]) -> int:
     add("--seed", type=int, metavar="N", default=0, help="seed of the loads (default: 0)")
     spread = "how far a microbatch's loads are from --load: standard deviation of their logarithm (default: 0)"
     add("--spread", type=float, metavar="SIGMA", default=0.0, help=spread)
-    pairs = "as if forward and backward passes of two microbatches hid each other's exchanges; training does not"
-    add("--pair-passes", action="store_true", help=pairs)
     graphs = "what CUDA graphs contain, which training does not support (default: none)"
     add("--cuda-graphs", choices=("none", "router", "attention", "full"), default="none", help=graphs)
     add("--fp8", action="store_true", help="as if products had 8-bit numbers, which training does not support")
@@ -192,7 +190,7 @@ def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[s
     from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
 
-    real = {"pairs": args.pair_passes, "graphs": args.cuda_graphs, "fp8": args.fp8}
+    real = {"graphs": args.cuda_graphs, "fp8": args.fp8}
     ranks = args.nodes * int(read(args.cluster).gpus_per_node.value)
     config, target = configured(flags, args.cluster, ranks, **real)
     loads = loads_of(config, load, args.seed, args.first_iteration, args.spread)

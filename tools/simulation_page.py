@@ -16,6 +16,7 @@ COLORS = {
     "exchange": "#c2703d",
     "others' experts": "#d64545",
     "gathers": "#e0a458",
+    "context": "#b8860b",
     "Trans": "#7a4fa3",
     "Agg": "#a583c4",
     "Plan": "#d9a7c7",

@@ -263,10 +263,10 @@ def _pipeline(run: Run) -> list[str]:
     train = run.config.train
     microbatches = run.batches.get()
     stages = config.pipeline_model_parallel_size
-    chunks = config.virtual_pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
     passes = [hooks.stage_passes(config, stage, microbatches) for stage in range(stages)]
     ahead = [len([*itertools.takewhile(lambda one: one.forward, of_stage)]) for of_stage in passes]
-    kind = "1F1B" if chunks is None else f"interleaved 1F1B, {chunks} model chunks on each"
+    kind = "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} model chunks on each"
     return [
         "",
         "schedule (exact)",

@@ -7,7 +7,8 @@ of the run. Times of computation come from the cluster's file; docs/simulator.md
 import copy
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
-from megatron_balance.build.profiles import Profiles, layer_shape, microbatch_tokens
+from megatron_balance.build.profiles import Profiles, expert_shape, layer_shape, microbatch_tokens
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.flex import FlexModel
@@ -30,7 +31,9 @@ from megatron_balance.job.groups import Topology
 from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import Computation, kernels_of, recomputed
-from megatron_balance.profile.kernel_times import Passes
+from megatron_balance.profile.flops import attended_width, key_value_width
+from megatron_balance.profile.kernel_times import ACTIVATION, Passes, uneven_passes
+from megatron_balance.simulate.context import ContextExchange, ContextGroups
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.job import SimulatedJob, SimulatedStage
 from megatron_balance.simulate.layers import LayerModel, RowExchange
@@ -66,8 +69,6 @@ class Target:
     """Bytes per second of a device's memory, which limit the optimizer's step; None: the step takes no time."""
     burst: float = 0.0
     """See `Fabric.burst`."""
-    pairs: bool = False
-    """See `StageSchedule.pairs`."""
     fp8: bool = False
     """Whether products are those of 8-bit numbers, which training does not support."""
     graphs: str = "none"
@@ -87,11 +88,6 @@ def simulated_job(
     world_size = topology.world_size
     stages = config.transformer.pipeline_model_parallel_size
     has_policy = config.balance.balance_policy != "none"
-    real = config.transformer.overlap_moe_expert_parallel_comm
-    if has_policy and target.pairs and not real:
-        remedy = "give --overlap-moe-expert-parallel-comm instead, or --balance-policy none"
-        raise ValueError(f"--pair-passes: cannot be simulated with a --balance-policy; {remedy}")
-    target = dataclasses.replace(target, pairs=target.pairs or real)
     fabric = Fabric(world_size, topology.node_size, target.burst)
     # Only layers with a policy have cost models; any policy gives the same cost model
     policy = config.balance.balance_policy if has_policy else next(name for name in registered() if name != "none")
@@ -125,8 +121,8 @@ def _check(config: RunConfig) -> None:
         raise ValueError("--expert-model-parallel-size 1: nothing is exchanged; give at least 2")
     if transformer.moe_token_dispatcher_type == "allgather":
         raise ValueError("--moe-token-dispatcher-type allgather: cannot be simulated; give alltoall")
-    if (size := transformer.context_parallel_size) > 1:
-        raise ValueError(f"--context-parallel-size {size}: the exchange of keys and values cannot be simulated; give 1")
+    if transformer.context_parallel_size > 1 and transformer.cp_comm_type == "a2a+p2p":
+        raise ValueError("--cp-comm-type a2a+p2p: cannot be simulated; give p2p or a2a")
     if config.launch.use_tp_pp_dp_mapping:
         raise ValueError("--use-tp-pp-dp-mapping: other orders of ranks cannot be simulated; leave it out")
     if ":" in (policy := config.balance.balance_policy):
@@ -182,15 +178,13 @@ class _StageBuilder:
     def _stage(self, teams: int) -> StageSchedule:
         blocks = [_moe_layers(chunk) for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
-        real = self.transformer.overlap_moe_expert_parallel_comm
-        if self.target.pairs and not real and self.transformer.pipeline_model_parallel_size == 1:
-            passes = _forward_first(passes)
         schedule = compute_order(passes, blocks)
         balancer = self.run.balancer
         assert balancer is not None
         if self.has_policy and balancer.layers:
             schedule = balancer.schedule(self.run.batches.get())
-        others = self._others(blocks)
+        others, attention = self._others(blocks)
+        context_teams, context = self._context(teams, attention)
         reductions, gathers = self._reductions()
         overlapped: list[Work] = []
         if self.config.ddp.overlap_grad_reduce:
@@ -205,9 +199,10 @@ class _StageBuilder:
             blocks=blocks,
             schedule=schedule,
             others=others,
+            context=context,
+            context_teams=context_teams,
             launching=self._launching(),
-            pairs=self.target.pairs,
-            occupied=self._computation.kernels.occupied,
+            beside=self._computation.kernels.beside,
             message=self._message(),
             early=_parts(one_after_another(overlapped), others),
             reduce=one_after_another(reductions),
@@ -253,25 +248,71 @@ class _StageBuilder:
             degrees=find_degrees(comm.moe_comm_chunks),
             scheduler=find_order(comm.moe_comm_order) or sequential,
             repeats=transformer.recompute_granularity == "full" or "moe" in recomputed(transformer),
+            uneven=uneven_passes(self._computation.kernels, *expert_shape(self.config, shards)[:2]),
         )
 
-    def _others(self, blocks: Sequence[Sequence[int]]) -> dict[int, tuple[float, float]]:
-        """Return forward and backward seconds of the non-MoE part of every block and every chunk's start."""
+    def _others(self, blocks: Sequence[Sequence[int]]) -> tuple[dict[int, tuple[float, float]], dict[int, int]]:
+        """Return seconds of the non-MoE part of every block and every chunk's start, and its number of attentions."""
         others: dict[int, tuple[float, float]] = {}
+        attention: dict[int, int] = {}
         computation = self._computation
         for index, (module, numbers) in enumerate(zip(self.run.model, blocks, strict=True)):
             parts = [NO_TIME]
+            layers = [0]
             chunk = model_chunk(module)
             for moe in chunk.moe:
                 parts[-1] = parts[-1].plus(self._layer_seconds(moe))
+                layers[-1] += 1
                 if moe:
                     parts.append(NO_TIME)
+                    layers.append(0)
             # A layer for multi-token prediction projects two states to one and has its own logits
             heads = computation.head(self.run.vocab_size).times(chunk.head + chunk.predictions)
             parts[-1] = parts[-1].plus(heads, computation.joining().times(chunk.predictions))
             names = [chunk_start(index), *numbers]
             others |= dict(zip(names, map(self._repeated, parts), strict=True))
-        return others
+            attention |= dict(zip(names, layers, strict=True))
+        return others, attention
+
+    def _context(self, teams: int, attention: Mapping[int, int]) -> tuple[int, dict[tuple[int, int], ContextExchange]]:
+        """Return the number of teams that share context-parallel groups, and these groups' exchanges.
+
+        Args:
+            attention: number of attentions of each block.
+        """
+        config = self.transformer
+        ranks = config.context_parallel_size
+        if ranks == 1:
+            return 1, {}
+        tensor = config.tensor_model_parallel_size
+        size = math.lcm(tensor * ranks, self.size // teams)
+        node = self.fabric.node_size
+        if max(size, node) % min(size, node):
+            raise ValueError(
+                f"--context-parallel-size {ranks}: nodes of {node} GPUs divide groups of {size} ranks unevenly; choose "
+                "a size whose groups fill nodes, or of which several fill a node"
+            )
+        network = Network.of(resized(self.target.whole, size, min(size, node)))
+        tokens = ACTIVATION * microbatch_tokens(self.config)
+        keys_values = tokens * key_value_width(config)
+        queries_outputs = tokens * attended_width(config) / tensor
+        starts = range(self.number * self.size, (self.number + 1) * self.size, size)
+        links = [TeamNetwork(self.fabric, first + np.arange(size), network) for first in starts]
+        groups = [ContextGroups(one, tensor, ranks, str(config.cp_comm_type)) for one in links]
+        passes_S = [one.exchanges(keys_values, queries_outputs) for one in groups]
+        core = self._computation.attention_parts()[0]
+        forward, backward = np.multiply(groups[0].hiding, core)
+        if config.recompute_granularity == "full" or "core_attn" in recomputed(config):
+            passes_S = [(one[0], one_after_another(one)) for one in passes_S]
+            backward += forward
+        return size // (self.size // teams), {
+            (block, index): ContextExchange(
+                [one_after_another([passes[index]] * layers) for passes in passes_S], layers * float(hiding)
+            )
+            for block, layers in attention.items()
+            for index, hiding in enumerate((forward, backward))
+            if layers
+        }
 
     @functools.cached_property
     def _computation(self) -> Computation:
@@ -354,16 +395,8 @@ class _StageBuilder:
         if bandwidth is None:
             return 0.0
         uses = held(self.run)
-        shares = self.run.groups.dp.size() if self.config.ddp.use_distributed_optimizer else 1
+        shares = self.run.groups.dp_cp.size() if self.config.ddp.use_distributed_optimizer else 1
         return (2 * uses["optimizer"] + (uses["gradients"] + uses["parameters"]) / shares) / bandwidth
-
-
-def _forward_first(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes of a job without pipeline stages, each forward pass one microbatch earlier."""
-    forward = [one for one in passes if one.forward]
-    backward = [one for one in passes if not one.forward]
-    pairs = zip(forward[1:], backward, strict=False)
-    return [forward[0], *(one for pair in pairs for one in pair), backward[-1]]
 
 
 def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:

@@ -63,7 +63,7 @@ class Profiles:
         node_size = self.node_size(groups.ep)
         shards = groups.expt_tp.size()
         if wanted == "builtin":
-            return builtin(num_ranks, node_size, *_expert_shape(config, shards))
+            return builtin(num_ranks, node_size, *expert_shape(config, shards))
         if wanted != "auto":
             return on_first_rank(lambda: read_profile(config, self.topology))
         split = f"_tp_{groups.tp.size()}_etp_{shards}" if len(schedule_choices(config, groups)) > 1 else ""
@@ -95,11 +95,11 @@ def read_profile(config: RunConfig, topology: Topology) -> ClusterProfile:
     if is_cluster(path):
         ranks = Ranks(num_ranks, node_size, topology.node_size, shards)
         assert transformer.num_moe_experts is not None
-        return load_profile(path, ranks, *_expert_shape(config, shards), transformer.num_moe_experts // num_ranks)
+        return load_profile(path, ranks, *expert_shape(config, shards), transformer.num_moe_experts // num_ranks)
     return load(path, num_ranks, node_size)
 
 
-def _expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:
+def expert_shape(config: RunConfig, shards: int) -> tuple[int, int, int]:
     """Return the hidden size, half of an expert shard's weights per hidden channel, and the bytes per number."""
     transformer = config.transformer
     assert transformer.moe_ffn_hidden_size is not None

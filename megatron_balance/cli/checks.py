@@ -118,6 +118,10 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     line.expert_tensor_parallel_size = line.expert_tp
     check_optimizer(line)
     virtual = _virtual_pipeline_size(line)
+    paired = line.overlap_moe_expert_parallel_comm and line.expert_model_parallel_size > 1
+    if paired and virtual is None and line.pipeline_model_parallel_size > 1:
+        # The interleaved schedule begins with enough forward passes for pairs, also if a stage has one chunk
+        virtual = 1
     if line.mtp_num_layers:
         _check_prediction(line, virtual or 1)
     if not line.ffn_hidden_size:
@@ -133,8 +137,8 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     _check_data(line)
     line.virtual_pipeline_model_parallel_size = virtual
     line.overlap_p2p_comm = virtual is not None and line.overlap_p2p_comm
-    # Only the interleaved schedule starts gathers; without it, each bucket starts the next bucket's gather
-    line.align_param_gather = virtual is not None and line.align_param_gather
+    # Only the interleaved schedule of several chunks starts gathers; else, each bucket starts the next bucket's gather
+    line.align_param_gather = (virtual or 1) > 1 and line.align_param_gather
     if line.overlap_moe_expert_parallel_comm:
         check_paired_passes(line)
     return line
@@ -397,7 +401,8 @@ def _global_batch_size(line: CommandLine, data_parallel: int, virtual: int | Non
         most = MOST_MICROBATCHES * step
         raise ValueError(f"{line['global_batch_size']}: give at most {most}, or a larger --micro-batch-size")
     if virtual and microbatches % line.pipeline_model_parallel_size:
-        must = f"must be a multiple of {line['pipeline_model_parallel_size']} with the interleaved schedule"
+        reason = "--overlap-moe-expert-parallel-comm" if virtual == 1 else "the interleaved schedule"
+        must = f"must be a multiple of {line['pipeline_model_parallel_size']} with {reason}"
         raise ValueError(f"--global-batch-size {total}: its number of microbatches, {microbatches}, {must}")
     return total
 

@@ -146,10 +146,6 @@ def check_paired_passes(line: CommandLine) -> None:
     if line.balance_calibrate == "on" and line.overlap_moe_expert_parallel_comm:
         reason = "an exchange that another pass hides has no time of its own"
         raise ValueError(f"{line['balance_calibrate']}: not with {flag}, because {reason}; leave one of them out")
-    if line.pipeline_model_parallel_size > 1 and line.virtual_pipeline_model_parallel_size is None:
-        reason = "the last stage has no other microbatch whose forward pass could run beside a backward pass"
-        remedy = "also give --num-layers-per-virtual-pipeline-stage, or leave it out"
-        raise ValueError(f"{flag}: with {line['pipeline_model_parallel_size']}, {reason}; {remedy}")
 
 
 def _check_rows_bound(line: CommandLine) -> None:
@@ -340,7 +336,7 @@ def _token_dispatcher(line: CommandLine) -> str:
     ways = ("moe_comm_alltoall", "moe_comm_codec", "moe_comm_chunks", "moe_parallel_schedule")
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     chosen += ["balance_certify"] * (line.balance_certify is not None)
-    chosen += ["overlap_moe_expert_parallel_comm"] * line.overlap_moe_expert_parallel_comm
+    chosen += ["overlap_moe_expert_parallel_comm"] * (line.overlap_moe_expert_parallel_comm and wanted != "flex")
     if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
         raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
     chunks = line.moe_comm_chunks

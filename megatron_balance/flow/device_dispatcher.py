@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.device.host_memory import to_device
 from megatron_balance.flow.device_plan import DevicePlan, DeviceTables, tokens_until
-from megatron_balance.flow.dispatcher import ArrivedRows, Dispatcher, PendingRows, Route
+from megatron_balance.flow.dispatcher import ArrivedRows, AtOnceDispatcher, PendingRows, Route
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
 from megatron_balance.flow.plan import Choices, Split
@@ -65,7 +65,7 @@ def most_rows(config: TransformerConfig, sources: int, tokens: int, slots: int) 
     return sources * each
 
 
-class DeviceDispatcher(Dispatcher):
+class DeviceDispatcher(AtOnceDispatcher):
     """Sends rows by HybridEP into a buffer for the maximum number of rows."""
 
     plans_on_host = False
@@ -107,19 +107,27 @@ class DeviceDispatcher(Dispatcher):
         slots = placement.slots_per_rank
         probs_TP, map_TP = reroute(*choices)
         rows = most_rows(self.config, self.group.size(), len(tokens_TH), slots)
-        rows_RH, probs_R, _, tokens_S, handle = fused_a2a.hybrid_ep_dispatch(
-            x=tokens_TH,
-            routing_map=map_TP,
-            probs=probs_TP.float(),
-            group=self.group,
-            num_local_experts=slots,
-            num_permuted_tokens=rows,
-            **self.options,
-        )
-        # Some versions write the numbers to pinned memory, in order with this stream's later reads
-        tokens_S = tokens_S.to(rows_RH.device, non_blocking=True)
         more = {name: value for name, value in self.options.items() if name == "fused"}
-        combine = partial(
-            fused_a2a.hybrid_ep_combine, handle=handle, num_permuted_tokens=rows, pad_multiple=None, **more
-        )
-        return ArrivedRows(rows_RH, probs_R, tokens_S, combine)
+        with self.exchanging(tokens_TH, map_TP, probs_TP) as arrived:
+            rows_RH, probs_R, _, tokens_S, handle = fused_a2a.hybrid_ep_dispatch(
+                x=tokens_TH,
+                routing_map=map_TP,
+                probs=probs_TP.float(),
+                group=self.group,
+                num_local_experts=slots,
+                num_permuted_tokens=rows,
+                **self.options,
+            )
+            # Some versions write the numbers to pinned memory, in order with this stream's later reads
+            tokens_S = tokens_S.to(rows_RH.device, non_blocking=True)
+            arrived += rows_RH, probs_R, tokens_S
+
+        def combine(rows_RH: torch.Tensor) -> torch.Tensor:
+            with self.exchanging(rows_RH) as arrived:
+                found = fused_a2a.hybrid_ep_combine(
+                    rows_RH, handle=handle, num_permuted_tokens=rows, pad_multiple=None, **more
+                )
+                arrived.append(found)
+            return found
+
+        return ArrivedRows(tokens_TH, rows_RH, probs_R, tokens_S, combine)

@@ -7,9 +7,10 @@ Each step returns the object for the next step:
 `PendingRows` keeps the Route that a plan determines, for the recomputation of the pass.
 """
 
+import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.comm.blocks import STAYS, BlockMove, gathers, write_blocks
 from megatron_balance.comm.compressed import TokenExchange
 from megatron_balance.flow.chunks.order import UNSPLIT, Chunking
@@ -171,8 +173,10 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class ArrivedRows(NamedTuple):
-    """All received rows of a pass: these dispatchers send all rows before experts compute."""
+    """All received rows of a pass."""
 
+    tokens_TH: torch.Tensor
+    """The tokens whose rows were sent."""
     rows_RH: torch.Tensor
     probs_R: torch.Tensor
     """Combine weights of the rows."""
@@ -184,19 +188,50 @@ class ArrivedRows(NamedTuple):
     def compute(self, experts: GroupedExperts, begin: Begin) -> Combine:
         """Compute the rows with this rank's experts; return the function that brings the results back."""
         with record_function("experts"):
+            begin("dispatch_wait")
             begin("experts")
-            if self.rows_RH.requires_grad:
-                self.rows_RH.register_hook(lambda gradient: begin("dispatch_backward"))
+            _on_gradient(self.tokens_TH, begin, "dispatch_backward_wait")
+            _on_gradient(self.rows_RH, begin, "dispatch_backward")
             rows_RH = experts(self.rows_RH, self.tokens_per_slot, self.probs_R)
             begin("combine")
-            if rows_RH.requires_grad:
-                rows_RH.register_hook(lambda gradient: begin("experts_backward"))
+            _on_gradient(rows_RH, begin, "combine_backward_wait", "experts_backward")
 
         def combine() -> torch.Tensor:
             with record_function("combine"):
                 return self.send_back(rows_RH)
 
         return combine
+
+
+def _on_gradient(tensor: torch.Tensor, begin: Begin, *works: Any) -> None:
+    """Begin works, one after the other, when the gradient of a tensor is complete."""
+    if tensor.requires_grad:
+        for work in works:
+            tensor.register_hook(lambda gradient, work=work: begin(work))
+
+
+class AtOnceDispatcher(Dispatcher):
+    """Sends all rows before experts compute, by functions of megatron-core, whose buffers all layers share."""
+
+    stream: torch.cuda.Stream | None = None
+    """Executes exchanges and their backward passes one after the other; None: the pass's stream does, because no other
+    pass runs at the same time."""
+
+    @contextlib.contextmanager
+    def exchanging(self, *sent: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Execute an exchange, given the tensors that it reads; the body adds those that it returns to the list."""
+        arrived: list[torch.Tensor] = []
+        if self.stream is None:
+            yield arrived
+            return
+        own = torch.cuda.current_stream()
+        self.stream.wait_stream(own)
+        # Autograd computes the backward pass on the same stream
+        with torch.cuda.stream(self.stream):
+            keep_until_read(*sent)
+            yield arrived
+        own.wait_stream(self.stream)
+        keep_until_read(*arrived)
 
 
 MEGATRON_DISPATCHERS = {
@@ -206,7 +241,7 @@ MEGATRON_DISPATCHERS = {
 }
 
 
-class MegatronDispatcher(Dispatcher):
+class MegatronDispatcher(AtOnceDispatcher):
     """One of megatron-core's own dispatchers; flex is DeepEP or HybridEP with host synchronization. These dispatchers
     know no replicas, so their config counts physical experts."""
 
@@ -216,30 +251,37 @@ class MegatronDispatcher(Dispatcher):
         self.rank = rank
         self.source = source
         self.groups = groups
-        self._stages: dict[int, MoETokenDispatcher] = {}
+        self._stages: dict[tuple[int, torch.cuda.Stream], MoETokenDispatcher] = {}
+        """By number of slots, and by stream: a stage keeps values of a pass, and passes side by side have different
+        streams."""
 
     def prepare(self, tokens_TH: torch.Tensor, choices: Choices, placement: Placement | None) -> PendingRows:
         return PendingRows(self._decide)
 
     def _decide(self, plan: DispatchPlan) -> Route:
         slots = plan.placement.slots_per_rank
-        if slots not in self._stages:
+        key = slots, torch.cuda.current_stream()
+        if key not in self._stages:
             config = copy.copy(self.config)
             config.num_moe_experts = plan.placement.num_physical
             indices = list(range(self.rank * slots, (self.rank + 1) * slots))
-            self._stages[slots] = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
+            self._stages[key] = MEGATRON_DISPATCHERS[config.moe_token_dispatcher_type](
                 slots, indices, config=config, pg_collection=self.groups
             )
-        return partial(self._dispatch, self._stages[slots], plan)
+        return partial(self._dispatch, self._stages[key], plan)
 
     def _dispatch(
         self, stages: MoETokenDispatcher, plan: DispatchPlan, tokens_TH: torch.Tensor, choices: Choices
     ) -> ArrivedRows:
         def combine(rows_RH: torch.Tensor) -> torch.Tensor:
-            return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows_RH)))
+            with self.exchanging(rows_RH) as arrived:
+                arrived.append(stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows_RH))))
+            return arrived[0]
 
         probs, chosen_TP = reroute(*choices, plan, self.source)
-        rows, probs = stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
-        rows, probs = stages.token_dispatch(rows, probs)
-        rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
-        return ArrivedRows(rows, probs, tokens_per_slot.cpu(), combine)
+        with self.exchanging(tokens_TH, chosen_TP, probs) as arrived:
+            rows, probs = stages.dispatch_preprocess(tokens_TH, chosen_TP, probs)
+            rows, probs = stages.token_dispatch(rows, probs)
+            rows, tokens_per_slot, probs = stages.dispatch_postprocess(rows, probs)
+            arrived += rows, probs, tokens_per_slot
+        return ArrivedRows(tokens_TH, rows, probs, tokens_per_slot.cpu(), combine)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.job.collective_order import Channel, RecordedOperation, Recording
+from megatron_balance.job.collective_order import BARRIER, Channel, RecordedOperation, Recording
 
 KEPT = 64
 """Number of operations of each channel that a training run keeps."""
@@ -70,7 +70,7 @@ COLLECTIVES: dict[str, tuple[str, tuple[int, ...]]] = {
     "alltoall": ("exchanges", ()),
     "gather": ("gathers", (1,)),
     "scatter": ("scatters", (0,)),
-    "barrier": ("waits for all", ()),
+    "barrier": (BARRIER, ()),
 }
 """Methods of ProcessGroup that all members enter -> a verb for people, and the positions of arguments that have the
 same size on all ranks (tensors or nested lists of them). Other arguments may differ or exist only on the root."""

@@ -13,7 +13,7 @@ import yaml
 from megatron_balance.files.reading import number_in, read_yaml
 from megatron_balance.messages import cleaned
 from megatron_balance.profile.cluster_profile import LAUNCHING, ClusterProfile, Fit, Throughput, builtin, from_links
-from megatron_balance.profile.kernel_times import Kernels, Passes, expert_passes, weights_passes
+from megatron_balance.profile.kernel_times import Beside, Kernels, Passes, expert_passes, weights_passes
 from megatron_balance.profile.parsing import parse
 
 
@@ -38,6 +38,8 @@ class Reached:
     half_width: SourcedNumber
     start_us: SourcedNumber
     backward: SourcedNumber
+    uneven: SourcedNumber | None = None
+    """See `Kernels.uneven`; default: 0."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
     memory: SourcedNumber
@@ -46,6 +48,10 @@ class Reached:
     host_us: SourcedNumber
     exchange_share: SourcedNumber
     """Fraction of the multiprocessors that an exchange takes."""
+    exchange_beside: SourcedNumber | None = None
+    """See `Beside.exchange`; default: 0."""
+    computation_beside: SourcedNumber | None = None
+    """See `Beside.computation`; default: what the multiprocessors imply that are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +166,11 @@ RANGES = {
     **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
     "exchange_share": (0, 0.9),
+    **dict.fromkeys(("exchange_beside", "computation_beside"), (0, 10)),
     "error": (0, 10),
     "fp8_casts": (1, 1e4),
     "half_width": (0, 1e5),
+    "uneven": (0, 10),
     "backward": (0.1, 10),
 }
 """Range of each number, far beyond existing hardware: a value outside has a wrong unit or a typing error."""
@@ -304,10 +312,12 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
     share = found.half_products if dtype_bytes > 1 else found.fp8_products
     if share is None:
         raise ValueError("gpus[].reached.fp8_products: is missing, but experts compute with 8 bits")
+    occupied = found.exchange_share.value / (1 - found.exchange_share.value)
     return Kernels(
         product=Passes(1.0, found.backward.value).times(1e-12 / (tflops * share.value)),
         half_width=found.half_width.value,
         start=1e-6 * found.start_us.value,
+        uneven=0.0 if found.uneven is None else found.uneven.value,
         attention=Passes(
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
@@ -315,7 +325,11 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         memory=bandwidth * found.memory.value,
         launch=1e-6 * found.launch_us.value,
         host=1e-6 * found.host_us.value,
-        occupied=found.exchange_share.value / (1 - found.exchange_share.value),
+        occupied=occupied,
+        beside=Beside(
+            0.0 if found.exchange_beside is None else found.exchange_beside.value,
+            occupied if found.computation_beside is None else found.computation_beside.value,
+        ),
         casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,
     )
 

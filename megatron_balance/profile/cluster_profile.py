@@ -299,8 +299,10 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("forward", "backward"), (0, 1, "seconds per operation")),
     **dict.fromkeys(("start", "launch", "host"), _SECONDS),
     "half_width": (0, 1e6, "channels"),
+    "uneven": (0, 10, "times"),
     "memory": (0, 1e15, "bytes per second"),
     **dict.fromkeys(("occupied", "casts"), (0, 1e4, "times")),
+    **dict.fromkeys(("exchange", "computation"), (0, 10, "of the time alone")),
     **dict.fromkeys(("residual", "held_out"), _ERROR),
     **dict.fromkeys(("num_ranks", "node_size", "tensors", "ranks", "nodes", "mp", "esp"), _COUNT),
 }

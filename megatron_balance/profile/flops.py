@@ -32,12 +32,25 @@ def attention_matrices(config: TransformerConfig) -> list[tuple[int, int]]:
 
 def attended_width(config: TransformerConfig) -> int:
     """Return the key and value channels of all heads, which are multiplied for each pair of tokens."""
+    return config.num_attention_heads * head_channels(config)
+
+
+def head_channels(config: TransformerConfig) -> int:
+    """Return the channels of a head's key and value, which are as many as those of its query and output."""
     if isinstance(config, MLATransformerConfig):
-        channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
-    else:
-        assert config.kv_channels is not None
-        channels = 2 * config.kv_channels
-    return config.num_attention_heads * channels
+        return config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    assert config.kv_channels is not None
+    return 2 * config.kv_channels
+
+
+def key_value_width(config: TransformerConfig) -> int:
+    """Return the key and value channels of a token that a tensor-parallel rank's attention reads."""
+    tensor = config.tensor_model_parallel_size
+    heads = config.num_attention_heads
+    if not isinstance(config, MLATransformerConfig):
+        assert config.num_query_groups is not None
+        heads = config.num_query_groups
+    return max(1, heads // tensor) * head_channels(config)
 
 
 def mlp_flops(config: TransformerConfig, inner: int) -> float:

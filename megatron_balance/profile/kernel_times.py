@@ -35,6 +35,25 @@ class Passes(NamedTuple):
         return Passes(count * self.forward, count * self.backward)
 
 
+class Beside(NamedTuple):
+    """Fractions by which an exchange and computation take longer while both are in progress on a device."""
+
+    exchange: float = 0.0
+    """An exchange has only a part of the memory's rate and of the caches."""
+    computation: float = 0.0
+    """Computation also has fewer multiprocessors."""
+
+    def added(self, exchange: float, computation: float) -> tuple[float, float]:
+        """Return the seconds by which each takes longer than alone, if they begin together."""
+        together = min((1 + self.exchange) * exchange, (1 + self.computation) * computation)
+        longer, slower = (together * more / (1 + more) for more in self)
+        return longer, slower
+
+
+UNHINDERED = Beside()
+"""Exchanges and computation do not slow each other down."""
+
+
 class Kernels(NamedTuple):
     """Speed of a device's kernels."""
 
@@ -57,6 +76,10 @@ class Kernels(NamedTuple):
     casts: float = 0.0
     """Launches that cast inputs of a layer's products to 8 bits in both layouts, in a forward and a backward pass; 0:
     products are those of 16-bit numbers."""
+    uneven: float = 0.0
+    """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
+    the mean; in proportion to the variance."""
+    beside: Beside = UNHINDERED
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""
@@ -86,6 +109,11 @@ def weights_passes(kernels: Kernels, experts: int, weights: float, products: int
     """
     starts = experts * products * kernels.start
     return Passes(starts, 2 * starts + kernels.read(ACCUMULATED * experts * weights))
+
+
+def uneven_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:
+    """Return the seconds that a row costs more where the variance of experts' rows is the square of the mean."""
+    return product(kernels, 1, hidden, inner).times(2 * kernels.uneven)
 
 
 def expert_passes(kernels: Kernels, hidden: int, inner: float) -> Passes:

@@ -13,12 +13,17 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.flow.chunks.order import ChunkTimes, Order, Scheduler, makespan, sequential
 from megatron_balance.flow.parallel_schedule import SCHEDULES, TokenStep
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import HostRules, sums_by_host, tokens_of
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.profile.cluster_profile import ClusterProfile, Fit, Throughput
+from megatron_balance.profile.kernel_times import Passes
 from megatron_balance.simulate.engine import NOTHING, Work
 from megatron_balance.simulate.network import TeamNetwork
 from megatron_balance.simulate.programs import Direction, LayerWork
 from megatron_balance.timeline.actions import Action, Operation
+
+MOST_VARIATION = 1.2
+"""Largest variance, over the squared mean, of rows whose products were measured."""
 
 Parts = Callable[[Action], TransPlan]
 """Returns the messages of a Trans, an Agg or a part of one."""
@@ -123,23 +128,36 @@ class LayerModel:
     """Numbers of chunks to choose from."""
     scheduler: Scheduler
     repeats: bool
+    uneven: Passes
+    """Seconds that a row costs more in a grouped product whose experts' rows have the square of their mean as variance.
+    Experts of home slots have one grouped product, and guests have their own products."""
 
     def work(self, counts_BHE: np.ndarray, placements: Sequence[Placement], parts: Parts) -> LayerWork:
         """Return the layer's work without its plans, given each microbatch's placement."""
-        loads = zip(counts_BHE, placements, strict=True)
-        traffic_BHH = np.concatenate([self.cost.traffic(*one) for one in loads]).astype(np.float64)
+        hosted = [self._hosted(*one) for one in zip(counts_BHE, placements, strict=True)]
+        loads = [(traffic_HH.astype(np.float64), slower_H) for traffic_HH, slower_H in hosted]
         transport = self.cost.transport
         network = self.rows.network
         return LayerWork(
-            forward_B=self._directions(traffic_BHH, self.cost.profile.forward),
-            backward_B=self._directions(traffic_BHH, self.cost.profile.backward),
+            forward_B=self._directions(loads, self.cost.profile.forward, self.uneven.forward),
+            backward_B=self._directions(loads, self.cost.profile.backward, self.uneven.backward),
             repeats=self.repeats,
             moves=lambda action: network.sending(transport, parts(action), backward=action.operation is Operation.AGG),
         )
 
-    def _directions(self, traffic_BHH: np.ndarray, line: Throughput) -> list[Direction]:
-        mean = self._choice(traffic_BHH.mean(0), line)
-        return [self._direction(traffic_HH, line, *mean) for traffic_HH in traffic_BHH]
+    def _hosted(self, counts_HE: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.ndarray]:
+        """Return [H, H] rows between hosts, and [H] the rows in home slots times their `variations`."""
+        rules = HostRules.of(placement, self.cost.split, self.cost.network.node_size)
+        tokens_HP = tokens_of(counts_HE, placement, rules)
+        hosts = placement.num_ranks
+        home_HS = tokens_HP.sum(0).reshape(hosts, -1)[:, : placement.home_slots]
+        return sums_by_host(tokens_HP, hosts), home_HS.sum(1) * variations(home_HS)
+
+    def _directions(
+        self, loads: Sequence[tuple[np.ndarray, np.ndarray]], line: Throughput, uneven: float
+    ) -> list[Direction]:
+        mean = self._choice(np.mean([traffic_HH for traffic_HH, _ in loads], axis=0), line)
+        return [self._direction(traffic_HH, line, uneven * slower_H, *mean) for traffic_HH, slower_H in loads]
 
     def _choice(self, traffic_HH: np.ndarray, line: Throughput) -> tuple[int, Order]:
         found: list[tuple[float, int, Order]] = []
@@ -157,10 +175,13 @@ class LayerModel:
         _, chunks, order = min(found, key=lambda one: one[:2])
         return chunks, order
 
-    def _direction(self, traffic_HH: np.ndarray, line: Throughput, chunks: int, order: Order) -> Direction:
+    def _direction(
+        self, traffic_HH: np.ndarray, line: Throughput, slower_H: np.ndarray, chunks: int, order: Order
+    ) -> Direction:
         exchange = self._exchange(traffic_HH / chunks)
         computed_H = traffic_HH.sum(0) / chunks
-        seconds_H = (line.overhead * (computed_H > 0) + line.seconds_per_token * computed_H) / self.cost.rate_D
+        alone_H = line.overhead * (computed_H > 0) + line.seconds_per_token * computed_H
+        seconds_H = (alone_H + slower_H / chunks) / self.cost.rate_D
         back = self.rows.returning(exchange, chunks)
         spread, collect = self.rows.among_shards(computed_H)
         first, last = self.rows.ends()
@@ -183,3 +204,14 @@ class LayerModel:
 
     def _exchange(self, traffic_HH: np.ndarray) -> Work:
         return self.rows.exchange(traffic_HH * self.cost.token_bytes)
+
+
+def variations(rows_HS: np.ndarray) -> np.ndarray:
+    """Return [H] the variance of the rows [H, S] of a host's slots over the squared mean, in slots with rows.
+
+    Where it exceeds `MOST_VARIATION`, products are charged as if it did not.
+    """
+    used_H = np.maximum((rows_HS > 0).sum(1), 1)
+    mean_H = np.maximum(rows_HS.sum(1), 1) / used_H
+    variation_H = (rows_HS.astype(np.float64) ** 2).sum(1) / used_H / mean_H**2 - 1
+    return np.clip(variation_H, 0.0, MOST_VARIATION)

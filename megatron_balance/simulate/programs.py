@@ -3,17 +3,23 @@
 In shapes, B counts microbatches, C chunks of tokens and R the ranks of the team.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from megatron_balance.flow.chunks.order import ChunkTask, Order
+from megatron_balance.profile.kernel_times import UNHINDERED, Beside
+from megatron_balance.simulate.context import ContextExchange
 from megatron_balance.simulate.engine import NOTHING, Command, Compute, Program, Receive, Send, Start, Wait, Work
 from megatron_balance.timeline.actions import Action, Operation, Schedule, Step, block_name, chunk_start
 from megatron_balance.timeline.lower import Pass
+
+IDLE = "launches"
+"""Label of the time for which a device waits for the host."""
 
 
 class Direction(NamedTuple):
@@ -73,12 +79,14 @@ class StageSchedule:
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
+    context: Mapping[tuple[int, int], ContextExchange] = field(default_factory=dict)
+    """Exchanges of context-parallel ranks, by block and pass (0 forward, 1 backward)."""
+    context_teams: int = 1
+    """Number of consecutive teams that share context-parallel groups."""
     launching: tuple[float, float] = (0.0, 0.0)
     """Host seconds to launch the kernels of a block's forward pass and of its backward pass."""
-    pairs: bool = False
-    """Whether a forward pass and the backward pass after it, of another microbatch, hide each other's exchanges."""
-    occupied: float = 0.0
-    """Seconds by which a second of an exchange lengthens the computation that hides it."""
+    beside: Beside = UNHINDERED
+    """How much longer exchanges and computation of paired passes take beside each other."""
     message: float = 0.0
     """Seconds of a message to the next stage."""
     early: Mapping[int, Work] = field(default_factory=dict)
@@ -107,13 +115,15 @@ class TeamProgram:
     """Number of the team's ranks."""
 
     def __post_init__(self) -> None:
-        self.steps: dict[bool, deque[Step]] = {True: deque(), False: deque()}
-        """Remaining steps of forward passes and of others, because passes of a pair take turns in a schedule."""
-        for step in self.stage.schedule:
-            self.steps[step.computation.is_forward].append(step)
         self.started: set[Action] = set()
+        self.waited: set[Action] = set()
         self.asked: list[Action] = []
         """Plans that were requested and have not begun."""
+        self.steps: dict[bool, deque[tuple[Action, list[Command]]]] = {True: deque(), False: deque()}
+        """Computations of forward passes (True) and others, with the commands that begin their steps. The schedule may
+        have forward and backward passes side by side, each in its own order."""
+        for step in self.stage.schedule:
+            self.steps[step.computation.is_forward].append((step.computation, [*self._begin(step)]))
         self.late = set(self.stage.late)
         """Blocks whose parameters are not gathered yet."""
         self.last_microbatch = max((one.microbatch for one in self.stage.passes), default=0)
@@ -126,16 +136,15 @@ class TeamProgram:
         passes = deque(stage.passes)
         while passes:
             one = passes.popleft()
-            after = passes[0] if passes else one
-            if stage.pairs and one.forward and not after.forward and one.microbatch != after.microbatch:
-                pair = [*self._with_messages(one)], [*self._with_messages(passes.popleft())]
-                yield from _side_by_side(*pair, stage.occupied)
+            if one.paired:
+                first, second = ([*self._with_messages(each)] for each in (one, passes.popleft()))
+                yield from _side_by_side(first, second, stage.beside)
             else:
                 yield from self._with_messages(one)
-        yield from self._begin(self._take(Operation.REDUCE))
+        yield from self._take(Operation.REDUCE)[1]
         yield from (Wait(("reduce", stage.number, block)) for block in stage.early)
         yield from self._collective("reduction", stage.reduce)
-        yield from self._begin(self._take(Operation.STEP))
+        yield from self._take(Operation.STEP)[1]
         yield self._compute("optimizer", stage.step)
         yield from self._collective("gather", stage.gather)
         for number, layer in self.layers.items():
@@ -166,7 +175,7 @@ class TeamProgram:
         if one.forward:
             yield from self._gathered(start)
         if not numbers:
-            yield self._compute("dense layers", self.stage.others[start][0 if one.forward else 1])
+            yield from self._computation("dense layers", start, one.forward, one.microbatch)
             if not one.forward:
                 yield from self._reduced(start, one.microbatch)
             return
@@ -174,7 +183,7 @@ class TeamProgram:
             yield from self._other(Operation.FNEC)
             for number in numbers:
                 yield from self._gathered(number)
-                yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1)
+                yield from self._experts(self.layers[number].forward_B[one.microbatch], Operation.FEC, 1, one.paired)
                 yield from self._other(Operation.FNEC)
             return
         yield from self._other(Operation.BNEC)
@@ -183,23 +192,36 @@ class TeamProgram:
             if layer.repeats:
                 weights = Action(number, Operation.BTRANS, microbatch=one.microbatch)
                 if weights in self.started:
-                    yield self._wait(weights)
+                    yield Wait(self._key(weights))
                 name = f"L{number} repeated m{one.microbatch}"
                 labels = f"{name} experts", f"{name} dispatch", f"{name} combine"
                 for commands in self._tasks(layer.forward_B[one.microbatch], *labels):
                     yield from commands
-            yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3)
+            yield from self._experts(layer.backward_B[one.microbatch], Operation.BEC, 3, one.paired)
             yield from self._other(Operation.BNEC)
 
     def _other(self, operation: Operation) -> Iterator[Command]:
         """Compute the non-MoE part of a block; reduce its gradients if they are complete."""
-        step = self._take(operation)
-        yield from self._begin(step)
-        block = step.computation.block
-        forward = operation is Operation.FNEC
-        yield self._compute(step.computation.name, self.stage.others[block][0 if forward else 1])
+        computation, begin = self._take(operation)
+        yield from begin
+        forward = computation.is_forward
+        yield from self._computation(computation.name, computation.block, forward, computation.microbatch)
         if not forward:
-            yield from self._reduced(block, step.computation.microbatch)
+            yield from self._reduced(computation.block, computation.microbatch)
+
+    def _computation(self, name: str, block: int, forward: bool, microbatch: int | None) -> Iterator[Command]:
+        """Compute the non-MoE part of a block, with the exchanges of its attention."""
+        stage = self.stage
+        index = 0 if forward else 1
+        seconds = stage.others[block][index]
+        if exchange := stage.context.get((block, index)):
+            group = self.team // stage.context_teams
+            key = "context", stage.number, group, block, index, microbatch
+            yield Start(key, f"{name} context", exchange.works_S[group], "context", stage.context_teams)
+            yield self._compute(name, exchange.hiding)
+            yield Wait(key)
+            seconds -= exchange.hiding
+        yield self._compute(name, seconds)
 
     def _reduced(self, block: int, microbatch: int | None) -> Iterator[Command]:
         if microbatch == self.last_microbatch and block in self.stage.early:
@@ -215,30 +237,31 @@ class TeamProgram:
         label = f"{block_name(block)} {'reduction' if name == 'reduce' else 'gather'}"
         return Start((name, self.stage.number, block), label, work, "reduction", self.stage.teams)
 
-    def _experts(self, direction: Direction, operation: Operation, part: int) -> Iterator[Command]:
+    def _experts(self, direction: Direction, operation: Operation, part: int, paired: bool) -> Iterator[Command]:
         """Run an MoE layer's pass, and begin the steps of its exchanges and experts where the runtime does."""
-        first = self._take(Operation.A2A, part)
-        experts = self._take(operation)
-        second = self._take(Operation.A2A, part + 1)
-        yield from self._begin(first)
+        first, begin_first = self._take(Operation.A2A, part)
+        experts, begin_experts = self._take(operation)
+        second, begin_second = self._take(Operation.A2A, part + 1)
+        yield from begin_first
         computing = [index for index, step in enumerate(direction.order) if step.task is ChunkTask.E]
-        name = experts.computation.name
-        for index, commands in enumerate(self._tasks(direction, name, first.computation.name, second.computation.name)):
+        for index, commands in enumerate(self._tasks(direction, experts.name, first.name, second.name)):
             if index == computing[0]:
-                yield from self._begin(experts)
+                yield from begin_experts
             yield from commands
             if index == computing[-1]:
-                yield from self._begin(second)
-        forward = operation is Operation.FEC
-        if idle := self._unlaunched(direction, experts.computation.block, forward):
-            yield self._compute("launches", idle)
+                yield from begin_second
+        if idle := self._unlaunched(direction, experts.block, experts.is_forward, paired):
+            yield self._compute(IDLE, idle)
 
-    def _unlaunched(self, direction: Direction, block: int, forward: bool) -> float:
-        """Return the seconds for which the device waits until the host has launched a block's kernels."""
+    def _unlaunched(self, direction: Direction, block: int, forward: bool, paired: bool) -> float:
+        """Return the seconds for which the device waits until the host has launched a block's kernels.
+
+        In a pair, the host also launches the other pass's kernels during an exchange.
+        """
         stage = self.stage
         index = 0 if forward else 1
         busy = stage.others[block][index] + float(direction.experts_CR.mean(1).sum())
-        if not stage.pairs:
+        if not paired:
             busy += sum(work.alone for work in (*direction.dispatch_C, *direction.combine_C))
         return max(0.0, stage.launching[index] - busy)
 
@@ -269,7 +292,8 @@ class TeamProgram:
         return [Start(key, f"{label} gathers", work, "gathers"), Wait(key)]
 
     def _begin(self, step: Step) -> Iterator[Command]:
-        yield from (self._wait(action) for action in step.waits if action in self.started)
+        """Yield the commands just before a step's computation; called once a step, in the schedule's order."""
+        yield from self._waits(step)
         for action in step.planning:
             if action.microbatch is None:
                 self.asked.append(action)
@@ -285,41 +309,83 @@ class TeamProgram:
             self.asked.clear()
         for action in step.communication:
             yield self._start(action, self.layers[action.block].moves(action), "moves")
-        yield from (self._wait(action) for action in step.waits if action in self.started)
+        yield from self._waits(step)
+
+    def _waits(self, step: Step) -> Iterator[Command]:
+        """Wait for those actions that have started, once each."""
+        for action in step.waits:
+            if action in self.started - self.waited:
+                yield self._wait(action)
 
     def _start(self, action: Action, work: Work, lane: str) -> Command:
         self.started.add(action)
         return Start(self._key(action), action.name, work, lane)
 
     def _wait(self, action: Action) -> Command:
-        self.started.remove(action)
+        self.waited.add(action)
         return Wait(self._key(action))
 
     def _key(self, action: Action) -> Hashable:
         return self.stage.number, self.team, action
 
-    def _take(self, operation: Operation, part: int | None = None) -> Step:
-        step = self.steps[Action(0, operation, part or 1, 4).is_forward].popleft()
-        found = step.computation
+    def _take(self, operation: Operation, part: int | None = None) -> tuple[Action, list[Command]]:
+        """Return the next computation of a forward or another pass, and the commands that begin its step."""
+        forward = operation in (Operation.FEC, Operation.FNEC) or (operation is Operation.A2A and part in (1, 2))
+        found, begin = self.steps[forward].popleft()
         assert found.operation is operation and part in (None, found.part), f"{found} where {operation} is expected"
-        return step
+        return found, begin
 
     def _compute(self, label: str, seconds: float) -> Command:
         return Compute(label, np.full(self.ranks, seconds))
 
 
-def _side_by_side(first: list[Command], second: list[Command], occupied: float) -> Iterator[Command]:
-    """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress."""
-    left = [deque(first), deque(second)]
+def _side_by_side(first: list[Command], second: list[Command], beside: Beside) -> Iterator[Command]:
+    """Yield the commands of two passes that compute by turns: each while an exchange of the other is in progress.
+
+    Both take longer meanwhile. The host launches kernels during the time that is added to computation. A pass also
+    gives way before it waits for what the other one starts.
+    """
+    left = deque(first), deque(second)
+    starts = [{one.key for one in commands if isinstance(one, Start)} for commands in left]
+    added = [0.0, 0.0]
     turn = 0
     while left[0] or left[1]:
         commands = left[turn]
+        other = 1 - turn
         while commands:
             command = commands.popleft()
-            yield command
-            if isinstance(command, Start) and command.lane == "exchange":
-                if occupied:
-                    ranks = next(len(one.seconds_R) for one in first if isinstance(one, Compute))
-                    yield Compute("slower layers", np.full(ranks, occupied * command.work.alone))
+            if isinstance(command, Start):
+                starts[turn].discard(command.key)
+            if isinstance(command, Wait) and command.key in starts[other]:
+                commands.appendleft(command)
                 break
-        turn = 1 - turn
+            if isinstance(command, Compute) and command.label == IDLE:
+                command = command._replace(seconds_R=np.maximum(command.seconds_R - added[turn], 0.0))
+                added[turn] = 0.0
+            if not _is_exchange(command):
+                yield command
+                continue
+            longer, slower = beside.added(command.work.alone, _until_exchange(left[other]))
+            yield command._replace(work=_longer(command.work, longer)) if longer else command
+            if slower:
+                added[other] += slower
+                ranks = next(len(one.seconds_R) for one in left[other] if isinstance(one, Compute))
+                yield Compute("slower layers", np.full(ranks, slower))
+            break
+        turn = other
+
+
+def _is_exchange(command: Command) -> TypeGuard[Start]:
+    return isinstance(command, Start) and command.lane == "exchange"
+
+
+def _until_exchange(commands: Iterable[Command]) -> float:
+    """Return the mean rank's seconds of computation before the next exchange."""
+    before = itertools.takewhile(lambda one: not _is_exchange(one), commands)
+    return sum(float(one.seconds_R.mean()) for one in before if isinstance(one, Compute) and one.label != IDLE)
+
+
+def _longer(work: Work, seconds: float) -> Work:
+    """Return a work that takes so much longer, with all of its resources busy for longer."""
+    times = 1 + seconds / work.alone
+    return work._replace(latency=times * work.latency, seconds=times * work.seconds)

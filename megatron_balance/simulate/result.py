@@ -8,12 +8,12 @@ import numpy as np
 
 COMPUTING = ("experts", "other computation", "optimizer", "codec")
 WAITING = (
-    *("exchange", "others' experts", "gathers", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction"),
+    *("exchange", "others' experts", "gathers", "context", "Trans", "Agg", "Plan", "Transfer", "pipeline", "reduction"),
     "launches",
 )
 """Parts of a rank's time: computing and waiting. "others' experts": before an exchange or gather starts, a rank waits
-for the slowest one. Gathers are those of tensor-parallel ranks and of the shards of experts. In "launches", the device
-waits for the host to launch kernels."""
+for the slowest one. Gathers are those of tensor-parallel ranks and of the shards of experts; in "context", attention
+waits for exchanges of context-parallel ranks. In "launches", the device waits for the host to launch kernels."""
 
 PARTS = (*COMPUTING, *WAITING)
 
@@ -22,6 +22,7 @@ _WORDS = {
     "other computation": ("FNEC", "BNEC", "layers"),
     "exchange": ("A2A", "dispatch", "combine"),
     "gathers": ("gathers",),
+    "context": ("context",),
     "Trans": ("TRANS", "BTRANS"),
     "Agg": ("AGG",),
     "Plan": ("PLAN",),
@@ -70,7 +71,7 @@ class Recorder:
         """Add a wait of the team's ranks for something that started at `start`: a number, or one for each rank."""
         part = part_of(label)
         waited_R = end_R - begin_R
-        if part in ("exchange", "gathers"):
+        if part in ("exchange", "gathers", "context"):
             idle_R = np.clip(start - begin_R, 0.0, waited_R)
             self.seconds["others' experts"][self.ranks[team]] += idle_R
             waited_R = waited_R - idle_R

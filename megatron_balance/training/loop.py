@@ -268,7 +268,7 @@ def _timed(config: RunConfig, name: str) -> Iterator[None]:
 def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, forward_only: bool) -> LossReports:
     """Run all microbatches and return their losses on this rank; empty except on the last pipeline stage."""
     config = run.config.transformer
-    single = len(run.model) == 1
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
 
     def counted_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         run.position.advance()
@@ -277,8 +277,8 @@ def _forward_backward(run: Run, data: list[Iterator[Batch]], microbatches: int, 
     with contextlib.nullcontext() if run.pairs is None else run.pairs.in_schedules():
         return get_forward_backward_func(run.groups.pp.size(), config.virtual_pipeline_model_parallel_size)(
             forward_step_func=counted_forward_step,
-            data_iterator=data[0] if single else data,
-            model=run.model[0] if single else [*run.model],
+            data_iterator=data if interleaved else data[0],
+            model=[*run.model] if interleaved else run.model[0],
             num_microbatches=microbatches,
             seq_length=run.config.model.seq_length,
             micro_batch_size=run.config.train.micro_batch_size,

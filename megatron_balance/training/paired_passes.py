@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.device.turns import Direction, Turns
+from megatron_balance.flow.dispatcher import AtOnceDispatcher
 from megatron_balance.flow.layer import BalancedMoELayer
 
 ON_HOST: Mapping[str, Direction] = {
@@ -66,8 +67,11 @@ class PairedPasses:
         where = ON_DEVICE if torch.cuda.is_available() else ON_HOST
         if torch.cuda.is_available():
             _separate_buffers()
+        exchanges = torch.cuda.Stream()
         for layer in (module for chunk in model for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
             give_way_in(layer, self._turns, where)
+            if isinstance(layer.dispatcher, AtOnceDispatcher):
+                layer.dispatcher.stream = exchanges
 
     @contextlib.contextmanager
     def in_schedules(self) -> Iterator[None]:

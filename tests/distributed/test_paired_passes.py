@@ -20,7 +20,8 @@ PAIRED = "--overlap-moe-expert-parallel-comm"
 TOLERANCE = 1e-5
 EP2 = "--expert-model-parallel-size 2 --global-batch-size 16 --moe-router-force-workload hot_experts"
 
-INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+PIPELINE = "--num-layers 4 --pipeline-model-parallel-size 2"
+INTERLEAVED = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 
 EXACT = "--balance-policy quota --balance-load exact"
 TWO_SCALES = "--balance-policy top2 --balance-inner-policy quota"
@@ -56,6 +57,28 @@ CASES = {
         "--overlap-grad-reduce --overlap-param-gather --num-layers 4",
     ),
     "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
+    "pipeline": (4, PIPELINE),
+    "pipeline, distributed optimizer": (
+        8,
+        f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "pipeline, blockwise": (4, f"{PIPELINE} --balance-policy top2 --balance-overlap blockwise"),
+    "pipeline, recomputation": (
+        4,
+        f"{PIPELINE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "pipeline, uneven stages, chunks": (
+        4,
+        f"{PIPELINE} --decoder-first-pipeline-num-layers 1 --moe-comm-chunks 3",
+    ),
+    "pipeline, described stages, batched messages": (
+        4,
+        f"{PIPELINE} --pipeline-model-parallel-layout Et|tttL --no-overlap-p2p-communication",
+    ),
+    "pipeline, multi-token prediction": (4, f"{PIPELINE} --mtp-num-layers 1 --position-embedding-type rope"),
+    "pipeline, exact": (4, f"{PIPELINE} {EXACT} --balance-overlap blockwise"),
+    "pipeline, two time scales": (4, f"{PIPELINE} {TWO_SCALES} --balance-overlap blockwise"),
+    "four stages": (8, "--num-layers 4 --pipeline-model-parallel-size 4"),
     "exact": (2, f"{EXACT} --balance-overlap blockwise"),
     "exact, blocking, one buffer": (4, f"{EXACT} --balance-guest-ring 1"),
     "exact, chunks, codec": (

@@ -1,5 +1,6 @@
 """`--moe-token-dispatcher-type flex` with HybridEP's stand-in: what it computes equals what all-to-alls compute."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.flow import device_dispatcher, layer
+from megatron_balance.flow.dispatcher import AtOnceDispatcher
 from megatron_balance.placement.placement import Placement
 from megatron_balance.training.loop import evaluate
 from megatron_balance.training.run import Run
@@ -28,6 +30,8 @@ BOUND = f"{FLEX} --moe-flex-rows bound"
 PLAIN = f"--disable-bias-linear --swiglu --moe-router-force-workload hot_experts --global-batch-size 16 {SAME_KERNELS}"
 EP4 = f"{PLAIN} --expert-model-parallel-size 4"
 BLOCKWISE = "--balance-policy top2 --balance-overlap blockwise"
+
+PAIRED = "--overlap-moe-expert-parallel-comm"
 
 ITERATIONS = 3
 
@@ -67,6 +71,10 @@ CASES = {
     "exact": f"{EP4} --balance-policy top2 --balance-load exact",
     "recomputation": f"{EP4} {BLOCKWISE} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "paired passes": f"{EP4} {PAIRED} {BLOCKWISE}",
+    "paired passes, recomputation": f"{EP4} {PAIRED} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "paired passes, exact": f"{EP4} {PAIRED} --balance-policy top2 --balance-load exact --balance-overlap blockwise",
     "capacity": f"{EP4} {BLOCKWISE} --moe-expert-capacity-factor 1",
     "one choice": f"{EP4} --balance-policy top2 --moe-router-topk 1 --moe-router-pre-softmax",
     "tensor parallel": f"{PLAIN} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
@@ -151,8 +159,11 @@ def test_the_stand_in_keeps_the_contract(device_ranks) -> None:
 def test_counted_rows_compute_the_same(device_ranks) -> None:
     ranks = device_ranks(2, "deep_ep")
     flags = f"{PLAIN} --expert-model-parallel-size 2"
-    one, other = (ranks.run(balanced, f"{flags} {more}", torch.float32)[0].watched for more in (FLEX, ""))
-    assert not one.complaints and deviation(one.curve, other.curve) < 2e-6
+    plain, *others = (
+        ranks.run(balanced, f"{flags} {more}", torch.float32)[0].watched for more in ("", FLEX, f"{FLEX} {PAIRED}")
+    )
+    for one in others:
+        assert not one.complaints and deviation(one.curve, plain.curve) < 2e-6
 
 
 @pytest.mark.slow
@@ -162,6 +173,21 @@ def test_half_precision_differs_by_rounding(device_ranks) -> None:
     one, other = (ranks.run(balanced, f"{flags} {more}", torch.bfloat16)[0] for more in (BOUND, ""))
     assert not one.watched.complaints and one.watched.acted == other.watched.acted > 0
     assert deviation(one.watched.curve, other.watched.curve) < 1e-2
+
+
+def paired(in_order: bool) -> list[str]:
+    """Train with paired passes, and return the checker's complaints."""
+    order = AtOnceDispatcher.exchanging
+    shared = order if in_order else lambda self, *sent: contextlib.nullcontext([])
+    with mock.patch.object(AtOnceDispatcher, "exchanging", shared):
+        return balanced(f"{PLAIN} --expert-model-parallel-size 2 {PAIRED} {BOUND}", torch.float32).watched.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_order", [True, False])
+def test_exchanges_of_two_passes_follow_one_another(device_ranks, in_order: bool) -> None:
+    for found in device_ranks(2, "deep_ep").run(paired, in_order):
+        assert in_order == (not found), found
 
 
 def evaluated(kept: bool) -> list[str]:

@@ -21,7 +21,7 @@ from megatron_balance.profile.cluster_profile import (
     from_links,
     load,
 )
-from megatron_balance.profile.kernel_times import Kernels, Passes
+from megatron_balance.profile.kernel_times import Beside, Kernels, Passes
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
 PARALLEL = {"mp": 2, "esp": 2} | dict.fromkeys(ParallelLines._fields[2:])
@@ -60,7 +60,9 @@ def test_save_and_load(tmp_path: Path) -> None:
         messages={"intra": Fit(1e-6, 1e-7, 0.1, 0.2), "inter": Fit(2e-6, 3e-7, 0.1, 0.2)},
         starts={"trans": 1e-5, "agg": 2e-5},
         flex={"intra": Fit(1e-6, 1e-10, 0.0, 0.0), "inter": Fit(2e-6, 3e-10, 0.0, 0.0)},
-        kernels=Kernels(Passes(1e-15, 2e-15), 150.0, 5e-6, Passes(2e-15, 5e-15), 3e12, 3e-6, 1e-5, 0.2, 115.0),
+        kernels=Kernels(
+            Passes(1e-15, 2e-15), 150.0, 5e-6, Passes(2e-15, 5e-15), 3e12, 3e-6, 1e-5, 0.2, 115.0, Beside(0.5, 0.7)
+        ),
         tensors=4,
         forward=Throughput(1e-6, 2e-5, 0.01, 0.02),
         backward=Throughput(3e-6, 4e-5, 0.03, 0.04),

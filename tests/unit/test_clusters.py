@@ -55,6 +55,8 @@ GPUS = {
     "h200": None,
     "h800": None,
     "gb200": None,
+    "b200": None,
+    "gb300": None,
     "cpu": 4,
 }
 """Numbers of GPUs that the papers used for training, and of the processes of the quick start."""
@@ -87,6 +89,10 @@ def test_kernels_reach_what_the_file_says() -> None:
     assert plain.backward.overhead > 2 * plain.forward.overhead
     assert plain.flex is not None
     assert 1 / plain.flex["inter"].beta == pytest.approx(44e9) and plain.flex["inter"].alpha == pytest.approx(50e-6)
+    assert plain.kernels.beside == (0.45, 0.7)
+    # Without another number, computation lacks the multiprocessors of exchanges
+    bare = profile_of(read(FILES["h800_measured"]), Ranks(16, 8, 8), 4096, 2304).kernels
+    assert bare is not None and bare.beside == pytest.approx((0.45, 0.15 / 0.85))
     assert profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 2304).kernels is None
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_balance.job.collective_order import (
+    BARRIER,
     Channel,
     RecordedOperation,
     Recording,
@@ -100,6 +101,14 @@ def test_messages_agree_by_size_and_tag_alone() -> None:
     assert differences({1: message("sends", 4, 0), 3: message("receives", 4, 0)}) == []
     assert len(differences({1: message("sends", 4, 0), 3: message("receives", 5, 0)})) == 1
     assert len(differences({1: message("sends", 4, 0), 3: message("receives", 4, 1)})) == 1
+
+
+def test_barriers_of_one_file_agree() -> None:
+    def wait(function: str, file: str = "builder.py") -> Recording:
+        return record(RecordedOperation(BARRIER, (), "", caller=f"{function} ({file})"))
+
+    assert differences({1: wait("build_generic_dataset"), 3: wait("build_none")}) == []
+    assert len(differences({1: wait("build_generic_dataset"), 3: wait("build_none", "saver.py")})) == 1
 
 
 def issued(*operations: tuple[str, int], thread: str = "main") -> list[Event]:

@@ -267,6 +267,11 @@ def test_the_order_of_paired_passes() -> None:
     plain = {"virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None}
     assert described(0, 3, 1, paired=True, **plain) == "F00 F01+B00 F02+B01 B02"
     assert described(0, 1, 1, paired=True, **plain) == "F00 B00"
+    one_chunk = {"virtual_pipeline_model_parallel_size": 1, "microbatch_group_size_per_vp_stage": 2}
+    assert [described(stage, 4, 2, paired=True, **one_chunk) for stage in range(2)] == [
+        "F00 F01 F02 F03+B00 B01 B02 B03",
+        "F00 F01+B00 F02+B01 F03+B02 B03",
+    ]
     interleaved = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 2}
     assert [described(stage, 4, 2, paired=True, **interleaved) for stage in range(2)] == [
         "F00 F01 F10 F11 F02 F03+B10 F12+B11 F13+B00 B01 B12 B13 B02 B03",

@@ -15,6 +15,7 @@ from megatron_balance.cost.sending import SendingModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import EMPTY_PLAN
 from megatron_balance.profile.cluster_profile import Fit, from_links
+from megatron_balance.profile.kernel_times import UNHINDERED, Beside
 from megatron_balance.simulate.engine import (
     NOTHING,
     Command,
@@ -183,6 +184,18 @@ def test_moves_are_hidden_up_to_what_hides_them() -> None:
     assert exposed > 3 * 30.0
 
 
+@given(st.tuples(*[st.floats(0.01, 10.0)] * 2), st.builds(Beside, *[st.floats(0.0, 3.0)] * 2))
+@settings(max_examples=30)
+def test_an_exchange_and_computation_do_their_work_beside_each_other(
+    works: tuple[float, float], beside: Beside
+) -> None:
+    ends = [alone + added for alone, added in zip(works, beside.added(*works), strict=True)]
+    together = min(ends)
+    for alone, end, fraction in zip(works, ends, beside, strict=True):
+        # Slowly until the first one ends, then at full speed
+        assert together / (1 + fraction) + end - together == pytest.approx(alone)
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=8))
 def test_paired_passes_take_turns_at_every_exchange(first: list[bool], second: list[bool]) -> None:
     def commands(name: str, exchanges: list[bool]) -> list[Command]:
@@ -193,7 +206,7 @@ def test_paired_passes_take_turns_at_every_exchange(first: list[bool], second: l
         return found
 
     passes = commands("a", first), commands("b", second)
-    found = [*_side_by_side(*passes, occupied=0.0)]
+    found = [*_side_by_side(*passes, UNHINDERED)]
     for own in passes:
         assert [one for one in found if any(one is other for other in own)] == own
     # A pass goes on after starting an exchange only if the other one has ended
@@ -209,17 +222,24 @@ def test_pairs_hide_exchanges_and_launches_are_waited_for() -> None:
         return Engine([(2, program(stage, layers_of(stage, 3), 0, 2))], MOVES + 1, Log()).run()
 
     alone = total()
-    # Passes of the same microbatch depend on each other, so these passes are not paired
-    assert total(pairs=True) == alone
     passes = stage_of(0, 1, 3, balanced=False).passes
     order = [passes[0], passes[2], passes[1], passes[4], passes[3], passes[5]]
     blocks = [[1, 2]]
     ahead = {"passes": order, "schedule": compute_order(order, blocks)}
-    assert total(**ahead) == pytest.approx(alone)
+    paired = [order[0], *(one._replace(paired=True) for one in order[1:-1]), order[-1]]
+    together = {"passes": paired, "schedule": compute_order(paired, blocks)}
+    assert total(**ahead, beside=Beside(1.0, 0.5)) == pytest.approx(alone)
     # Two of three microbatches' exchanges are hidden, but for the first and the last one of each pair
-    hidden = total(**ahead, pairs=True)
+    hidden = total(**together)
     assert alone - 2 * 2 * 2 * 2 * 2 * 1.0 <= hidden < alone - 8.0
-    assert total(**ahead, pairs=True, occupied=0.5) > hidden
+    # Computation loses a third of each of 16 hidden seconds
+    slower = total(**together, beside=Beside(0.0, 0.5))
+    assert slower == pytest.approx(hidden + 16 / 3)
+    # A second of computation hides two of four backward exchanges, which take half a second longer
+    assert total(**together, beside=Beside(1.0, 0.0)) == pytest.approx(hidden + 2 * 2 * 0.5)
+    # The host launches a paired forward pass in 4 seconds, or while exchanges slow it down
+    assert total(**together, launching=(4.25, 8.0)) == pytest.approx(hidden + 2 * 2 * 0.25)
+    assert total(**together, launching=(4.25, 8.0), beside=Beside(0.0, 0.5)) == pytest.approx(slower)
     # A layer's forward pass takes 1 + 3 + 2 seconds, and its backward pass 2 + 6 + 2
     assert total(launching=(6.0, 10.0)) == pytest.approx(alone)
     assert total(launching=(7.0, 12.0)) == pytest.approx(alone + 3 * 2 * (1.0 + 2.0))

@@ -8,10 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import simulate
+from megatron_balance.app.simulation import simulated_job
 from megatron_balance.planning.policies import registered
+from megatron_balance.profile.cluster import Ranks, profile_of, read
+from megatron_balance.profile.kernel_times import uneven_passes
+from megatron_balance.simulate.job import Simulation
+from megatron_balance.simulate.layers import variations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +129,11 @@ def test_experts_change_owners_once(run) -> None:
     [
         (["--nodes", "2"], "--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather: cannot be"),
         (["--nodes", "2"], "--balance-policy mine.py:Mine", "--balance-policy mine.py:Mine: only this package's"),
+        (
+            ["--nodes", "2"],
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            "--cp-comm-type a2a+p2p: cannot be simulated; give p2p or a2a",
+        ),
         (["--nodes", "2", "--load", "nothing"], "", "--load nothing: give even"),
         (["--nodes", "2", "--compare", "balance-policy"], "", "--compare balance-policy: write FLAG=VALUE,VALUE"),
     ],
@@ -146,13 +157,18 @@ def test_plans_of_every_policy_take_time(run) -> None:
 
 
 def test_paired_passes_hide_exchanges(run) -> None:
-    """Without pipeline stages, the model `--pair-passes` is what the flag does in training."""
-    flags = FLAGS.replace("--pipeline-model-parallel-size 2", "").replace("--balance-overlap blockwise", "")
-    options = ("--nodes", "2", "--iterations", "1")
-    (alone,) = run(*options, flags=flags)
-    (model,) = run(*options, "--pair-passes", flags=flags)
-    (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
-    assert paired["seconds"] == model["seconds"] < alone["seconds"]
+    """With and without stages, and with plans of the iteration and of each microbatch."""
+    flags = FLAGS.replace("--balance-overlap blockwise", "")
+    options = ("--nodes", "2", "--iterations", "2", "--load", "hot_rank", "--plan-ms", "0.1")
+    for layout in (flags.replace("--pipeline-model-parallel-size 2", ""), flags):
+        for policy in ("", "--balance-policy quota --balance-overlap blockwise"):
+            alone, paired = (
+                run(*options, flags=f"{layout} {policy} {pairs}")[0]
+                for pairs in ("", "--overlap-moe-expert-parallel-comm")
+            )
+            assert paired["seconds"] < alone["seconds"]
+            assert paired["mean_seconds"]["exchange"] < 0.7 * alone["mean_seconds"]["exchange"]
+            assert paired["in_progress_seconds"].keys() == alone["in_progress_seconds"].keys()
 
 
 def test_paired_passes_hide_exchanges_with_a_plan_for_each_microbatch(run) -> None:
@@ -160,11 +176,38 @@ def test_paired_passes_hide_exchanges_with_a_plan_for_each_microbatch(run) -> No
     flags = FLAGS.replace("--pipeline-model-parallel-size 2", "").replace("batch-size 64", "batch-size 48")
     flags += " --balance-policy top2 --balance-load exact"
     options = ("--nodes", "2", "--iterations", "1", "--plan-ms", "0.1")
-    with pytest.raises(SystemExit):
-        run(*options, "--pair-passes", flags=flags)
     (alone,) = run(*options, flags=flags)
     (paired,) = run(*options, flags=f"{flags} --overlap-moe-expert-parallel-comm")
     assert paired["mean_seconds"]["exchange"] < 0.7 * alone["mean_seconds"]["exchange"]
     # Alone, each backward pass finds the weights of the last two of four layers in the ring
     more = paired["in_progress_seconds"]["Trans"] / alone["in_progress_seconds"]["Trans"]
     assert more == pytest.approx((4 + 4) / (4 + 2), rel=0.05)
+
+
+def test_the_variance_counts_slots_with_rows() -> None:
+    rows_HS = np.array([[2, 2, 0], [4, 0, 0], [3, 1, 0], [0, 0, 0], [100, 1, 1]])
+    assert variations(rows_HS).tolist() == [0.0, 0.0, 0.25, 0.0, 1.2]
+
+
+class Shares:
+    """Loads in which a rank's two experts have these shares of its rows, from every source rank."""
+
+    def __init__(self, rows_S: tuple[int, int]) -> None:
+        self.rows_S = rows_S
+
+    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+        return np.tile(self.rows_S, (microbatches, 8, 8))
+
+
+def test_unequal_experts_of_a_rank_are_slower() -> None:
+    path = ROOT / "configs/clusters/h100_measured.yaml"
+    flags = FLAGS.replace("--balance-overlap blockwise", "--pipeline-model-parallel-size 1")
+    config, target = simulate.configured(flags.split(), path, 8)
+    job, _ = simulated_job(config, target)
+    equal, unequal = (
+        Simulation(job, Shares(rows_S)).run(1).recorder.seconds["experts"][0] for rows_S in ((256, 256), (384, 128))
+    )
+    kernels = profile_of(read(path), Ranks(8, 8, 8), 2048, 8192).kernels
+    assert kernels is not None and kernels.uneven
+    # Eight microbatches of four layers, 512 rows from each of eight ranks, with a quarter of the squared mean
+    assert unequal - equal == pytest.approx(8 * 4 * 8 * 512 * 0.25 * sum(uneven_passes(kernels, 2048, 8192)))

@@ -76,36 +76,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def predicted_run(run: Mapping[str, Any]) -> Row:
     """Return the seconds of an iteration of a published run."""
+    return Row(run["name"], run["seconds"], _seconds(run), run["fitted"])
+
+
+def _seconds(run: Mapping[str, Any], load: str = "even") -> float:
     flags = shlex.split(run["flags"])
     number = {flag: int(flags[flags.index(flag) + 1]) for flag in flags if flag in NUMBERS}
-    *sizes, micro, whole = (number[flag] for flag in NUMBERS)
-    stages = sizes[1]
-    unit = run["gpus"] // int(np.prod(sizes)) * micro
+    tensor, stages, context, micro, whole = (number.get(flag, 1) for flag in NUMBERS)
+    unit = run["gpus"] // (tensor * stages * context) * micro
     few = 2 * stages
     more = few + max(2, stages)
     microbatches = whole // unit
     if microbatches <= more:
-        return Row(run["name"], run["seconds"], _simulated(run, flags, whole), run["fitted"])
-    first, second = (_simulated(run, flags, count * unit) for count in (few, more))
-    seconds = first + (microbatches - few) / (more - few) * (second - first)
-    return Row(run["name"], run["seconds"], seconds, run["fitted"])
+        return _simulated(run, flags, whole, load)
+    first, second = (_simulated(run, flags, count * unit, load) for count in (few, more))
+    return first + (microbatches - few) / (more - few) * (second - first)
 
 
 def predicted_ratio(one: Mapping[str, Any]) -> Row:
     """Return the throughput with the loads of a published max/mean, over that with even loads."""
-    flags = shlex.split(one["flags"])
-    batch = int(flags[flags.index("--global-batch-size") + 1])
-    even, uneven = (_simulated(one, flags, batch, load) for load in ("even", one["load"]))
+    even, uneven = (_seconds(one, load) for load in ("even", one["load"]))
     return Row(one["name"], one["ratio"], even / uneven)
 
 
 NUMBERS = (
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--micro-batch-size", "--global-batch-size"),
 )
 
 
-def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: str = "even") -> float:
+def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: str) -> float:
     from megatron_balance.app.simulation import simulated_job
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
@@ -113,7 +113,7 @@ def _simulated(run: Mapping[str, Any], flags: Sequence[str], batch: int, load: s
     place = flags.index("--global-batch-size") + 1
     words = [f"@{ROOT / word[1:]}" if word.startswith("@") else word for word in flags]
     words[place] = str(batch)
-    real = {name: run[name] for name in ("pairs", "graphs", "fp8") if name in run}
+    real = {name: run[name] for name in ("graphs", "fp8") if name in run}
     cluster = ROOT / "configs/clusters" / f"{run['cluster']}.yaml"
     config, target = configured([*words, *COMMON.split()], cluster, run["gpus"], **real)
     job, _ = simulated_job(config, target)
@@ -140,10 +140,13 @@ def predicted_exchange(one: Mapping[str, Any]) -> Row:
 
 
 def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the milliseconds of each kind of kernel in a profile of four layers of DeepSeek-V3."""
+    """Yield the milliseconds of each kind of kernel in a profile of four layers of DeepSeek-V3.
+
+    All of them ran beside exchanges, so computation and exchanges take longer than alone.
+    """
     from megatron_balance.cost.flex import FlexModel, Routing
     from megatron_balance.profile.cluster import Ranks, profile_of, read
-    from megatron_balance.profile.computation import Computation
+    from megatron_balance.profile.computation import Computation, recomputed
     from megatron_balance.profile.flops import attention_matrices
     from megatron_balance.profile.kernel_times import ACCUMULATED, Passes, cast, product
     from simulate import configured
@@ -161,6 +164,7 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
     rows = tokens * transformer.moe_router_topk
     expert = [(hidden, 2 * inner), (inner, hidden)]
     others = [*attention_matrices(transformer), *expert]
+    repeated = attention_matrices(transformer)[1:4:2] if "mla_up_proj" in recomputed(transformer) else []
     local = transformer.num_moe_experts // 64
     weights = sum(i * o for i, o in others) + local * sum(i * o for i, o in expert)
 
@@ -169,7 +173,9 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
 
     grouped = of(product, rows, expert)
     dense = of(product, tokens, others)
-    casts = of(cast, rows, expert).plus(of(cast, tokens, others))
+    # Products of input gradients read weights of 8 bits in the other layout
+    transposed = kernels.read(2 * weights)
+    casts = sum(of(cast, rows, expert).plus(of(cast, tokens, others))) + of(cast, tokens, repeated).forward + transposed
     computation = Computation(kernels, transformer, tokens, tokens)
     core, moved = computation.attention_parts()
     activations = Passes(4 * hidden + 3 * inner, 4 * hidden + 6 * inner)
@@ -178,23 +184,26 @@ def predicted_trace(trace: Mapping[str, Any]) -> Iterator[Row]:
     seconds = {
         "grouped products, outputs and input gradients": 2 * grouped.forward,
         "gradients of weights": sum(one.backward - one.forward for one in (grouped, dense)) + gradients,
-        "other products": 2 * dense.forward,
+        "other products": 2 * dense.forward + of(product, tokens, repeated).forward,
         "attention, forward": core.forward,
         "attention, backward": core.backward,
-        "casts": sum(casts),
+        "casts": casts,
         "norms, permutation, activation and the rest": sum(moved),
     }
-    for name, one in seconds.items():
-        yield Row(name, trace["ms"][name], 4e3 * one)
     rows_DD = np.full((64, 64), rows * 2 * hidden / 64)
     routing = Routing(transformer.num_moe_experts, transformer.moe_router_topk, 8, 4)
-    bfloat16, fp8 = (FlexModel.of(profile, routing).seconds(share * rows_DD) for share in (1.0, 0.5))
-    yield Row("combine", trace["ms"]["combine"], 1e3 * bfloat16)
-    yield Row("dispatch of a known layout, fp8", trace["ms"]["dispatch of a known layout, fp8"], 1e3 * fp8)
-    # A dispatch and a combine of each pass. Passes hide all exchanges but the first and the last one
-    exchanges = 8 * (bfloat16 + fp8)
-    pair = 4 * sum(seconds.values()) + kernels.occupied * exchanges + bfloat16 + fp8
-    yield Row("the pair of passes", trace["ms"]["the pair of passes"], 1e3 * pair)
+    # A cast row has a scale of 32 bits for each 128 numbers
+    exchange = FlexModel.of(profile, routing).seconds
+    times = {"combine": exchange(rows_DD), "dispatch of a known layout, fp8": exchange((0.5 + 2 / 128) * rows_DD)}
+    # Eight of each in a pair. Passes hide all of them but the first and the last one
+    alone = sum(times.values())
+    computation = 4 * sum(seconds.values())
+    added = kernels.beside.added(7 * alone, computation)[1]
+    for name, one in seconds.items():
+        yield Row(name, trace["ms"][name], 4e3 * one * (1 + added / computation))
+    for name, one in times.items():
+        yield Row(name, trace["ms"][name], 1e3 * (1 + kernels.beside.exchange) * one, name in trace["fitted"])
+    yield Row("the pair of passes", trace["ms"]["the pair of passes"], 1e3 * (computation + added + alone))
 
 
 if __name__ == "__main__":

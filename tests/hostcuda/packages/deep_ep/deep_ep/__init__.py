@@ -29,6 +29,8 @@ class HybridEPBuffer:
         self.group = group
         self.rank = group.rank()
         self.group_size = group.size()
+        self.buffers: dict[tuple, torch.Tensor] = {}
+        """All exchanges write to the same memory."""
 
     def dispatch_with_permute(
         self,
@@ -101,15 +103,21 @@ class HybridEPBuffer:
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, B in total."""
-        everyone = tensor.new_empty(len(tensor) * self.group_size, *tensor.shape[1:])
+        everyone = self._buffer(tensor, len(tensor) * self.group_size)
         dist.all_gather_into_tensor(everyone, tensor, group=self.group)
         return everyone
 
     def _returned(self, rows_BX: torch.Tensor) -> torch.Tensor:
         """Return what each rank has for this one's tokens: [D, T, X]."""
-        back = torch.empty_like(rows_BX)
+        back = self._buffer(rows_BX, len(rows_BX))
         dist.all_to_all_single(back, rows_BX, group=self.group)
         return back.view(self.group_size, -1, rows_BX.shape[1])
+
+    def _buffer(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        key = tensor.dtype, rows, *tensor.shape[1:]
+        if key not in self.buffers:
+            self.buffers[key] = tensor.new_empty(rows, *tensor.shape[1:])
+        return self.buffers[key]
 
 
 def _taken(rows_BX: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
