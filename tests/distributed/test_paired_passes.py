@@ -149,9 +149,12 @@ def test_losses_are_those_of_one_pass_after_the_other(
 
 
 @pytest.mark.slow
-def test_validation_is_the_same_between_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", "exact", "two time scales"])
+def test_validation_is_the_same_between_pairs(tmp_path: Path, profiles: dict[int, Path], more: str) -> None:
     flags = f"{runs.BASE} {EP2} --train-iters 4 --eval-interval 2 --eval-iters 2 --split 90,5,5 --log-interval 1"
-    said = [Job(2, f"{flags} {more}", tmp_path / "log").wait().text for more in ("", PAIRED)]
+    if more:
+        flags += f" {CASES[more][1]} --balance-profile {profiles[2]}"
+    said = [Job(2, f"{flags} {paired}", tmp_path / "log").wait().text for paired in ("", PAIRED)]
     losses = [re.findall(r"validation loss at iteration \d .*lm loss value: (\S+)", text) for text in said]
     assert len(losses[0]) >= 2 and [float(loss) for loss in losses[0]] == pytest.approx([*map(float, losses[1])])
 
