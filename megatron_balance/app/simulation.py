@@ -41,7 +41,7 @@ from megatron_balance.simulate.network import Fabric, TeamNetwork, one_after_ano
 from megatron_balance.simulate.programs import StageSchedule
 from megatron_balance.timeline import hooks
 from megatron_balance.timeline.actions import chunk_start
-from megatron_balance.timeline.lower import Pass, compute_order
+from megatron_balance.timeline.lower import compute_order
 from megatron_balance.training.run import Run
 
 NO_TIME = Passes(0.0, 0.0)
