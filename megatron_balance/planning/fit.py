@@ -133,6 +133,8 @@ def fit(overload: Overload, order: int) -> Fitted:
     tokens_M = np.zeros(most, np.int64)
     excesses = np.zeros(most + 1, np.int64)
     number = 0
+    place = -1
+    last = -1
     while True:
         busiest = _largest(above_D, 0, ranks)
         excesses[number] = max(above_D[busiest], stuck)
@@ -144,8 +146,12 @@ def fit(overload: Overload, order: int) -> Fitted:
         home = source // node_size
         tokens = 0
         expert = 0
-        place = 0
-        for slot in range(tokens_DS.shape[1]):
+        stays = order == WHOLE and source == last and tokens_DS[source, place] > 0
+        if stays:
+            tokens = tokens_DS[source, place]
+            expert = experts_DS[source, place]
+        last = source
+        for slot in range(0 if stays else tokens_DS.shape[1]):
             if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
                 tokens = tokens_DS[source, slot]
                 expert = experts_DS[source, slot]

@@ -24,9 +24,6 @@ from megatron_balance.planning.fit import FILLING, Overload, fit
 NOBODY = -1
 """Expert in an empty guest slot."""
 
-NEVER = 1e9
-"""Seconds of Trans and of Agg of plans that are too slow without them."""
-
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
 
@@ -37,10 +34,8 @@ _Whole = Annotated[np.ndarray, "int64[::1]"]
 class Way(NamedTuple):
     """A way of planning."""
 
-    sent: float
-    """Time in Trans that localized experts may take a rank, in times of an expert within a node; 0: none."""
-    part: float
-    """Fraction of a node's guest slots that localized experts may use."""
+    sent: int
+    """Number of experts that may be sent to, or from, a rank to localize them."""
     target: float
     """Tokens of the busiest rank, over the mean, at which leveling aims."""
     order: int
@@ -52,7 +47,7 @@ class Way(NamedTuple):
 @functools.cache
 def way_record() -> np.dtype:
     """Return the type of a way in arrays for compiled loops."""
-    return packed(Way(0.0, 0.0, 1.0, FILLING, 0)).dtype
+    return packed(Way(0, 1.0, FILLING, 0)).dtype
 
 
 class Layer(NamedTuple):
@@ -117,8 +112,9 @@ def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, to
 def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way, node_size: int, far: float) -> None:
     """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the
     fewest tokens; an expert with more tokens than an average rank is on several."""
-    if way.sent < far:
+    if not way.sent:
         return
+    most = way.sent * far
     ranks = len(guest_DG)
     nodes = (ranks - 1) // node_size + 1
     loads_D = np.zeros(ranks, np.int64)
@@ -126,7 +122,7 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         loads_D[layer.owner_E[expert]] += layer.total_E[expert]
     mean = loads_D.sum() // ranks + 1
     free_D = np.full(ranks, layer.slots)
-    free_N = np.full(nodes, int(np.ceil(way.part * layer.slots * min(node_size, ranks))))
+    free_N = np.full(nodes, layer.slots * min(node_size, ranks))
     open_nodes = nodes
     times_D = np.zeros(ranks)
     is_sent_E = np.zeros(len(layer.total_E), np.bool_)
@@ -137,13 +133,13 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         owner = layer.owner_E[expert]
         if not left or not open_nodes:
             break
-        if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > way.sent):
+        if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > most):
             continue
         time = far
         while left and free_N[node]:
             found = -1
             for rank in range(node * node_size, min((node + 1) * node_size, ranks)):
-                can_take = free_D[rank] and times_D[rank] + time <= way.sent and _slot_of(guest_DG, rank, expert) < 0
+                can_take = free_D[rank] and times_D[rank] + time <= most and _slot_of(guest_DG, rank, expert) < 0
                 if can_take and (found < 0 or loads_D[rank] < loads_D[found]):
                     found = rank
             if found < 0:
@@ -318,7 +314,7 @@ def make_plans(
 
     Args:
         order_B: microbatches, in the order in which they are leveled.
-        limit: seconds of four exchanges and of computation from which Trans and Agg are not timed, but take NEVER.
+        limit: seconds of four exchanges and of computation from which Trans and Agg are not timed, but take 0.
     """
     prices = prices_1[0]
     size = prices.links.node_size
@@ -334,7 +330,7 @@ def make_plans(
     work_BD = np.empty(added_FBD.shape[1:])
     for a in range(ways):
         way = ways_A[a]
-        if not a or ways_A[a - 1].sent != way.sent or ways_A[a - 1].part != way.part:
+        if not a or ways_A[a - 1].sent != way.sent:
             guest_DG[:] = NOBODY
             taken_DG[:] = 0
             _localize(guest_DG, taken_DG, layer, way, size, prices.sending.far)
@@ -349,7 +345,6 @@ def make_plans(
         added_FBD[:] = 0.0
         add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        costs[2:, a] = NEVER
         if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
             sent = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)
             costs[2, a], costs[3, a] = sent[:2]

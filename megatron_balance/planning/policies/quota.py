@@ -1,6 +1,7 @@
 """The quota policy: few guests with exact numbers of tokens, chosen by the layer's seconds."""
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch, owner_loads
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
+from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, way_record
 from megatron_balance.planning.tuning import tune
@@ -23,40 +24,39 @@ NEGLIGIBLE = 0.0005
 HIDDEN = 0.05
 """Fraction of hidden Trans and Agg that is charged, if the profile does not say how much they slow down computation."""
 
-TARGET = 1.02
-"""Tokens of the busiest rank, over the mean, at which the first way aims."""
+LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
+"""Numbers of experts that may be sent to, or from, a rank to localize them."""
 
-LOOSE = 1.3
-"""The same, if several microbatches are leveled."""
+TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
+"""Tokens of the busiest rank, over the mean, at which leveling aims."""
 
-PART = 0.7
-"""Fraction of a node's guest slots that localized experts may use at first, because leveling needs slots, too."""
+EVENLY = 1.01
+"""Target of the first ways."""
 
-LOCALIZED = (0, 1, 2, 4)
-"""Numbers of experts that the first ways may send to, or from, a rank to localize them."""
+LOOSELY = 1.3
+"""Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-EXCESSES = (0.0, 0.5, 1.5, 2.5)
-"""Excesses of targets over the mean that are tried, relative to the best so far."""
-
-FINE_EXCESSES = (0.7, 0.85, 1.2, 1.4)
+WAYS = 12
+"""Number of ways that are always tried."""
 
 WORK = 600
-"""Number of ways, times ranks, that are tried while they make the layer faster."""
+"""Number of further ways, times ranks."""
 
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
 
-QUICK_TARGETS = (1.005, 1.03, 1.15)
-"""Targets that are tried while a forward pass waits for the plan."""
+QUICK = 8
+"""Number of ways that are tried while a forward pass waits for the plan."""
 
 
 class Quota(Policy):
     """Gives each guest the number of tokens that makes the layer fastest by the cost model.
 
-    `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. The first
-    ways differ in how many experts are localized. Each further step changes one number of the fastest way so far, so
-    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan. A plan
-    for a load that has just been observed, for which the forward pass waits, is the fastest of few ways.
+    `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. After a
+    few first ways, the neighbors of the fastest way are tried, then those of the next fastest one: ways in which one
+    number is a step higher or lower. So prices and loads decide which ways are tried. Finally, tokens shift between the
+    hosts of the fastest plan. A plan for a load that has just been observed, for which the forward pass waits, is the
+    fastest of few ways.
     """
 
     name = "quota"
@@ -92,7 +92,6 @@ class Quota(Policy):
 class GuestPlan(NamedTuple):
     """A plan of guests, and its seconds."""
 
-    way: Way
     guest_DG: np.ndarray
     taken_DG: np.ndarray
     """See `search.Plans`."""
@@ -151,8 +150,12 @@ class Search:
         """Seconds by which a hidden second of Trans or Agg lengthens computation."""
         self._times = max(1, cost.trans_each)
         """Number of Trans for one Agg."""
-        self._tried = dict[Way, None]()
-        self._best: GuestPlan | None = None
+        self._fars = sorted({0, PARTS, 2 * PARTS, round(cost.transport.far * PARTS)})
+        """Costs of a guest on another node that are tried."""
+        if not cost.network.has_both_levels:
+            self._fars = [PARTS]
+        self._tried = set[Way]()
+        self._fastest: GuestPlan | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -165,74 +168,59 @@ class Search:
 
     def best(self) -> GuestPlan:
         """Return the fastest plan."""
-        far = self._cost.transport.far
-        start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS))
-        sent = LOCALIZED if self.can_localize else (0,)
-        ways = [start._replace(sent=experts * far) for experts in sent]
-        if len(self._order_B) > 1:
-            # Microbatches share the slots
-            ways += [way._replace(target=LOOSE) for way in ways]
-            ways += self._reach(ways[len(sent)], fine=False)
-        best = self._fastest(ways)
-        best = self._fastest(self._reach(best.way, fine=False))
-        first = best.way.target
-        best = self._fastest([*self._level(best.way, EXCESSES), best.way._replace(order=WHOLE)])
-        while best.way.target > first:
-            # Slots may not suffice for loads that are nearly even
-            first = best.way.target
-            best = self._fastest(self._level(best.way, (2.0, 5.0)))
-        found = None
-        while found != best.way and len(self._tried) * self.num_ranks < WORK:
-            found = best.way
-            best = self._fastest(self._localize(best.way))
-            best = self._fastest(self._reach(best.way, fine=True))
-            orders = [best.way._replace(order=order) for order in (FILLING, WHOLE, BUSIEST)]
-            best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
-        return self._tuned(best)
+        return self._tuned(self._search(WAYS + WORK // self.num_ranks))
 
     def quick(self) -> GuestPlan:
-        """Return the fastest plan of a fixed number of ways that localize nothing."""
-        costs = [PARTS]
-        if len(self._cost.network.first_N) > 1:
-            costs = [0, round(self._cost.transport.far * PARTS)]
-        best = self._fastest(Way(0.0, PART, target, FILLING, far) for far in costs for target in QUICK_TARGETS)
-        return self._fastest([best.way._replace(order=WHOLE), *self._level(best.way, (0.4, 2.0))])
+        """Return the fastest plan of few ways."""
+        return self._search(QUICK)
 
-    def _localize(self, way: Way) -> list[Way]:
-        """Return ways that localize more or fewer experts."""
-        if not way.sent:
-            return []
-        sent = [way._replace(sent=way.sent * factor) for factor in (0.5, 1.5, 2.0)]
-        return sent + [way._replace(part=part) for part in (0.4, 0.55, 0.85, 1.0)]
+    def _search(self, most: int) -> GuestPlan:
+        """Try about so many ways, the first ones and then the neighbors of the fastest ones; return the fastest plan."""
+        waiting = list[tuple[float, Way]]()
+        ways = self._first()
+        while ways or waiting:
+            if ways:
+                for found in zip(self._charged(ways), ways, strict=True):
+                    heapq.heappush(waiting, found)
+                self._tried.update(ways)
+            if len(self._tried) >= most:
+                break
+            ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in self._tried]
+        assert self._fastest is not None
+        return self._fastest
 
-    def _reach(self, way: Way, *, fine: bool) -> list[Way]:
-        """Return ways with other costs of a guest on another node."""
-        network = self._cost.network
-        if len(network.first_N) == 1:
-            return []
-        costs = [PARTS, 0] if network.has_both_levels else [PARTS]
-        if fine:
-            costs += [2 * PARTS, round(self._cost.transport.far * PARTS)]
-        found = [way._replace(far=far) for far in costs]
-        return found if fine else [*found, way._replace(far=PARTS, order=BUSIEST)]
+    def _first(self) -> list[Way]:
+        """Return the first ways, which differ most."""
+        far = round(self._cost.transport.far * PARTS)
+        starts = [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0), (0, WHOLE, 2 * PARTS)]
+        if self.can_localize:
+            starts += [(1, FILLING, far), (2, FILLING, PARTS), (4, FILLING, PARTS)]
+        targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
+        ways = (
+            Way(sent, target, order, far if far in self._fars else PARTS)
+            for target in targets
+            for sent, order, far in starts
+        )
+        return [*dict.fromkeys(ways)]
 
-    def _level(self, way: Way, factors: Iterable[float]) -> list[Way]:
-        """Return ways with other targets, by the excess over the mean."""
-        return [way._replace(target=1 + (way.target - 1) * factor) for factor in factors]
+    def _neighbors(self, way: Way) -> Iterator[Way]:
+        """Yield the ways in which one number is a step higher or lower."""
+        sent = LOCALIZED if self.can_localize else (0,)
+        for name, steps in (("target", TARGETS), ("far", self._fars), ("sent", sent)):
+            step = steps.index(getattr(way, name))
+            for other in (*steps[max(0, step - 1) : step], *steps[step + 1 : step + 2]):
+                yield way._replace(**{name: other})
 
-    def _fastest(self, ways: Iterable[Way]) -> GuestPlan:
-        """Return the fastest plan so far, after trying these ways."""
-        ways = [way for way in dict.fromkeys(ways) if way not in self._tried]
-        self._tried.update(dict.fromkeys(ways))
-        if ways:
-            ways_A = np.array(ways, way_record())
-            plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
-            time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
-            hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
-            charged_A = time.total + self._slowed * hidden_A
-            a = int(charged_A.argmin())
-            found = GuestPlan(
-                way=ways[a],
+    def _charged(self, ways: list[Way]) -> list[float]:
+        """Return the seconds of ways' plans, or lower bounds of slower plans than the fastest; remember the fastest."""
+        ways_A = np.array(ways, way_record())
+        plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
+        time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
+        hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
+        charged_A = time.total + self._slowed * hidden_A
+        a = int(charged_A.argmin())
+        if self._fastest is None or charged_A[a] < self._fastest.charged:
+            self._fastest = GuestPlan(
                 guest_DG=plans.guest_ADG[a],
                 taken_DG=plans.taken_ADG[a],
                 hidden=float(hidden_A[a]),
@@ -240,17 +228,14 @@ class Search:
                 trans=float(plans.trans_A[a]),
                 agg=float(plans.agg_A[a]),
             )
-            if self._best is None or found.charged < self._best.charged:
-                self._best = found
-        assert self._best is not None
-        return self._best
+        return charged_A.tolist()
 
     @property
     def _limit(self) -> float:
         """Seconds of exchanges and computation, beyond those without tokens, that are as slow as the best plan."""
-        if self._best is None or self._cost.degrees != (1,):
+        if self._fastest is None or self._cost.degrees != (1,):
             return np.inf
-        return self._best.charged - self._overhead
+        return self._fastest.charged - self._overhead
 
     def _tuned(self, plan: GuestPlan) -> GuestPlan:
         """Return the plan with other numbers of tokens, if that is faster."""
