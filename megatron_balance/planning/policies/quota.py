@@ -33,6 +33,9 @@ TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
 EVENLY = 1.01
 """Target of the first ways."""
 
+FEWER = 1.02
+"""Target of the first way that aims at fewer guests."""
+
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
@@ -41,6 +44,9 @@ WAYS = 12
 
 WORK = 600
 """Number of further ways, times ranks."""
+
+BEAM = 2
+"""Number of ways whose neighbors are tried next."""
 
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
@@ -154,7 +160,6 @@ class Search:
         """Costs of a guest on another node that are tried."""
         if not cost.network.has_both_levels:
             self._fars = [PARTS]
-        self._tried = set[Way]()
         self._fastest: GuestPlan | None = None
 
     @property
@@ -175,33 +180,35 @@ class Search:
         return self._search(QUICK)
 
     def _search(self, most: int) -> GuestPlan:
-        """Try about so many ways, the first ones and then the neighbors of the fastest ones; return the fastest plan."""
+        """Return the fastest plan of about `most` ways: the first ones, then neighbors of the fastest ones."""
         waiting = list[tuple[float, Way]]()
         ways = self._first()
-        while ways or waiting:
-            if ways:
-                for found in zip(self._charged(ways), ways, strict=True):
-                    heapq.heappush(waiting, found)
-                self._tried.update(ways)
-            if len(self._tried) >= most:
-                break
-            ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in self._tried]
-        assert self._fastest is not None
-        return self._fastest
+        tried = {*ways}
+        while True:
+            for found in zip(self._charged(ways), ways, strict=True):
+                heapq.heappush(waiting, found)
+            ways = list[Way]()
+            while len(tried) < most and waiting and not ways:
+                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
+                ways = [*dict.fromkeys(way for near in nearest for way in self._neighbors(near) if way not in tried)]
+            if not ways:
+                assert self._fastest is not None
+                return self._fastest
+            tried.update(ways)
 
     def _first(self) -> list[Way]:
         """Return the first ways, which differ most."""
         far = round(self._cost.transport.far * PARTS)
-        starts = [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0), (0, WHOLE, 2 * PARTS)]
+        starts = [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
         if self.can_localize:
             starts += [(1, FILLING, far), (2, FILLING, PARTS), (4, FILLING, PARTS)]
         targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
-        ways = (
+        ways = [
             Way(sent, target, order, far if far in self._fars else PARTS)
             for target in targets
             for sent, order, far in starts
-        )
-        return [*dict.fromkeys(ways)]
+        ]
+        return [*dict.fromkeys([*ways, Way(0, FEWER, WHOLE, PARTS)])]
 
     def _neighbors(self, way: Way) -> Iterator[Way]:
         """Yield the ways in which one number is a step higher or lower."""
