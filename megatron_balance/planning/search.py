@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.candidates import add_guests
-from megatron_balance.cost.core import Prices, sum_work
+from megatron_balance.cost.core import FEATURES, Prices, add_owners, sum_work
 from megatron_balance.cost.messages import Messages, fastest_sending
 from megatron_balance.device.compiled import compiled, packed
 from megatron_balance.planning.fit import FILLING, Overload, fit
@@ -70,6 +70,37 @@ class Layer(NamedTuple):
     """Tokens that the node's ranks have for the expert."""
     slots: int
     """Number of a rank's guest slots."""
+
+
+@compiled(
+    "Layer(int64[:,:,::1], int64[::1], int64[:,::1], int64, int64)",
+    Layer,
+)
+def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, node_size: int) -> Layer:
+    """Return the numbers of a layer without pairs: `pair_tokens_P` has the tokens of all [N, E], and 0 for experts that
+    the node owns."""
+    microbatches, ranks, experts = counts_BDE.shape
+    counts_EBD = np.empty((experts, microbatches, ranks))
+    tokens_EB = np.zeros((experts, microbatches))
+    total_E = np.zeros(experts, np.int64)
+    tokens_NE = np.zeros(((ranks - 1) // node_size + 1, experts), np.int64)
+    for b in range(microbatches):
+        for first in range(0, ranks, node_size):
+            node = first // node_size
+            for expert in range(experts):
+                tokens = 0
+                for d in range(first, min(first + node_size, ranks)):
+                    counts_EBD[expert, b, d] = counts_BDE[b, d, expert]
+                    tokens += counts_BDE[b, d, expert]
+                tokens_EB[expert, b] += tokens
+                total_E[expert] += tokens
+                tokens_NE[node, expert] += tokens if owner_E[expert] // node_size != node else 0
+    owned_FBD = np.zeros((FEATURES, microbatches, ranks))
+    add_owners(owned_FBD, counts_EBD, owner_E, node_size)
+    pairs = np.zeros(0, np.int64)
+    return Layer(
+        counts_EBD, tokens_EB, total_E, owner_E, home_DS, owned_FBD, pairs, tokens_NE.reshape(tokens_NE.size), slots
+    )
 
 
 class Plans(NamedTuple):
@@ -281,6 +312,46 @@ def guests_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -
                 found.slot_M[m] = slot
                 found.share_M[m] = taken_DG[rank, slot] / total_E[expert]
     return found
+
+
+class Hosts(NamedTuple):
+    """All hosts of experts that have guests, in the order of experts, then of ranks."""
+
+    expert_N: _Whole
+    host_N: _Whole
+    quota_N: _Whole
+
+
+@compiled(
+    "Hosts(int64[:,::1], int64[:,::1], int64[::1], int64[::1])",
+    Hosts,
+)
+def hosts_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray, owner_E: np.ndarray) -> Hosts:
+    """Return the hosts of a plan's experts. Owners with tokens left are hosts, too."""
+    guests = guests_of(guest_DG, taken_DG, total_E)
+    most = 2 * len(guests.expert_M)
+    hosts = Hosts(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
+    n = 0
+    for expert in range(len(total_E)):
+        first = guests.first_E[expert]
+        after = guests.first_E[expert + 1]
+        left = total_E[expert]
+        for m in range(first, after):
+            left -= taken_DG[guests.rank_M[m], guests.slot_M[m]]
+        owner_waits = first < after and left > 0
+        for m in range(first, after + 1):
+            if owner_waits and (m == after or guests.rank_M[m] > owner_E[expert]):
+                owner_waits = False
+                hosts.expert_N[n] = expert
+                hosts.host_N[n] = owner_E[expert]
+                hosts.quota_N[n] = left
+                n += 1
+            if m < after:
+                hosts.expert_N[n] = expert
+                hosts.host_N[n] = guests.rank_M[m]
+                hosts.quota_N[n] = taken_DG[guests.rank_M[m], guests.slot_M[m]]
+                n += 1
+    return Hosts(hosts.expert_N[:n], hosts.host_N[:n], hosts.quota_N[:n])
 
 
 @compiled(None)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.core import COMPUTED
-from megatron_balance.cost.loads import by_microbatch, owner_loads
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, way_record
+from megatron_balance.planning.search import NOBODY, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
 
 EVEN = 1.01
@@ -72,8 +72,8 @@ class Quota(Policy):
     adds_guests = True
 
     def __init__(self) -> None:
-        make_plans.prepare()
-        tune.prepare()
+        for loop in (make_layer, make_plans, tune, hosts_of):
+            loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         alone = current if current.is_identity else owners_host(current)
@@ -129,25 +129,18 @@ class Search:
             slots: number of guest slots of a rank.
             cost: seconds of a plan.
         """
-        counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), np.float64)
-        tokens_EB = counts_EBD.sum(2)
-        owned_FBD = owner_loads(cost.network, counts_EBD, owner_E)
-        busy_BD = owned_FBD[COMPUTED] / cost.rate_D
-        mean_B = owned_FBD[COMPUTED].sum(1) / cost.rate_D.sum()
+        counts_BDE = np.ascontiguousarray(counts_BDE, np.int64)
+        layer = make_layer(counts_BDE, owner_E, home_DS, slots, cost.network.node_size)
+        busy_BD = layer.owned_FBD[COMPUTED] / cost.rate_D
+        mean_B = layer.owned_FBD[COMPUTED].sum(1) / cost.rate_D.sum()
         self.is_even = bool((busy_BD.max(1) <= EVEN * mean_B).all())
         """Whether owners' loads are even."""
         self.can_localize = _can_localize(counts_BDE, cost)
+        if self.can_localize:
+            pair_P = np.argsort(-layer.pair_tokens_P, kind="stable")
+            layer = layer._replace(pair_P=pair_P, pair_tokens_P=layer.pair_tokens_P[pair_P])
         self._cost = cost
-        self._layer = Layer(
-            counts_EBD=counts_EBD,
-            tokens_EB=tokens_EB,
-            total_E=tokens_EB.sum(1).astype(np.int64),
-            owner_E=owner_E,
-            home_DS=home_DS,
-            owned_FBD=owned_FBD,
-            **_pairs(counts_BDE, owner_E, cost if self.can_localize else None),
-            slots=slots,
-        )
+        self._layer = layer
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
         self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
         self._messages = cost.transport.messages_1
@@ -257,16 +250,8 @@ class Search:
 
     def placement(self, plan: GuestPlan, alone: Placement) -> Placement:
         """Return the placement with these guests; owners compute the remaining tokens. `alone` has no guests."""
-        expert_M, rank_M, taken_M = plan.guests
-        shared_X = np.unique(expert_M)
-        left_E = self._layer.total_E - np.bincount(expert_M, taken_M, alone.num_experts).astype(np.int64)
-        kept_X = shared_X[left_E[shared_X] > 0]
-        expert_N = np.append(expert_M, kept_X)
-        host_N = np.append(rank_M, self._layer.owner_E[kept_X])
-        quota_N = np.append(taken_M, left_E[kept_X])
-        order_N = np.lexsort((host_N, expert_N))
-        ordered = (column_N[order_N] for column_N in (expert_N, host_N, quota_N))
-        return alone.with_quotas(*ordered, kept_slots=0, guest_slots=self._layer.slots)
+        hosts = hosts_of(plan.guest_DG, plan.taken_DG, self._layer.total_E, self._layer.owner_E)
+        return alone.with_quotas(*hosts, kept_slots=0, guest_slots=self._layer.slots)
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
@@ -278,15 +263,3 @@ def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
         return False
     pays = cost.sends_ahead or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
     return pays and len(cost.network.first_N) > 1
-
-
-def _pairs(counts_BDE: np.ndarray, owner_E: np.ndarray, cost: CostModel | None) -> dict[str, np.ndarray]:
-    """Return the fields of Layer about experts and other nodes; None: no expert will be localized."""
-    if cost is None:
-        nothing = np.zeros(0, np.int64)
-        return {"pair_P": nothing, "pair_tokens_P": nothing}
-    network = cost.network
-    tokens_NE = np.add.reduceat(counts_BDE.sum(0), network.first_N, axis=0)
-    tokens_NE[network.node_D[owner_E], np.arange(len(owner_E))] = 0
-    pair_P = np.argsort(-tokens_NE, axis=None, kind="stable")
-    return {"pair_P": pair_P, "pair_tokens_P": tokens_NE.ravel()[pair_P]}
