@@ -39,14 +39,11 @@ FEWER = 1.02
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 12
+WAYS = 10
 """Number of ways that are always tried."""
 
 WORK = 600
 """Number of further ways, times ranks."""
-
-BEAM = 2
-"""Number of ways whose neighbors are tried next."""
 
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
@@ -182,8 +179,7 @@ class Search:
                 heapq.heappush(waiting, found)
             ways = list[Way]()
             while len(tried) < most and waiting and not ways:
-                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
-                ways = [*dict.fromkeys(way for near in nearest for way in self._neighbors(near) if way not in tried)]
+                ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in tried]
             if not ways:
                 assert self._fastest is not None
                 return self._fastest
@@ -194,7 +190,7 @@ class Search:
         far = round(self._cost.transport.far * PARTS)
         starts = [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
         if self.can_localize:
-            starts += [(1, FILLING, far), (2, FILLING, PARTS), (4, FILLING, PARTS)]
+            starts += [(1, FILLING, far), (3, FILLING, PARTS)]
         targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
         ways = [
             Way(sent, target, order, far if far in self._fars else PARTS)
