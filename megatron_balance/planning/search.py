@@ -24,6 +24,12 @@ from megatron_balance.planning.fit import FILLING, Overload, fit
 NOBODY = -1
 """Expert in an empty guest slot."""
 
+UNKNOWN = -2
+"""First guest of a table that is not filled in yet."""
+
+LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
+"""Numbers of experts that may be sent to, or from, a rank to localize them."""
+
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
 
@@ -35,7 +41,7 @@ class Way(NamedTuple):
     """A way of planning."""
 
     sent: int
-    """Number of experts that may be sent to, or from, a rank to localize them."""
+    """One of LOCALIZED."""
     target: float
     """Tokens of the busiest rank, over the mean, at which leveling aims."""
     order: int
@@ -68,6 +74,8 @@ class Layer(NamedTuple):
     """node * experts + expert, for nodes that do not own the expert, by tokens, most first."""
     pair_tokens_P: _Whole
     """Tokens that the node's ranks have for the expert."""
+    localized_LTDG: Annotated[np.ndarray, "int64[:,:,:,::1]"]
+    """Tables `guest_DG` and `taken_DG` of localized experts by `Way.sent`, filled in when they are first used."""
     slots: int
     """Number of a rank's guest slots."""
 
@@ -98,8 +106,20 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
     owned_FBD = np.zeros((FEATURES, microbatches, ranks))
     add_owners(owned_FBD, counts_EBD, owner_E, node_size)
     pairs = np.zeros(0, np.int64)
+    pair_tokens = tokens_NE.reshape(tokens_NE.size)
+    localized_LTDG = np.empty((LOCALIZED[-1] + 1, 2, ranks, slots), np.int64)
+    localized_LTDG[:, 0, 0, 0] = UNKNOWN
     return Layer(
-        counts_EBD, tokens_EB, total_E, owner_E, home_DS, owned_FBD, pairs, tokens_NE.reshape(tokens_NE.size), slots
+        counts_EBD,
+        tokens_EB,
+        total_E,
+        owner_E,
+        home_DS,
+        owned_FBD,
+        pairs,
+        pair_tokens,
+        localized_LTDG,
+        slots,
     )
 
 
@@ -393,15 +413,15 @@ def make_plans(
     ways = len(ways_A)
     guest_ADG = np.empty((ways, ranks, layer.slots), np.int64)
     taken_ADG = np.empty((ways, ranks, layer.slots), np.int64)
-    guest_DG = np.empty((ranks, layer.slots), np.int64)
-    taken_DG = np.empty((ranks, layer.slots), np.int64)
     moved_BDG = np.empty((len(order_B), ranks, layer.slots), np.int64)
     costs = np.zeros((4, ways))
     added_FBD = np.empty_like(layer.owned_FBD)
     work_BD = np.empty(added_FBD.shape[1:])
     for a in range(ways):
         way = ways_A[a]
-        if not a or ways_A[a - 1].sent != way.sent:
+        guest_DG = layer.localized_LTDG[way.sent, 0]
+        taken_DG = layer.localized_LTDG[way.sent, 1]
+        if guest_DG[0, 0] == UNKNOWN:
             guest_DG[:] = NOBODY
             taken_DG[:] = 0
             _localize(guest_DG, taken_DG, layer, way, size, prices.sending.far)

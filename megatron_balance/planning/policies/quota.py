@@ -12,7 +12,7 @@ from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import NOBODY, Way, hosts_of, make_layer, make_plans, way_record
+from megatron_balance.planning.search import LOCALIZED, NOBODY, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
 
 EVEN = 1.01
@@ -23,9 +23,6 @@ NEGLIGIBLE = 0.0005
 
 HIDDEN = 0.05
 """Fraction of hidden Trans and Agg that is charged, if the profile does not say how much they slow down computation."""
-
-LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
-"""Numbers of experts that may be sent to, or from, a rank to localize them."""
 
 TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
 """Tokens of the busiest rank, over the mean, at which leveling aims."""
@@ -39,11 +36,14 @@ FEWER = 1.02
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 10
+WAYS = 12
 """Number of ways that are always tried."""
 
-WORK = 600
+WORK = 400
 """Number of further ways, times ranks."""
+
+BEAM = 2
+"""Number of ways whose neighbors are tried together."""
 
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
@@ -179,7 +179,8 @@ class Search:
                 heapq.heappush(waiting, found)
             ways = list[Way]()
             while len(tried) < most and waiting and not ways:
-                ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in tried]
+                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
+                ways = [*dict.fromkeys(way for near in nearest for way in self._neighbors(near) if way not in tried)]
             if not ways:
                 assert self._fastest is not None
                 return self._fastest
