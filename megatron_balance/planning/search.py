@@ -123,6 +123,28 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
     )
 
 
+class Limit(NamedTuple):
+    """Plans that are too slow without Trans and Agg are not timed."""
+
+    seconds: float
+    """Seconds of four exchanges, computation, Trans and Agg of the fastest plan so far; hidden ones are charged."""
+    is_sum: bool
+    """Whether a layer's seconds are the sum of these parts."""
+    trans: float
+    agg: float
+    """Seconds of Trans and of Agg that even loads hide at least."""
+    slowed: float
+    """Seconds by which a hidden second lengthens computation."""
+    times: int
+    """Number of Trans for one Agg."""
+
+
+@compiled(None)
+def _charged(sent: float, hidden: float, slowed: float) -> float:
+    """Return the seconds of Trans or Agg, if so many may be hidden."""
+    return max(sent - hidden, 0.0) + slowed * min(sent, hidden)
+
+
 class Plans(NamedTuple):
     """Plans of A ways, and their costs."""
 
@@ -384,10 +406,11 @@ def add_some(
 
 
 @compiled(
-    "Plans(Layer, Way[::1], int64[::1], float64, Messages[::1], Prices[::1], float64[::1], float64[::1])",
+    "Plans(Layer, Way[::1], int64[::1], Limit[::1], Messages[::1], Prices[::1], float64[::1], float64[::1])",
     Plans,
     Layer,
     Way,
+    Limit,
     Messages,
     Prices,
 )
@@ -395,7 +418,7 @@ def make_plans(
     layer: Layer,
     ways_A: np.ndarray,
     order_B: np.ndarray,
-    limit: float,
+    limit_1: np.ndarray,
     messages_1: np.ndarray,
     prices_1: np.ndarray,
     rate_D: np.ndarray,
@@ -405,9 +428,11 @@ def make_plans(
 
     Args:
         order_B: microbatches, in the order in which they are leveled.
-        limit: seconds of four exchanges and of computation from which Trans and Agg are not timed, but take 0.
+        limit_1: a Limit; Trans and Agg of slower plans take 0.
     """
     prices = prices_1[0]
+    limit = limit_1[0]
+    least = limit.seconds
     size = prices.links.node_size
     ranks = len(rate_D)
     ways = len(ways_A)
@@ -436,7 +461,11 @@ def make_plans(
         added_FBD[:] = 0.0
         add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
+        seconds = 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a]
+        if seconds < least:
             sent = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)
             costs[2, a], costs[3, a] = sent[:2]
+            if limit.is_sum:
+                seconds += _charged(limit.times * sent[0], limit.trans, limit.slowed)
+                least = min(least, seconds + _charged(sent[1], limit.agg, limit.slowed))
     return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])

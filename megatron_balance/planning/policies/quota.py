@@ -9,10 +9,11 @@ import numpy as np
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import LOCALIZED, NOBODY, Way, hosts_of, make_layer, make_plans, way_record
+from megatron_balance.planning.search import LOCALIZED, NOBODY, Limit, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
 
 EVEN = 1.01
@@ -39,11 +40,14 @@ LOOSELY = 1.3
 WAYS = 12
 """Number of ways that are always tried."""
 
-WORK = 400
+WORK = 300
 """Number of further ways, times ranks."""
 
 BEAM = 2
 """Number of ways whose neighbors are tried together."""
+
+LONG = 1e6
+"""Seconds of Trans and Agg that are never hidden as a whole."""
 
 TUNING = 2000
 """Number of shifts of tokens, times ranks, that are tried."""
@@ -150,6 +154,16 @@ class Search:
         """Costs of a guest on another node that are tried."""
         if not cost.network.has_both_levels:
             self._fars = [PARTS]
+        # Even loads hide the least
+        left = (LONG, LONG) if cost.trans_each else cost.exposed(float(mean_B.sum()), LONG, LONG)
+        self._limit = Limit(
+            seconds=np.inf,
+            is_sum=cost.degrees == (1,),
+            trans=LONG - float(left[0]),
+            agg=LONG - float(left[1]),
+            slowed=self._slowed,
+            times=self._times,
+        )
         self._fastest: GuestPlan | None = None
 
     @property
@@ -189,9 +203,8 @@ class Search:
     def _first(self) -> list[Way]:
         """Return the first ways, which differ most."""
         far = round(self._cost.transport.far * PARTS)
-        starts = [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
-        if self.can_localize:
-            starts += [(1, FILLING, far), (3, FILLING, PARTS)]
+        starts = [(1, FILLING, far), (3, FILLING, PARTS)] if self.can_localize else []
+        starts += [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
         targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
         ways = [
             Way(sent, target, order, far if far in self._fars else PARTS)
@@ -211,7 +224,8 @@ class Search:
     def _charged(self, ways: list[Way]) -> list[float]:
         """Return the seconds of ways' plans, or lower bounds of slower plans than the fastest; remember the fastest."""
         ways_A = np.array(ways, way_record())
-        plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
+        limit_1 = packed(self._limit)
+        plans = make_plans(self._layer, ways_A, self._order_B, limit_1, self._messages, *self._cost.prices)
         time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
         hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
         charged_A = time.total + self._slowed * hidden_A
@@ -225,14 +239,9 @@ class Search:
                 trans=float(plans.trans_A[a]),
                 agg=float(plans.agg_A[a]),
             )
+            if self._limit.is_sum:
+                self._limit = self._limit._replace(seconds=self._fastest.charged - self._overhead)
         return charged_A.tolist()
-
-    @property
-    def _limit(self) -> float:
-        """Seconds of exchanges and computation, beyond those without tokens, that are as slow as the best plan."""
-        if self._fastest is None or self._cost.degrees != (1,):
-            return np.inf
-        return self._fastest.charged - self._overhead
 
     def _tuned(self, plan: GuestPlan) -> GuestPlan:
         """Return the plan with other numbers of tokens, if that is faster."""
