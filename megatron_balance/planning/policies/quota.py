@@ -1,6 +1,7 @@
 """The quota policy: few guests with exact numbers of tokens, chosen by the layer's seconds."""
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,16 +41,13 @@ LOOSELY = 1.3
 WAYS = 12
 """Number of ways that are always tried."""
 
-WORK = 300
+WORK = 400
 """Number of further ways, times ranks."""
-
-BEAM = 2
-"""Number of ways whose neighbors are tried together."""
 
 LONG = 1e6
 """Seconds of Trans and Agg that are never hidden as a whole."""
 
-TUNING = 2000
+TUNING = 1200
 """Number of shifts of tokens, times ranks, that are tried."""
 
 QUICK = 8
@@ -152,6 +150,7 @@ class Search:
         """Number of Trans for one Agg."""
         self._fars = sorted({0, PARTS, 2 * PARTS, round(cost.transport.far * PARTS)})
         """Costs of a guest on another node that are tried."""
+        self._sents = LOCALIZED if self.can_localize else (0,)
         if not cost.network.has_both_levels:
             self._fars = [PARTS]
         # Even loads hide the least
@@ -186,15 +185,15 @@ class Search:
     def _search(self, most: int) -> GuestPlan:
         """Return the fastest plan of about `most` ways: the first ones, then neighbors of the fastest ones."""
         waiting = list[tuple[float, Way]]()
-        ways = self._first()
+        every = [*itertools.product(self._sents, TARGETS, (FILLING, WHOLE), self._fars)]
+        ways = [Way(*numbers) for numbers in every] if len(every) <= most else self._first()
         tried = {*ways}
         while True:
             for found in zip(self._charged(ways), ways, strict=True):
                 heapq.heappush(waiting, found)
             ways = list[Way]()
             while len(tried) < most and waiting and not ways:
-                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
-                ways = [*dict.fromkeys(way for near in nearest for way in self._neighbors(near) if way not in tried)]
+                ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in tried]
             if not ways:
                 assert self._fastest is not None
                 return self._fastest
@@ -215,8 +214,7 @@ class Search:
 
     def _neighbors(self, way: Way) -> Iterator[Way]:
         """Yield the ways in which one number is a step higher or lower."""
-        sent = LOCALIZED if self.can_localize else (0,)
-        for name, steps in (("target", TARGETS), ("far", self._fars), ("sent", sent)):
+        for name, steps in (("target", TARGETS), ("far", self._fars), ("sent", self._sents)):
             step = steps.index(getattr(way, name))
             for other in (*steps[max(0, step - 1) : step], *steps[step + 1 : step + 2]):
                 yield way._replace(**{name: other})
