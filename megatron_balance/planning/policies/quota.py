@@ -35,6 +35,9 @@ EVENLY = 1.01
 FEWER = 1.02
 """Target of the first way that aims at fewer guests."""
 
+SPARINGLY = 1.06
+"""Target of one more first way if a forward pass waits for its guests."""
+
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
@@ -210,6 +213,8 @@ class Search:
             for target in targets
             for sent, order, far in starts
         ]
+        if self._cost.trans_each:
+            ways.append(ways[0]._replace(target=SPARINGLY))
         return [*dict.fromkeys([*ways, Way(0, FEWER, WHOLE, PARTS)])]
 
     def _neighbors(self, way: Way) -> Iterator[Way]:
