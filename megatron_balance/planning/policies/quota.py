@@ -12,7 +12,7 @@ from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
+from megatron_balance.planning.fit import BUSIEST, FILLING, ORDERS, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.search import LOCALIZED, NOBODY, Limit, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
@@ -33,7 +33,7 @@ EVENLY = 1.01
 """Target of the first ways."""
 
 FEWER = 1.02
-"""Target of the first way that aims at fewer guests."""
+"""Target of the first ways that aim at fewer guests."""
 
 SPARINGLY = 1.06
 """Target of one more first way if a forward pass waits for its guests."""
@@ -41,19 +41,19 @@ SPARINGLY = 1.06
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 12
+WAYS = 10
 """Number of ways that are always tried."""
 
-WORK = 400
+WORK = 500
 """Number of further ways, times ranks."""
 
 LONG = 1e6
 """Seconds of Trans and Agg that are never hidden as a whole."""
 
-TUNING = 1200
+TUNING = 1600
 """Number of shifts of tokens, times ranks, that are tried."""
 
-QUICK = 8
+QUICK = 9
 """Number of ways that are tried while a forward pass waits for the plan."""
 
 
@@ -188,7 +188,7 @@ class Search:
     def _search(self, most: int) -> GuestPlan:
         """Return the fastest plan of about `most` ways: the first ones, then neighbors of the fastest ones."""
         waiting = list[tuple[float, Way]]()
-        every = [*itertools.product(self._sents, TARGETS, (FILLING, WHOLE), self._fars)]
+        every = [*itertools.product(self._sents, TARGETS, ORDERS, self._fars)]
         ways = [Way(*numbers) for numbers in every] if len(every) <= most else self._first()
         tried = {*ways}
         while True:
@@ -215,7 +215,7 @@ class Search:
         ]
         if self._cost.trans_each:
             ways.append(ways[0]._replace(target=SPARINGLY))
-        return [*dict.fromkeys([*ways, Way(0, FEWER, WHOLE, PARTS)])]
+        return [*dict.fromkeys([*ways, *(Way(0, FEWER, order, PARTS) for order in (BUSIEST, WHOLE))])]
 
     def _neighbors(self, way: Way) -> Iterator[Way]:
         """Yield the ways in which one number is a step higher or lower."""
