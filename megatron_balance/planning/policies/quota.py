@@ -41,10 +41,10 @@ SPARINGLY = 1.06
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 10
+WAYS = 13
 """Number of ways that are always tried."""
 
-WORK = 500
+WORK = 600
 """Number of further ways, times ranks."""
 
 LONG = 1e6
