@@ -29,7 +29,7 @@ HIDDEN = 0.05
 TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
 """Tokens of the busiest rank, over the mean, at which leveling aims."""
 
-EVENLY = 1.01
+EVENLY = 1.005
 """Target of the first ways."""
 
 FEWER = 1.02
@@ -41,11 +41,14 @@ SPARINGLY = 1.06
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 13
+WAYS = 12
 """Number of ways that are always tried."""
 
-WORK = 600
+WORK = 400
 """Number of further ways, times ranks."""
+
+BEAM = 2
+"""Number of ways whose neighbors are tried together."""
 
 LONG = 1e6
 """Seconds of Trans and Agg that are never hidden as a whole."""
@@ -186,17 +189,19 @@ class Search:
         return self._search(QUICK)
 
     def _search(self, most: int) -> GuestPlan:
-        """Return the fastest plan of about `most` ways: the first ones, then neighbors of the fastest ones."""
+        """Return the fastest plan of about `most` ways at most: the first ones, then neighbors of the fastest ones."""
         waiting = list[tuple[float, Way]]()
         every = [*itertools.product(self._sents, TARGETS, ORDERS, self._fars)]
         ways = [Way(*numbers) for numbers in every] if len(every) <= most else self._first()
         tried = {*ways}
         while True:
-            for found in zip(self._charged(ways), ways, strict=True):
-                heapq.heappush(waiting, found)
+            for timed in zip(self._charged(ways), ways, strict=True):
+                heapq.heappush(waiting, timed)
             ways = list[Way]()
             while len(tried) < most and waiting and not ways:
-                ways = [way for way in self._neighbors(heapq.heappop(waiting)[1]) if way not in tried]
+                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
+                found = [way for near in nearest for way in self._neighbors(near) if way not in tried]
+                ways = [*dict.fromkeys(found)][: most - len(tried)]
             if not ways:
                 assert self._fastest is not None
                 return self._fastest
