@@ -189,7 +189,7 @@ class Search:
         return self._search(QUICK)
 
     def _search(self, most: int) -> GuestPlan:
-        """Return the fastest plan of about `most` ways at most: the first ones, then neighbors of the fastest ones."""
+        """Return the fastest plan of the first ways and of neighbors of the fastest ones, together at most `most`."""
         waiting = list[tuple[float, Way]]()
         every = [*itertools.product(self._sents, TARGETS, ORDERS, self._fars)]
         ways = [Way(*numbers) for numbers in every] if len(every) <= most else self._first()
@@ -214,9 +214,9 @@ class Search:
         starts += [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
         targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
         ways = [
-            Way(sent, target, order, far if far in self._fars else PARTS)
+            Way(sent, target, order, reach if reach in self._fars else PARTS)
             for target in targets
-            for sent, order, far in starts
+            for sent, order, reach in starts
         ]
         if self._cost.trans_each:
             ways.append(ways[0]._replace(target=SPARINGLY))
