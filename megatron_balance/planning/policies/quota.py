@@ -12,7 +12,7 @@ from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import BUSIEST, FILLING, ORDERS, PARTS, WHOLE
+from megatron_balance.planning.fit import FILLING, ORDERS, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.search import LOCALIZED, NOBODY, Limit, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
@@ -33,10 +33,10 @@ EVENLY = 1.005
 """Target of the first ways."""
 
 FEWER = 1.02
-"""Target of the first ways that aim at fewer guests."""
+"""Target of the first way that aims at fewer guests."""
 
 SPARINGLY = 1.06
-"""Target of one more first way if a forward pass waits for its guests."""
+"""Target of a first way with few guests, for localized experts, and for guests that a forward pass waits for."""
 
 LOOSELY = 1.3
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
@@ -218,9 +218,11 @@ class Search:
             for target in targets
             for sent, order, reach in starts
         ]
+        if self.can_localize:
+            ways.append(Way(2, SPARINGLY, FILLING, ways[0].far))
         if self._cost.trans_each:
             ways.append(ways[0]._replace(target=SPARINGLY))
-        return [*dict.fromkeys([*ways, *(Way(0, FEWER, order, PARTS) for order in (BUSIEST, WHOLE))])]
+        return [*dict.fromkeys([*ways, Way(0, FEWER, WHOLE, PARTS)])]
 
     def _neighbors(self, way: Way) -> Iterator[Way]:
         """Yield the ways in which one number is a step higher or lower."""
