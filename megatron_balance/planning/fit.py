@@ -134,10 +134,8 @@ def fit(overload: Overload, order: int) -> Fitted:
         if not stays or not tokens_DS[source, place]:
             place = 0
             for slot in range(tokens_DS.shape[1]):
-                if (tokens_DS[source, slot], experts_DS[source, slot]) > (
-                    tokens_DS[source, place],
-                    experts_DS[source, place],
-                ):
+                largest = tokens_DS[source, place], experts_DS[source, place]
+                if (tokens_DS[source, slot], experts_DS[source, slot]) > largest:
                     place = slot
         tokens = tokens_DS[source, place]
         expert = experts_DS[source, place]
