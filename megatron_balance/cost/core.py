@@ -231,24 +231,30 @@ def add_node(
     """Add, times `sign`, the loads of a node's ranks in a microbatch, if each computes its quota of an expert. Tokens
     that stay on the node are distributed in proportion to the tokens that each rank sends or receives. If `is_whole`,
     the node has all ranks, and all tokens stay."""
+    counts_D = counts_BD[b]
+    computed_D = loads_FBD[COMPUTED, b]
+    near_out_D = loads_FBD[NEAR_OUT, b]
+    near_in_D = loads_FBD[NEAR_IN, b]
+    far_out_D = loads_FBD[FAR_OUT, b]
+    far_in_D = loads_FBD[FAR_IN, b]
     out = 0.0
     into = 0.0
     for d in range(first, last):
-        out += max(counts_BD[b, d] - quota_D[d], 0.0)
-        into += max(quota_D[d] - counts_BD[b, d], 0.0)
+        out += max(counts_D[d] - quota_D[d], 0.0)
+        into += max(quota_D[d] - counts_D[d], 0.0)
     near = min(out, into)
     near_out, near_in = (near / out, near / into) if near > 0 else (0.0, 0.0)
     if is_whole:
         near_out = 1.0
         near_in = 1.0
     for d in range(first, last):
-        sent = max(counts_BD[b, d] - quota_D[d], 0.0)
-        received = max(quota_D[d] - counts_BD[b, d], 0.0)
-        loads_FBD[COMPUTED, b, d] += sign * quota_D[d]
-        loads_FBD[NEAR_OUT, b, d] += sign * (sent * near_out)
-        loads_FBD[NEAR_IN, b, d] += sign * (received * near_in)
-        loads_FBD[FAR_OUT, b, d] += sign * (sent - sent * near_out)
-        loads_FBD[FAR_IN, b, d] += sign * (received - received * near_in)
+        sent = max(counts_D[d] - quota_D[d], 0.0)
+        received = max(quota_D[d] - counts_D[d], 0.0)
+        computed_D[d] += sign * quota_D[d]
+        near_out_D[d] += sign * (sent * near_out)
+        near_in_D[d] += sign * (received * near_in)
+        far_out_D[d] += sign * (sent - sent * near_out)
+        far_in_D[d] += sign * (received - received * near_in)
 
 
 @compiled(None)

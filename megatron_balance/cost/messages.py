@@ -260,9 +260,12 @@ def _seconds(times: np.ndarray, pieces: int, lines: BatchLines) -> float:
     """Return the seconds of all batches."""
     total = lines.start
     stages = times.shape[1]
-    for batch in range(pieces + stages - 1):
-        first, count = _stages_of(batch, pieces, stages)
-        total += times[0, first, count] + times[1, first, count] / pieces
+    full = max(0, pieces - stages)
+    # Batches in the middle, with a piece in each stage, are alike
+    for batch in range(pieces + stages - 1 - full):
+        first, count = _stages_of(batch, pieces - full, stages)
+        number = 1 + full if count == stages else 1
+        total += number * (times[0, first, count] + times[1, first, count] / pieces)
     return total
 
 

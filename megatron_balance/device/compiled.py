@@ -64,6 +64,7 @@ def packed(numbers: Any) -> np.ndarray:
     return np.array([numbers], _record(type(numbers)))
 
 
+@functools.cache
 def _record(kind: Any) -> np.dtype:
     kinds = get_type_hints(kind).items()
     return np.dtype([(name, _record(field) if hasattr(field, "_fields") else np.dtype(field)) for name, field in kinds])

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_balance.planning.fit import BUSIEST, FILLING, LEAST_FIRST, PARTS, WHOLE
+from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 
 INDEX_BITS = 20
 """Experts, and ranks with the last node counted as full, are fewer than 2**INDEX_BITS."""
@@ -31,7 +31,6 @@ _ALL = tl.constexpr(1 << 62)
 """A key above all others."""
 _PARTS = tl.constexpr(PARTS)
 _FILLING = tl.constexpr(FILLING)
-_LEAST_FIRST = tl.constexpr(LEAST_FIRST)
 _WHOLE = tl.constexpr(WHOLE)
 
 EXPERTS_PER_WARP = 512
@@ -151,18 +150,24 @@ def fit_kernel(
     number = 0
     busiest = tl.max(above)
     giving = tl.max(above)
+    kept = tl.full([], 0, tl.int64)
     stuck = tl.min(above) >> _BITS
     tl.store(states, busiest >> _BITS)
     while (busiest >> _BITS) > 0:
-        giving = _giver(above, busiest, giving, ORDER)
+        if ORDER != _WHOLE:
+            giving = busiest
+        stays = (giving >> _BITS) > 0
+        giving = tl.where(stays, giving, busiest)
         excess = giving >> _BITS
         source = giving & _INDEX
         largest = tl.max(tl.where(owner == source, movable, 0))
+        if ORDER == _WHOLE:
+            largest = tl.where(stays & ((kept >> _BITS) > 0), kept, largest)
         wanted = largest >> _BITS if ORDER == _FILLING else tl.minimum(largest >> _BITS, excess)
         chosen = tl.max(tl.where(node == source // NODE_SIZE, rooms, 0))
         if REACHES_FAR:
             chosen = _worth(wanted, chosen, tl.max(rooms), far)
-        if ORDER >= _LEAST_FIRST:
+        if ORDER == _WHOLE:
             chosen = _tightest(wanted, chosen, rooms, node == source // NODE_SIZE)
         moved = tl.minimum(wanted, chosen >> _BITS)
         if moved > 0:
@@ -175,6 +180,7 @@ def fit_kernel(
             rooms += tl.where((rank == source) & (slots != 0), tl.maximum(moved - excess, 0) << _BITS, 0)
             busiest = tl.max(above)
             giving = tl.max(tl.where(rank == source, above, _NONE))
+            kept = largest - (moved << _BITS)
             _write_move(moves + number * 4, largest & _INDEX, source, target, moved)
             tl.store(quotas + (largest & _INDEX) * RANKS + target, moved)
             number += 1
@@ -223,16 +229,6 @@ def _worth(wanted, near, other, far):
     takes = tl.minimum(wanted, near >> _BITS)
     reached = tl.minimum(wanted, other >> _BITS)
     return tl.where((takes < wanted) & (reached * _PARTS > takes * far), other, near)
-
-
-@triton.jit
-def _giver(above, busiest, last, ORDER: tl.constexpr):
-    """Return the key (excess, rank) of the next rank that gives tokens; `last` is the previous rank's remaining key."""
-    if ORDER == _LEAST_FIRST:
-        return tl.min(tl.where((above >> _BITS) > 0, above, _ALL))
-    if ORDER == _WHOLE:
-        return tl.where((last >> _BITS) > 0, last, busiest)
-    return busiest
 
 
 @triton.jit

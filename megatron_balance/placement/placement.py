@@ -159,9 +159,10 @@ class Placement:
         rows = [[*row[:kept_slots]] for row in self.guests]
         ranks = host_N.tolist()
         shares = quota_N.tolist()
-        ends = [*np.flatnonzero(np.diff(expert_N, prepend=EMPTY)).tolist(), len(ranks)]
-        for first, after in itertools.pairwise(ends):
-            expert = int(expert_N[first])
+        experts = expert_N.tolist()
+        ends = [0, *(1 + np.flatnonzero(expert_N[1:] != expert_N[:-1])).tolist(), len(ranks)]
+        for first, after in itertools.pairwise(ends if ranks else ()):
+            expert = experts[first]
             hosts[expert] = own = (*ranks[first:after],)
             quotas[expert] = (*shares[first:after],)
             if primary[expert] not in own:

@@ -7,10 +7,9 @@ BUSIEST: the rank furthest above its capacity gives to the rank with the most ro
 FILLING: like BUSIEST, but a guest takes as many tokens as it has room for, even if the source falls below its capacity;
   the source can then take guests itself. As in Walker's alias method, few moves fill a receiver, so slots suffice more
   often.
-LEAST_FIRST: the rank least above its capacity gives first. The receiver is the rank with the least room that takes all
-  of the move, if there is one, and otherwise the one with the most room. As in best-fit packing, this mostly needs
-  fewer guests.
-WHOLE: the rank furthest above its capacity gives until it is within it, to receivers as in LEAST_FIRST.
+WHOLE: the rank furthest above its capacity gives until it is within it, each time of the same expert while tokens are
+  left, so that it sends few experts. The receiver is the rank with the least room that takes all of the move, if there
+  is one, and otherwise the one with the most room. As in best-fit packing, this mostly needs fewer guests.
 """
 
 from typing import Annotated, NamedTuple
@@ -22,7 +21,7 @@ from megatron_balance.device.compiled import compiled
 PARTS = 64
 """Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
 
-BUSIEST, FILLING, LEAST_FIRST, WHOLE = ORDERS = range(4)
+BUSIEST, FILLING, WHOLE = ORDERS = range(3)
 
 NOTHING = -(2**62)
 """Excess of ranks with nothing left to give."""
@@ -77,18 +76,6 @@ def _largest(values: np.ndarray, first: int, after: int) -> int:
     return found
 
 
-@compiled("int64(int64[::1], int64, int64, int64)")
-def _giver(above_D: np.ndarray, busiest: int, last: int, order: int) -> int:
-    """Return the rank that gives next, after `last`; in LEAST_FIRST, the first rank wins ties."""
-    if order != LEAST_FIRST:
-        return last if order == WHOLE and above_D[last] > 0 else busiest
-    found = busiest
-    for rank in range(len(above_D)):
-        if 0 < above_D[rank] < above_D[found] or (rank < found and above_D[rank] == above_D[found]):
-            found = rank
-    return found
-
-
 @compiled("int64(int64[::1], int64, int64, int64, int64)")
 def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size: int) -> int:
     """Return the rank of a range with the least room for all wanted tokens, or -1. Ties: last node, first rank."""
@@ -108,7 +95,7 @@ def fit(overload: Overload, order: int) -> Fitted:
     """Move tokens until no rank exceeds its capacity, or the ranks that do have nothing left to give. A move takes the
     rank's largest expert, or the part of it by which the rank exceeds its capacity. The receiver is on the owner's
     node, unless a receiver on another node takes over more tokens relative to its cost. Ties between ranks and experts
-    go to the last one, ties between nodes to the first one; see also `_giver` and `_tightest`."""
+    go to the last one, ties between nodes to the first one; see also `_tightest`."""
     tokens_DS = overload.tokens_DS.copy()
     experts_DS = overload.experts_DS
     above_D = overload.above_D.copy()
@@ -118,7 +105,7 @@ def fit(overload: Overload, order: int) -> Fitted:
     ranks = len(above_D)
     most = 0
     stuck = above_D[0]
-    source = _largest(above_D, 0, len(above_D))
+    source = 0
     room_D = np.zeros(ranks, np.int64)
     most_N = np.zeros((ranks - 1) // node_size + 1, np.int64)
     for rank in range(ranks):
@@ -133,23 +120,25 @@ def fit(overload: Overload, order: int) -> Fitted:
     tokens_M = np.zeros(most, np.int64)
     excesses = np.zeros(most + 1, np.int64)
     number = 0
+    place = 0
     while True:
         busiest = _largest(above_D, 0, ranks)
         excesses[number] = max(above_D[busiest], stuck)
         if above_D[busiest] <= 0:
             moves = TokenMoves(expert_M[:number], source_M[:number], target_M[:number], tokens_M[:number])
             return Fitted(moves, excesses[: number + 1])
-        source = _giver(above_D, busiest, source, order)
+        stays = order == WHOLE and number > 0 and above_D[source] > 0
+        source = source if stays else busiest
         excess = above_D[source]
         home = source // node_size
-        tokens = 0
-        expert = 0
-        place = 0
-        for slot in range(tokens_DS.shape[1]):
-            if (tokens_DS[source, slot], experts_DS[source, slot]) > (tokens, expert):
-                tokens = tokens_DS[source, slot]
-                expert = experts_DS[source, slot]
-                place = slot
+        if not stays or not tokens_DS[source, place]:
+            place = 0
+            for slot in range(tokens_DS.shape[1]):
+                largest = tokens_DS[source, place], experts_DS[source, place]
+                if (tokens_DS[source, slot], experts_DS[source, slot]) > largest:
+                    place = slot
+        tokens = tokens_DS[source, place]
+        expert = experts_DS[source, place]
         wanted = tokens if order == FILLING else min(tokens, excess)
         node = home
         if far and most_N[home] < wanted:
@@ -162,7 +151,7 @@ def fit(overload: Overload, order: int) -> Fitted:
             above_D[source] = NOTHING
             stuck = max(stuck, excess)
             continue
-        if order >= LEAST_FIRST and moved == wanted:
+        if order == WHOLE and moved == wanted:
             first, after = (home, home + 1) if node == home else (0, len(most_N))
             target = _tightest(room_D, first * node_size, after * node_size, wanted, node_size)
             node = target // node_size

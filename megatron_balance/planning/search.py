@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.candidates import add_guests
-from megatron_balance.cost.core import Prices, sum_work
+from megatron_balance.cost.core import FEATURES, Prices, add_owners, sum_work
 from megatron_balance.cost.messages import Messages, fastest_sending
 from megatron_balance.device.compiled import compiled, packed
 from megatron_balance.planning.fit import FILLING, Overload, fit
@@ -24,8 +24,11 @@ from megatron_balance.planning.fit import FILLING, Overload, fit
 NOBODY = -1
 """Expert in an empty guest slot."""
 
-NEVER = 1e9
-"""Seconds of Trans and of Agg of plans that are too slow without them."""
+UNKNOWN = -2
+"""First guest of a table that is not filled in yet."""
+
+LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
+"""Numbers of experts that may be sent to, or from, a rank to localize them."""
 
 ROUNDS = 2
 """Number of times that each of several microbatches is leveled, given the guests for the others."""
@@ -37,10 +40,8 @@ _Whole = Annotated[np.ndarray, "int64[::1]"]
 class Way(NamedTuple):
     """A way of planning."""
 
-    sent: float
-    """Time in Trans that localized experts may take a rank, in times of an expert within a node; 0: none."""
-    part: float
-    """Fraction of a node's guest slots that localized experts may use."""
+    sent: int
+    """One of LOCALIZED."""
     target: float
     """Tokens of the busiest rank, over the mean, at which leveling aims."""
     order: int
@@ -52,7 +53,7 @@ class Way(NamedTuple):
 @functools.cache
 def way_record() -> np.dtype:
     """Return the type of a way in arrays for compiled loops."""
-    return packed(Way(0.0, 0.0, 1.0, FILLING, 0)).dtype
+    return packed(Way(0, 1.0, FILLING, 0)).dtype
 
 
 class Layer(NamedTuple):
@@ -73,8 +74,75 @@ class Layer(NamedTuple):
     """node * experts + expert, for nodes that do not own the expert, by tokens, most first."""
     pair_tokens_P: _Whole
     """Tokens that the node's ranks have for the expert."""
+    localized_LTDG: Annotated[np.ndarray, "int64[:,:,:,::1]"]
+    """Tables `guest_DG` and `taken_DG` of localized experts by `Way.sent`, filled in when they are first used."""
     slots: int
     """Number of a rank's guest slots."""
+
+
+@compiled(
+    "Layer(int64[:,:,::1], int64[::1], int64[:,::1], int64, int64)",
+    Layer,
+)
+def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, node_size: int) -> Layer:
+    """Return the numbers of a layer without pairs: `pair_tokens_P` has the tokens of all [N, E], and 0 for experts that
+    the node owns."""
+    microbatches, ranks, experts = counts_BDE.shape
+    counts_EBD = np.empty((experts, microbatches, ranks))
+    tokens_EB = np.zeros((experts, microbatches))
+    total_E = np.zeros(experts, np.int64)
+    tokens_NE = np.zeros(((ranks - 1) // node_size + 1, experts), np.int64)
+    for b in range(microbatches):
+        for first in range(0, ranks, node_size):
+            node = first // node_size
+            for expert in range(experts):
+                tokens = 0
+                for d in range(first, min(first + node_size, ranks)):
+                    counts_EBD[expert, b, d] = counts_BDE[b, d, expert]
+                    tokens += counts_BDE[b, d, expert]
+                tokens_EB[expert, b] += tokens
+                total_E[expert] += tokens
+                tokens_NE[node, expert] += tokens if owner_E[expert] // node_size != node else 0
+    owned_FBD = np.zeros((FEATURES, microbatches, ranks))
+    add_owners(owned_FBD, counts_EBD, owner_E, node_size)
+    pairs = np.zeros(0, np.int64)
+    pair_tokens = tokens_NE.reshape(tokens_NE.size)
+    localized_LTDG = np.empty((LOCALIZED[-1] + 1, 2, ranks, slots), np.int64)
+    localized_LTDG[:, 0, 0, 0] = UNKNOWN
+    return Layer(
+        counts_EBD,
+        tokens_EB,
+        total_E,
+        owner_E,
+        home_DS,
+        owned_FBD,
+        pairs,
+        pair_tokens,
+        localized_LTDG,
+        slots,
+    )
+
+
+class Limit(NamedTuple):
+    """Plans that are too slow without Trans and Agg are not timed."""
+
+    seconds: float
+    """Seconds of four exchanges, computation, Trans and Agg of the fastest plan so far; hidden ones are charged."""
+    is_sum: bool
+    """Whether a layer's seconds are the sum of these parts."""
+    trans: float
+    agg: float
+    """Seconds of Trans and of Agg that even loads hide at least."""
+    slowed: float
+    """Seconds by which a hidden second lengthens computation."""
+    times: int
+    """Number of Trans for one Agg."""
+
+
+@compiled(None)
+def _charged(sent: float, hidden: float, slowed: float) -> float:
+    """Return the seconds of Trans or Agg, if so many may be hidden."""
+    return max(sent - hidden, 0.0) + slowed * min(sent, hidden)
 
 
 class Plans(NamedTuple):
@@ -117,8 +185,9 @@ def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, to
 def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way, node_size: int, far: float) -> None:
     """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the
     fewest tokens; an expert with more tokens than an average rank is on several."""
-    if way.sent < far:
+    if not way.sent:
         return
+    most = way.sent * far
     ranks = len(guest_DG)
     nodes = (ranks - 1) // node_size + 1
     loads_D = np.zeros(ranks, np.int64)
@@ -126,7 +195,7 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         loads_D[layer.owner_E[expert]] += layer.total_E[expert]
     mean = loads_D.sum() // ranks + 1
     free_D = np.full(ranks, layer.slots)
-    free_N = np.full(nodes, int(np.ceil(way.part * layer.slots * min(node_size, ranks))))
+    free_N = np.full(nodes, layer.slots * min(node_size, ranks))
     open_nodes = nodes
     times_D = np.zeros(ranks)
     is_sent_E = np.zeros(len(layer.total_E), np.bool_)
@@ -137,13 +206,13 @@ def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way
         owner = layer.owner_E[expert]
         if not left or not open_nodes:
             break
-        if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > way.sent):
+        if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > most):
             continue
         time = far
         while left and free_N[node]:
             found = -1
             for rank in range(node * node_size, min((node + 1) * node_size, ranks)):
-                can_take = free_D[rank] and times_D[rank] + time <= way.sent and _slot_of(guest_DG, rank, expert) < 0
+                can_take = free_D[rank] and times_D[rank] + time <= most and _slot_of(guest_DG, rank, expert) < 0
                 if can_take and (found < 0 or loads_D[rank] < loads_D[found]):
                     found = rank
             if found < 0:
@@ -287,6 +356,46 @@ def guests_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -
     return found
 
 
+class Hosts(NamedTuple):
+    """All hosts of experts that have guests, in the order of experts, then of ranks."""
+
+    expert_N: _Whole
+    host_N: _Whole
+    quota_N: _Whole
+
+
+@compiled(
+    "Hosts(int64[:,::1], int64[:,::1], int64[::1], int64[::1])",
+    Hosts,
+)
+def hosts_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray, owner_E: np.ndarray) -> Hosts:
+    """Return the hosts of a plan's experts. Owners with tokens left are hosts, too."""
+    guests = guests_of(guest_DG, taken_DG, total_E)
+    most = 2 * len(guests.expert_M)
+    hosts = Hosts(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
+    n = 0
+    for expert in range(len(total_E)):
+        first = guests.first_E[expert]
+        after = guests.first_E[expert + 1]
+        left = total_E[expert]
+        for m in range(first, after):
+            left -= taken_DG[guests.rank_M[m], guests.slot_M[m]]
+        owner_waits = first < after and left > 0
+        for m in range(first, after + 1):
+            if owner_waits and (m == after or guests.rank_M[m] > owner_E[expert]):
+                owner_waits = False
+                hosts.expert_N[n] = expert
+                hosts.host_N[n] = owner_E[expert]
+                hosts.quota_N[n] = left
+                n += 1
+            if m < after:
+                hosts.expert_N[n] = expert
+                hosts.host_N[n] = guests.rank_M[m]
+                hosts.quota_N[n] = taken_DG[guests.rank_M[m], guests.slot_M[m]]
+                n += 1
+    return Hosts(hosts.expert_N[:n], hosts.host_N[:n], hosts.quota_N[:n])
+
+
 @compiled(None)
 def add_some(
     added_FBD: np.ndarray, sign: float, layer: Layer, guests: Guests, first: int, after: int, size: int
@@ -297,10 +406,11 @@ def add_some(
 
 
 @compiled(
-    "Plans(Layer, Way[::1], int64[::1], float64, Messages[::1], Prices[::1], float64[::1], float64[::1])",
+    "Plans(Layer, Way[::1], int64[::1], Limit[::1], Messages[::1], Prices[::1], float64[::1], float64[::1])",
     Plans,
     Layer,
     Way,
+    Limit,
     Messages,
     Prices,
 )
@@ -308,7 +418,7 @@ def make_plans(
     layer: Layer,
     ways_A: np.ndarray,
     order_B: np.ndarray,
-    limit: float,
+    limit_1: np.ndarray,
     messages_1: np.ndarray,
     prices_1: np.ndarray,
     rate_D: np.ndarray,
@@ -318,23 +428,25 @@ def make_plans(
 
     Args:
         order_B: microbatches, in the order in which they are leveled.
-        limit: seconds of four exchanges and of computation from which Trans and Agg are not timed, but take NEVER.
+        limit_1: a Limit; Trans and Agg of slower plans take 0.
     """
     prices = prices_1[0]
+    limit = limit_1[0]
+    least = limit.seconds
     size = prices.links.node_size
     ranks = len(rate_D)
     ways = len(ways_A)
     guest_ADG = np.empty((ways, ranks, layer.slots), np.int64)
     taken_ADG = np.empty((ways, ranks, layer.slots), np.int64)
-    guest_DG = np.empty((ranks, layer.slots), np.int64)
-    taken_DG = np.empty((ranks, layer.slots), np.int64)
     moved_BDG = np.empty((len(order_B), ranks, layer.slots), np.int64)
     costs = np.zeros((4, ways))
     added_FBD = np.empty_like(layer.owned_FBD)
     work_BD = np.empty(added_FBD.shape[1:])
     for a in range(ways):
         way = ways_A[a]
-        if not a or ways_A[a - 1].sent != way.sent or ways_A[a - 1].part != way.part:
+        guest_DG = layer.localized_LTDG[way.sent, 0]
+        taken_DG = layer.localized_LTDG[way.sent, 1]
+        if guest_DG[0, 0] == UNKNOWN:
             guest_DG[:] = NOBODY
             taken_DG[:] = 0
             _localize(guest_DG, taken_DG, layer, way, size, prices.sending.far)
@@ -349,8 +461,11 @@ def make_plans(
         added_FBD[:] = 0.0
         add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
         costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        costs[2:, a] = NEVER
-        if 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a] < limit:
+        seconds = 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a]
+        if seconds < least:
             sent = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)
             costs[2, a], costs[3, a] = sent[:2]
+            if limit.is_sum:
+                seconds += _charged(limit.times * sent[0], limit.trans, limit.slowed)
+                least = min(least, seconds + _charged(sent[1], limit.agg, limit.slowed))
     return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])

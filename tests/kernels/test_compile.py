@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from megatron_balance.kernels import rows
 from megatron_balance.kernels.fit import constants, fit_kernel, warps
-from megatron_balance.planning.fit import BUSIEST, FILLING, LEAST_FIRST, WHOLE
+from megatron_balance.planning.fit import BUSIEST, FILLING, WHOLE
 
 TENSORS = fit_kernel.arg_names[: fit_kernel.arg_names.index("far")]
 
@@ -41,7 +41,7 @@ def resources(kernel: CompiledKernel, directory: Path) -> dict[str, int]:
     ("architecture", "ranks", "homes", "node_size", "order"),
     [
         (80, 64, 4, 8, BUSIEST),
-        (90, 64, 4, 8, LEAST_FIRST),
+        (90, 64, 4, 8, WHOLE),
         (90, 256, 16, 8, WHOLE),
         (100, 36, 7, 6, FILLING),
     ],

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_balance.planning.fit import (
     BUSIEST,
     FILLING,
-    LEAST_FIRST,
     ORDERS,
     PARTS,
     WHOLE,
@@ -110,15 +109,16 @@ def reference(
 
     excesses = [max(map(excess, ranks))]
     source = -1
+    expert = -1
     while True:
         waiting = [rank for rank in ranks if excess(rank) > 0 and rank not in stuck]
         if not waiting:
             return moves, excesses
-        if order == LEAST_FIRST:
-            source = min(waiting, key=lambda rank: (excess(rank), rank))
-        elif order != WHOLE or source not in waiting:
-            source = max(waiting, key=lambda rank: (excess(rank), rank))
-        size, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
+        stays = order == WHOLE and source in waiting
+        source = source if stays else max(waiting, key=lambda rank: (excess(rank), rank))
+        if not stays or expert not in left[source]:
+            _, expert = max(((size, expert) for expert, size in left[source].items()), default=(0, 0))
+        size = left[source].get(expert, 0)
         wanted = size if order == FILLING else min(size, excess(source))
         able = [rank for rank in ranks if excess(rank) < 0 and slots[rank]]
         near = [rank for rank in able if rank // node_size == source // node_size]
@@ -136,7 +136,7 @@ def reference(
             stuck.add(source)
             continue
         target = max(near, key=lambda rank: (-excess(rank), rank))
-        if order in (LEAST_FIRST, WHOLE) and -excess(target) >= wanted:
+        if order == WHOLE and -excess(target) >= wanted:
             whole = [rank for rank in (near if chosen == source // node_size else able) if -excess(rank) >= wanted]
             target = min(whole, key=lambda rank: (-excess(rank), -(rank // node_size), rank))
         moved = min(wanted, -excess(target))
@@ -198,6 +198,16 @@ def test_filling_receivers_needs_fewer_slots() -> None:
     # With one slot, rank 3 takes the excess of one rank only, unless it is filled and that rank takes the other's
     sizes = [[50, 12], [40, 21], [50, 7], [10, 10]]
     assert [level(sizes, 51, 1, order=order).excess[-1] <= 0 for order in (BUSIEST, FILLING)] == [False, True]
+
+
+def test_a_whole_excess_is_of_few_experts() -> None:
+    # Rank 0 has 60 tokens too many: 50 of expert 0, although expert 1 is larger after the first 30
+    sizes = [[50, 40], [0], [0], [0]]
+    moves = [moves_of(level(sizes, 30, 1, order=order)) for order in (BUSIEST, WHOLE)]
+    assert moves == [
+        [Move(0, 0, 3, 30), Move(1, 0, 2, 30)],
+        [Move(0, 0, 3, 30), Move(0, 0, 1, 20), Move(1, 0, 2, 10)],
+    ]
 
 
 @pytest.mark.parametrize(("far", "target"), [(1.5, 2), (3.0, 1)])

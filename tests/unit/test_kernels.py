@@ -52,7 +52,7 @@ def test_without_a_gpu(files: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("order", range(3))
 def test_fit_on_a_gpu(order: int) -> None:
     from tests.kernels.equal import fits_equal, zipf
 

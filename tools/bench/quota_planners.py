@@ -46,8 +46,8 @@ CLUSTER = Path(__file__).parents[2] / "configs/clusters/h100.yaml"
 SHAPES = tuple((kind, width) for kind in ("zipf", "lognormal") for width in (0.4, 0.7, 1.0))
 """(distribution, exponent or deviation of the logarithm) of the experts' popularity."""
 
-HELD_OUT = 2000
-"""First seed of the loads; quota's constants were chosen with seeds from 1000."""
+HELD_OUT = 4000
+"""First seed of the loads; quota's constants were chosen with other seeds."""
 
 ALL = 1e3
 """Seconds that hide every Trans and Agg."""

@@ -1,17 +1,20 @@
 """The quota policy: few guests with exact numbers of tokens, chosen by the layer's seconds."""
 
-from collections.abc import Iterable
+import heapq
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_balance.cost.core import COMPUTED
-from megatron_balance.cost.loads import by_microbatch, owner_loads
+from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.device.compiled import packed
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
+from megatron_balance.planning.fit import FILLING, ORDERS, PARTS, WHOLE
 from megatron_balance.planning.policies.interface import Policy, owners_host
-from megatron_balance.planning.search import NOBODY, Layer, Way, make_plans, way_record
+from megatron_balance.planning.search import LOCALIZED, NOBODY, Limit, Way, hosts_of, make_layer, make_plans, way_record
 from megatron_balance.planning.tuning import tune
 
 EVEN = 1.01
@@ -23,40 +26,48 @@ NEGLIGIBLE = 0.0005
 HIDDEN = 0.05
 """Fraction of hidden Trans and Agg that is charged, if the profile does not say how much they slow down computation."""
 
-TARGET = 1.02
-"""Tokens of the busiest rank, over the mean, at which the first way aims."""
+TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
+"""Tokens of the busiest rank, over the mean, at which leveling aims."""
 
-LOOSE = 1.3
-"""The same, if several microbatches are leveled."""
+EVENLY = 1.005
+"""Target of the first ways."""
 
-PART = 0.7
-"""Fraction of a node's guest slots that localized experts may use at first, because leveling needs slots, too."""
+FEWER = 1.02
+"""Target of the first way that aims at fewer guests."""
 
-LOCALIZED = (0, 1, 2, 4)
-"""Numbers of experts that the first ways may send to, or from, a rank to localize them."""
+SPARINGLY = 1.06
+"""Target of a first way with few guests, for localized experts, and for guests that a forward pass waits for."""
 
-EXCESSES = (0.0, 0.5, 1.5, 2.5)
-"""Excesses of targets over the mean that are tried, relative to the best so far."""
+LOOSELY = 1.3
+"""Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-FINE_EXCESSES = (0.7, 0.85, 1.2, 1.4)
+WAYS = 12
+"""Number of ways that are always tried."""
 
-WORK = 600
-"""Number of ways, times ranks, that are tried while they make the layer faster."""
+WORK = 400
+"""Number of further ways, times ranks."""
 
-TUNING = 2000
+BEAM = 2
+"""Number of ways whose neighbors are tried together."""
+
+LONG = 1e6
+"""Seconds of Trans and Agg that are never hidden as a whole."""
+
+TUNING = 1600
 """Number of shifts of tokens, times ranks, that are tried."""
 
-QUICK_TARGETS = (1.005, 1.03, 1.15)
-"""Targets that are tried while a forward pass waits for the plan."""
+QUICK = 9
+"""Number of ways that are tried while a forward pass waits for the plan."""
 
 
 class Quota(Policy):
     """Gives each guest the number of tokens that makes the layer fastest by the cost model.
 
-    `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. The first
-    ways differ in how many experts are localized. Each further step changes one number of the fastest way so far, so
-    prices and loads decide which ways are tried. Finally, tokens shift between the hosts of the fastest plan. A plan
-    for a load that has just been observed, for which the forward pass waits, is the fastest of few ways.
+    `planning/search.py` makes plans in many ways: some experts are localized, and then the ranks are leveled. After a
+    few first ways, the neighbors of the fastest way are tried, then those of the next fastest one: ways in which one
+    number is a step higher or lower. So prices and loads decide which ways are tried. Finally, tokens shift between the
+    hosts of the fastest plan. A plan for a load that has just been observed, for which the forward pass waits, is the
+    fastest of few ways.
     """
 
     name = "quota"
@@ -66,8 +77,8 @@ class Quota(Policy):
     adds_guests = True
 
     def __init__(self) -> None:
-        make_plans.prepare()
-        tune.prepare()
+        for loop in (make_layer, make_plans, tune, hosts_of):
+            loop.prepare()
 
     def plan(self, counts: np.ndarray, current: Placement, cost: CostModel) -> Placement:
         alone = current if current.is_identity else owners_host(current)
@@ -92,7 +103,6 @@ class Quota(Policy):
 class GuestPlan(NamedTuple):
     """A plan of guests, and its seconds."""
 
-    way: Way
     guest_DG: np.ndarray
     taken_DG: np.ndarray
     """See `search.Plans`."""
@@ -124,25 +134,18 @@ class Search:
             slots: number of guest slots of a rank.
             cost: seconds of a plan.
         """
-        counts_EBD = np.ascontiguousarray(counts_BDE.transpose(2, 0, 1), np.float64)
-        tokens_EB = counts_EBD.sum(2)
-        owned_FBD = owner_loads(cost.network, counts_EBD, owner_E)
-        busy_BD = owned_FBD[COMPUTED] / cost.rate_D
-        mean_B = owned_FBD[COMPUTED].sum(1) / cost.rate_D.sum()
+        counts_BDE = np.ascontiguousarray(counts_BDE, np.int64)
+        layer = make_layer(counts_BDE, owner_E, home_DS, slots, cost.network.node_size)
+        busy_BD = layer.owned_FBD[COMPUTED] / cost.rate_D
+        mean_B = layer.owned_FBD[COMPUTED].sum(1) / cost.rate_D.sum()
         self.is_even = bool((busy_BD.max(1) <= EVEN * mean_B).all())
         """Whether owners' loads are even."""
         self.can_localize = _can_localize(counts_BDE, cost)
+        if self.can_localize:
+            pair_P = np.argsort(-layer.pair_tokens_P, kind="stable")
+            layer = layer._replace(pair_P=pair_P, pair_tokens_P=layer.pair_tokens_P[pair_P])
         self._cost = cost
-        self._layer = Layer(
-            counts_EBD=counts_EBD,
-            tokens_EB=tokens_EB,
-            total_E=tokens_EB.sum(1).astype(np.int64),
-            owner_E=owner_E,
-            home_DS=home_DS,
-            owned_FBD=owned_FBD,
-            **_pairs(counts_BDE, owner_E, cost if self.can_localize else None),
-            slots=slots,
-        )
+        self._layer = layer
         self._order_B = np.argsort(mean_B - busy_BD.max(1), kind="stable")
         self._overhead = float(cost.time_of(0.0, 0.0, 0.0, 0.0).total)
         self._messages = cost.transport.messages_1
@@ -151,8 +154,22 @@ class Search:
         """Seconds by which a hidden second of Trans or Agg lengthens computation."""
         self._times = max(1, cost.trans_each)
         """Number of Trans for one Agg."""
-        self._tried = dict[Way, None]()
-        self._best: GuestPlan | None = None
+        self._fars = sorted({0, PARTS, 2 * PARTS, round(cost.transport.far * PARTS)})
+        """Costs of a guest on another node that are tried."""
+        self._sents = LOCALIZED if self.can_localize else (0,)
+        if not cost.network.has_both_levels:
+            self._fars = [PARTS]
+        # Even loads hide the least
+        left = (LONG, LONG) if cost.trans_each else cost.exposed(float(mean_B.sum()), LONG, LONG)
+        self._limit = Limit(
+            seconds=np.inf,
+            is_sum=cost.degrees == (1,),
+            trans=LONG - float(left[0]),
+            agg=LONG - float(left[1]),
+            slowed=self._slowed,
+            times=self._times,
+        )
+        self._fastest: GuestPlan | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -165,74 +182,66 @@ class Search:
 
     def best(self) -> GuestPlan:
         """Return the fastest plan."""
-        far = self._cost.transport.far
-        start = Way(0.0, PART, TARGET, FILLING, round(far * PARTS))
-        sent = LOCALIZED if self.can_localize else (0,)
-        ways = [start._replace(sent=experts * far) for experts in sent]
-        if len(self._order_B) > 1:
-            # Microbatches share the slots
-            ways += [way._replace(target=LOOSE) for way in ways]
-            ways += self._reach(ways[len(sent)], fine=False)
-        best = self._fastest(ways)
-        best = self._fastest(self._reach(best.way, fine=False))
-        first = best.way.target
-        best = self._fastest([*self._level(best.way, EXCESSES), best.way._replace(order=WHOLE)])
-        while best.way.target > first:
-            # Slots may not suffice for loads that are nearly even
-            first = best.way.target
-            best = self._fastest(self._level(best.way, (2.0, 5.0)))
-        found = None
-        while found != best.way and len(self._tried) * self.num_ranks < WORK:
-            found = best.way
-            best = self._fastest(self._localize(best.way))
-            best = self._fastest(self._reach(best.way, fine=True))
-            orders = [best.way._replace(order=order) for order in (FILLING, WHOLE, BUSIEST)]
-            best = self._fastest([*self._level(best.way, FINE_EXCESSES), *orders])
-        return self._tuned(best)
+        return self._tuned(self._search(WAYS + WORK // self.num_ranks))
 
     def quick(self) -> GuestPlan:
-        """Return the fastest plan of a fixed number of ways that localize nothing."""
-        costs = [PARTS]
-        if len(self._cost.network.first_N) > 1:
-            costs = [0, round(self._cost.transport.far * PARTS)]
-        best = self._fastest(Way(0.0, PART, target, FILLING, far) for far in costs for target in QUICK_TARGETS)
-        return self._fastest([best.way._replace(order=WHOLE), *self._level(best.way, (0.4, 2.0))])
+        """Return the fastest plan of few ways."""
+        return self._search(QUICK)
 
-    def _localize(self, way: Way) -> list[Way]:
-        """Return ways that localize more or fewer experts."""
-        if not way.sent:
-            return []
-        sent = [way._replace(sent=way.sent * factor) for factor in (0.5, 1.5, 2.0)]
-        return sent + [way._replace(part=part) for part in (0.4, 0.55, 0.85, 1.0)]
+    def _search(self, most: int) -> GuestPlan:
+        """Return the fastest plan of the first ways and of neighbors of the fastest ones, together at most `most`."""
+        waiting = list[tuple[float, Way]]()
+        every = [*itertools.product(self._sents, TARGETS, ORDERS, self._fars)]
+        ways = [Way(*numbers) for numbers in every] if len(every) <= most else self._first()
+        tried = {*ways}
+        while True:
+            for timed in zip(self._charged(ways), ways, strict=True):
+                heapq.heappush(waiting, timed)
+            ways = list[Way]()
+            while len(tried) < most and waiting and not ways:
+                nearest = [heapq.heappop(waiting)[1] for _ in waiting[:BEAM]]
+                found = [way for near in nearest for way in self._neighbors(near) if way not in tried]
+                ways = [*dict.fromkeys(found)][: most - len(tried)]
+            if not ways:
+                assert self._fastest is not None
+                return self._fastest
+            tried.update(ways)
 
-    def _reach(self, way: Way, *, fine: bool) -> list[Way]:
-        """Return ways with other costs of a guest on another node."""
-        network = self._cost.network
-        if len(network.first_N) == 1:
-            return []
-        costs = [PARTS, 0] if network.has_both_levels else [PARTS]
-        if fine:
-            costs += [2 * PARTS, round(self._cost.transport.far * PARTS)]
-        found = [way._replace(far=far) for far in costs]
-        return found if fine else [*found, way._replace(far=PARTS, order=BUSIEST)]
+    def _first(self) -> list[Way]:
+        """Return the first ways, which differ most."""
+        far = round(self._cost.transport.far * PARTS)
+        starts = [(1, FILLING, far), (3, FILLING, PARTS)] if self.can_localize else []
+        starts += [(0, FILLING, far), (0, FILLING, PARTS), (0, FILLING, 0)]
+        targets = (EVENLY,) if len(self._order_B) == 1 else (EVENLY, LOOSELY)
+        ways = [
+            Way(sent, target, order, reach if reach in self._fars else PARTS)
+            for target in targets
+            for sent, order, reach in starts
+        ]
+        if self.can_localize:
+            ways.append(Way(2, SPARINGLY, FILLING, ways[0].far))
+        if self._cost.trans_each:
+            ways.append(ways[0]._replace(target=SPARINGLY))
+        return [*dict.fromkeys([*ways, Way(0, FEWER, WHOLE, PARTS)])]
 
-    def _level(self, way: Way, factors: Iterable[float]) -> list[Way]:
-        """Return ways with other targets, by the excess over the mean."""
-        return [way._replace(target=1 + (way.target - 1) * factor) for factor in factors]
+    def _neighbors(self, way: Way) -> Iterator[Way]:
+        """Yield the ways in which one number is a step higher or lower."""
+        for name, steps in (("target", TARGETS), ("far", self._fars), ("sent", self._sents)):
+            step = steps.index(getattr(way, name))
+            for other in (*steps[max(0, step - 1) : step], *steps[step + 1 : step + 2]):
+                yield way._replace(**{name: other})
 
-    def _fastest(self, ways: Iterable[Way]) -> GuestPlan:
-        """Return the fastest plan so far, after trying these ways."""
-        ways = [way for way in dict.fromkeys(ways) if way not in self._tried]
-        self._tried.update(dict.fromkeys(ways))
-        if ways:
-            ways_A = np.array(ways, way_record())
-            plans = make_plans(self._layer, ways_A, self._order_B, self._limit, self._messages, *self._cost.prices)
-            time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
-            hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
-            charged_A = time.total + self._slowed * hidden_A
-            a = int(charged_A.argmin())
-            found = GuestPlan(
-                way=ways[a],
+    def _charged(self, ways: list[Way]) -> list[float]:
+        """Return the seconds of ways' plans, or lower bounds of slower plans than the fastest; remember the fastest."""
+        ways_A = np.array(ways, way_record())
+        limit_1 = packed(self._limit)
+        plans = make_plans(self._layer, ways_A, self._order_B, limit_1, self._messages, *self._cost.prices)
+        time = self._cost.time_of(plans.exchanging_A, plans.computed_A, plans.trans_A, plans.agg_A)
+        hidden_A = self._times * plans.trans_A + plans.agg_A - time.trans - time.agg
+        charged_A = time.total + self._slowed * hidden_A
+        a = int(charged_A.argmin())
+        if self._fastest is None or charged_A[a] < self._fastest.charged:
+            self._fastest = GuestPlan(
                 guest_DG=plans.guest_ADG[a],
                 taken_DG=plans.taken_ADG[a],
                 hidden=float(hidden_A[a]),
@@ -240,17 +249,9 @@ class Search:
                 trans=float(plans.trans_A[a]),
                 agg=float(plans.agg_A[a]),
             )
-            if self._best is None or found.charged < self._best.charged:
-                self._best = found
-        assert self._best is not None
-        return self._best
-
-    @property
-    def _limit(self) -> float:
-        """Seconds of exchanges and computation, beyond those without tokens, that are as slow as the best plan."""
-        if self._best is None or self._cost.degrees != (1,):
-            return np.inf
-        return self._best.charged - self._overhead
+            if self._limit.is_sum:
+                self._limit = self._limit._replace(seconds=self._fastest.charged - self._overhead)
+        return charged_A.tolist()
 
     def _tuned(self, plan: GuestPlan) -> GuestPlan:
         """Return the plan with other numbers of tokens, if that is faster."""
@@ -265,16 +266,8 @@ class Search:
 
     def placement(self, plan: GuestPlan, alone: Placement) -> Placement:
         """Return the placement with these guests; owners compute the remaining tokens. `alone` has no guests."""
-        expert_M, rank_M, taken_M = plan.guests
-        shared_X = np.unique(expert_M)
-        left_E = self._layer.total_E - np.bincount(expert_M, taken_M, alone.num_experts).astype(np.int64)
-        kept_X = shared_X[left_E[shared_X] > 0]
-        expert_N = np.append(expert_M, kept_X)
-        host_N = np.append(rank_M, self._layer.owner_E[kept_X])
-        quota_N = np.append(taken_M, left_E[kept_X])
-        order_N = np.lexsort((host_N, expert_N))
-        ordered = (column_N[order_N] for column_N in (expert_N, host_N, quota_N))
-        return alone.with_quotas(*ordered, kept_slots=0, guest_slots=self._layer.slots)
+        hosts = hosts_of(plan.guest_DG, plan.taken_DG, self._layer.total_E, self._layer.owner_E)
+        return alone.with_quotas(*hosts, kept_slots=0, guest_slots=self._layer.slots)
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
@@ -286,15 +279,3 @@ def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
         return False
     pays = cost.sends_ahead or 4 * cost.token_bytes * int(counts.sum()) > experts_bytes
     return pays and len(cost.network.first_N) > 1
-
-
-def _pairs(counts_BDE: np.ndarray, owner_E: np.ndarray, cost: CostModel | None) -> dict[str, np.ndarray]:
-    """Return the fields of Layer about experts and other nodes; None: no expert will be localized."""
-    if cost is None:
-        nothing = np.zeros(0, np.int64)
-        return {"pair_P": nothing, "pair_tokens_P": nothing}
-    network = cost.network
-    tokens_NE = np.add.reduceat(counts_BDE.sum(0), network.first_N, axis=0)
-    tokens_NE[network.node_D[owner_E], np.arange(len(owner_E))] = 0
-    pair_P = np.argsort(-tokens_NE, axis=None, kind="stable")
-    return {"pair_P": pair_P, "pair_tokens_P": tokens_NE.ravel()[pair_P]}
