@@ -61,7 +61,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         starts={"trans": 1e-5, "agg": 2e-5},
         flex={"intra": Fit(1e-6, 1e-10, 0.0, 0.0), "inter": Fit(2e-6, 3e-10, 0.0, 0.0)},
         kernels=Kernels(
-            Passes(1e-15, 2e-15), 150.0, 5e-6, Passes(2e-15, 5e-15), 3e12, 3e-6, 1e-5, 0.2, 115.0, Beside(0.5, 0.7)
+            Passes(1e-15, 2e-15), 150.0, 5e-6, Passes(2e-15, 5e-15), 3e12, 3e-6, 1e-5, 0.2, 115.0, 0.1, Beside(0.5, 0.7)
         ),
         tensors=4,
         forward=Throughput(1e-6, 2e-5, 0.01, 0.02),

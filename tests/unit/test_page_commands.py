@@ -9,7 +9,7 @@ import pytest
 
 from tests.page_commands import PAGES, ROOT, blocks, classified, commands, needs_environment, run_all
 
-PROGRAMS = {"python", "torchrun", "pip", "source", "docker", "sbatch", "kubectl", "sky", "patch", "nice"}
+PROGRAMS = {"python", "torchrun", "pip", "source", "docker", "sbatch", "kubectl", "sky", "patch", "nice", "sed"}
 
 
 def test_every_block_parses() -> None:
