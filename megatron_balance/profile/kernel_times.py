@@ -80,6 +80,7 @@ class Kernels(NamedTuple):
     """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
     the mean; in proportion to the variance."""
     beside: Beside = UNHINDERED
+    """How much longer exchanges and computation take beside each other."""
 
     def read(self, num_bytes: float, kernels: int = 0) -> float:
         """Return the seconds of kernels that read and write these bytes."""

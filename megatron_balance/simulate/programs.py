@@ -330,8 +330,7 @@ class TeamProgram:
 
     def _take(self, operation: Operation, part: int | None = None) -> tuple[Action, list[Command]]:
         """Return the next computation of a forward or another pass, and the commands that begin its step."""
-        forward = operation in (Operation.FEC, Operation.FNEC) or (operation is Operation.A2A and part in (1, 2))
-        found, begin = self.steps[forward].popleft()
+        found, begin = self.steps[Action(0, operation, part or 1, 4).is_forward].popleft()
         assert found.operation is operation and part in (None, found.part), f"{found} where {operation} is expected"
         return found, begin
 

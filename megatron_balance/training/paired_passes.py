@@ -42,7 +42,8 @@ ON_DEVICE: Mapping[str, Direction] = {
 
 
 class PairedPasses:
-    """Pairs the passes of megatron-core's schedules: those without a pipeline and with virtual stages.
+    """Pairs the passes of megatron-core's schedules: without a pipeline, and the interleaved one. A pipeline without
+    virtual stages runs the latter with one chunk on each stage.
 
     A schedule decides which passes form a pair. megatron-core's own implementation splits layers into stages that it
     calls in turn; here, whole passes take turns. So a pass may have any layers, any precision and recomputation.
