@@ -199,6 +199,7 @@ class _StageBuilder:
             blocks=blocks,
             schedule=schedule,
             others=others,
+            shared=self._shared.forward,
             context=context,
             context_teams=context_teams,
             launching=self._launching(),
@@ -252,7 +253,10 @@ class _StageBuilder:
         )
 
     def _others(self, blocks: Sequence[Sequence[int]]) -> tuple[dict[int, tuple[float, float]], dict[int, int]]:
-        """Return seconds of the non-MoE part of every block and every chunk's start, and its number of attentions."""
+        """Return seconds of the non-MoE part of every block and every chunk's start, and its number of attentions.
+
+        The forward seconds are without shared experts.
+        """
         others: dict[int, tuple[float, float]] = {}
         attention: dict[int, int] = {}
         computation = self._computation
@@ -270,7 +274,10 @@ class _StageBuilder:
             heads = computation.head(self.run.vocab_size).times(chunk.head + chunk.predictions)
             parts[-1] = parts[-1].plus(heads, computation.joining().times(chunk.predictions))
             names = [chunk_start(index), *numbers]
-            others |= dict(zip(names, map(self._repeated, parts), strict=True))
+            # Shared experts of a layer follow the non-MoE part of the block before it
+            shared = [self._shared.forward] * len(numbers) + [0.0]
+            for name, part, apart in zip(names, map(self._repeated, parts), shared, strict=True):
+                others[name] = part.forward - apart, part.backward
             attention |= dict(zip(names, layers, strict=True))
         return others, attention
 
@@ -321,14 +328,18 @@ class _StageBuilder:
         assert length is not None
         return Computation(kernels_of(self.profile, config), config, microbatch_tokens(self.config), length)
 
+    @functools.cached_property
+    def _shared(self) -> Passes:
+        """Seconds of an MoE layer's shared experts."""
+        inner = self.transformer.moe_shared_expert_intermediate_size
+        return self._computation.mlp(inner, "shared_experts") if inner else NO_TIME
+
     def _layer_seconds(self, moe: bool) -> Passes:
         """Return the seconds of a layer, with tensor-parallel collectives but without routed experts."""
         config = self.transformer
         computation = self._computation
         assert config.ffn_hidden_size is not None
-        parts = [computation.routing()] if moe else []
-        if inner := (config.moe_shared_expert_intermediate_size or 0) if moe else config.ffn_hidden_size:
-            parts.append(computation.mlp(inner, "shared_experts" if moe else "mlp"))
+        parts = [computation.routing(), self._shared] if moe else [computation.mlp(config.ffn_hidden_size)]
         tensor = config.tensor_model_parallel_size
         if tensor > 1:
             whole = microbatch_tokens(self.config) * config.hidden_size * config.params_dtype.itemsize

@@ -79,6 +79,8 @@ class StageSchedule:
     schedule: Schedule
     others: Mapping[int, tuple[float, float]]
     """Forward and backward seconds of the non-MoE part of each block, and of each chunk's start, by number."""
+    shared: float = 0.0
+    """Forward seconds of a layer's shared experts, which `others` leaves out."""
     context: Mapping[tuple[int, int], ContextExchange] = field(default_factory=dict)
     """Exchanges of context-parallel ranks, by block and pass (0 forward, 1 backward)."""
     context_teams: int = 1
@@ -261,6 +263,7 @@ class TeamProgram:
         stage = self.stage
         index = 0 if forward else 1
         busy = stage.others[block][index] + float(direction.experts_CR.mean(1).sum())
+        busy += stage.shared if forward else 0.0
         if not paired:
             busy += sum(work.alone for work in (*direction.dispatch_C, *direction.combine_C))
         return max(0.0, stage.launching[index] - busy)
@@ -294,13 +297,16 @@ class TeamProgram:
     def _begin(self, step: Step) -> Iterator[Command]:
         """Yield the commands just before a step's computation; called once a step, in the schedule's order."""
         yield from self._waits(step)
-        for action in step.planning:
-            if action.microbatch is None:
-                self.asked.append(action)
-            else:
-                # The messages of this step depend on the plan
-                yield self._start(action, self.layers[action.block].plan_each, "plan of a microbatch")
-                yield self._wait(action)
+        self.asked += [action for action in step.planning if action.microbatch is None]
+        exact = [action for action in step.planning if action.microbatch is not None]
+        for action in exact:
+            yield self._start(action, self.layers[action.block].plan_each, "plan of a microbatch")
+        computation = step.computation
+        if self.stage.shared and computation.operation is Operation.A2A and computation.part == 1:
+            # The device computes shared experts while the host waits for the load and plans (`flow/layer.py`)
+            yield self._compute(f"{block_name(computation.block)} FNEC shared", self.stage.shared)
+        # The messages of this step depend on the plan
+        yield from map(self._wait, exact)
         if not step.computation.is_forward or any(action in step.waits for action in self.asked):
             # Plans begin in a backward pass (`timeline/planner.py`)
             for action in self.asked:

@@ -78,6 +78,11 @@ def test_plans_on_exact_loads_are_waited_for(run) -> None:
     # Two layers on each stage wait for a plan and for Trans, in each microbatch
     assert found["mean_seconds"]["Plan"] == pytest.approx(2 * 8 * 3e-3)
     assert found["mean_seconds"]["Trans"] > 0 and found["mean_seconds"]["Agg"] > 0
+    # The device computes shared experts meanwhile
+    flags += " --moe-shared-expert-intermediate-size 8192 --disable-bias-linear"
+    waits = [run(*options[:-1], each, flags=flags)[0]["mean_seconds"]["Plan"] for each in ("0.01", "3", "5")]
+    assert waits[0] == 0 and 0 < waits[1] < 2 * 8 * 3e-3
+    assert waits[2] - waits[1] == pytest.approx(2 * 8 * 2e-3)
 
 
 @pytest.mark.parametrize(
