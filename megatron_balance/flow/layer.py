@@ -42,7 +42,7 @@ from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, Split, by_host, make_dispatch_plan
+from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host
 from megatron_balance.job.collectives import start_gather
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
@@ -215,7 +215,7 @@ class BalancedMoELayer(MoELayer):
         counts_DE = load.by_source()
         with record_function("plan"):
             limit = self.limit if self.training else None
-            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size, limit)
+            return DispatchPlan(counts_DE, self.placement, self.split, self.node_size, limit)
 
 
 def _unwanted() -> torch.Tensor:
