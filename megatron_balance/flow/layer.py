@@ -18,7 +18,7 @@ flow/chunks/pipeline.py.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -222,9 +222,15 @@ def _unwanted() -> torch.Tensor:
     raise AssertionError("the plan reads a load, but the ranks exchange none when only owners compute")
 
 
+def moe_layers(model: Iterable[torch.nn.Module]) -> dict[int, BalancedMoELayer]:
+    """Return the MoE layers of `model`, a list of model chunks, by number."""
+    modules = (module for chunk in model for module in chunk.modules())
+    return {number_of(module): module for module in modules if isinstance(module, BalancedMoELayer)}
+
+
 def remember(model: Sequence[torch.nn.Module]) -> None:
     """Let recomputation repeat the decisions of the MoE layers of `model`, a list of model chunks."""
     for chunk in model:
         memory = PassMemory(chunk)
-        for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
+        for layer in moe_layers([chunk]).values():
             layer.decided = functools.partial(memory.of, layer)
