@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-from megatron_balance.flow.plan import Split, make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan, Split
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import LoggedLoads, read_loads
 from megatron_balance.observe.trace import TraceEvent
@@ -102,7 +102,7 @@ class LayerLoads:
 
     def _sent(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
         """Return the tokens from each host to each host; sources that share a host reach others over its links."""
-        splits_DW = make_dispatch_plan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
+        splits_DW = DispatchPlan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
         hosts = splits_DW.shape[1]
         return splits_DW.reshape(hosts, -1, hosts).sum(1)
 

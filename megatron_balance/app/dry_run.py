@@ -28,7 +28,7 @@ from megatron_balance.build.run import build_run
 from megatron_balance.config.run_config import RunConfig
 from megatron_balance.device import cpu
 from megatron_balance.flow.device_dispatcher import most_rows
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import moe_layers
 from megatron_balance.flow.plan import certified_rows
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
@@ -225,7 +225,7 @@ def reserved_tokens(config: RunConfig, run: Run) -> Tokens:
     part = whole // tensor if transformer.sequence_parallel else whole
     if transformer.num_moe_experts is None:
         return Tokens(whole, part, 0)
-    layers = [module for chunk in run.model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
+    layers = [*moe_layers(run.model).values()]
     rows = even_rows(config, run.groups, layers[0].parallel if layers else None)
     if config.balance.balance_certify is not None:
         rows = certified_rows(rows, config.balance.balance_certify)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.app.dry_run import StageMemory, held, imagined_run, inspect, model_chunk
@@ -23,10 +22,9 @@ from megatron_balance.cost.exchange import DEFAULT, ExchangeModel, resized
 from megatron_balance.cost.flex import FlexModel
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.network import Network
-from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.chunks.order import find_order, sequential
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import moe_layers
 from megatron_balance.job.groups import Topology
 from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster_profile import ClusterProfile
@@ -176,7 +174,7 @@ class _StageBuilder:
         )
 
     def _stage(self, teams: int) -> StageSchedule:
-        blocks = [_moe_layers(chunk) for chunk in self.run.model]
+        blocks = [[*moe_layers([chunk])] for chunk in self.run.model]
         passes = hooks.stage_passes(self.transformer, self.number, self.run.batches.get())
         schedule = compute_order(passes, blocks)
         balancer = self.run.balancer
@@ -213,8 +211,7 @@ class _StageBuilder:
         )
 
     def _model(self, cost: CostModel, ranks_D: np.ndarray) -> LayerModel:
-        modules = (module for chunk in self.run.model for module in chunk.modules())
-        parallel = next(module.parallel for module in modules if isinstance(module, BalancedMoELayer))
+        parallel = next(iter(moe_layers(self.run.model).values())).parallel
         groups = self.run.groups
         transformer = self.transformer
         shards = groups.expt_tp.size()
@@ -416,7 +413,3 @@ def _parts(reduction: Work, blocks: Collection[int]) -> dict[int, Work]:
         return {}
     latency, resources, seconds = reduction
     return dict.fromkeys(blocks, Work(latency / len(blocks), resources, seconds / len(blocks)))
-
-
-def _moe_layers(chunk: torch.nn.Module) -> list[int]:
-    return [number_of(module) for module in chunk.modules() if isinstance(module, BalancedMoELayer)]

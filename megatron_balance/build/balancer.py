@@ -22,7 +22,7 @@ from megatron_balance.cost.model import CostModel, Overlap
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import BalancedMoELayer, moe_layers
 from megatron_balance.flow.plan import Split, certified_rows
 from megatron_balance.job.groups import new_group_by_value, new_twin, world
 from megatron_balance.observe.calibration_log import Job, read_record
@@ -74,7 +74,7 @@ def build_balancer(
     if settings.balance_policy == "none":
         return None
     minutes = config.launch.distributed_timeout_minutes
-    by_chunk = [_moe_layers(chunk) for chunk in model]
+    by_chunk = [moe_layers([chunk]) for chunk in model]
     layers = {number: layer for chunk in by_chunk for number, layer in chunk.items()}
     num_experts = config.transformer.num_moe_experts
     assert num_experts is not None
@@ -253,16 +253,12 @@ def _trans_each(schedule: Schedule) -> dict[int, int]:
     return {action.block: 1 + (action.block in again) for action in sent}
 
 
-def _moe_layers(chunk: torch.nn.Module) -> dict[int, BalancedMoELayer]:
-    return {number_of(layer): layer for layer in chunk.modules() if isinstance(layer, BalancedMoELayer)}
-
-
 def _overlaps(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.nn.Module]) -> dict[int, Overlap]:
     """Return, by number, the computation since the previous MoE layer; it can hide the layer's Trans and Agg."""
     overlaps: dict[int, Overlap] = {}
     tokens = microbatch_tokens(config)
     for chunk in model:
-        moe = _moe_layers(chunk)
+        moe = moe_layers([chunk])
         dense = 0
         numbers = {number_of(module) for module in chunk.modules() if isinstance(module, TransformerLayer)}
         for number in sorted(numbers | moe.keys()):

@@ -45,7 +45,7 @@ from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.device.without_engine import skip_lone_sums
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
-from megatron_balance.flow.layer import BalancedMoELayer, remember
+from megatron_balance.flow.layer import BalancedMoELayer, moe_layers, remember
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.routers import bias_choices, define_losses, keep_precision, score_groups
 from megatron_balance.job.layout import build_groups
@@ -334,9 +334,8 @@ def _finalize_copies(
     on each rank. Their mean keeps the copies from drifting apart.
     """
     finalize(model, *args, **kwargs)
-    modules = [module for chunk in model for module in chunk.modules()]
     if dispatch.splits_tokens:
-        routers = [cast(torch.nn.Module, one.router) for one in modules if isinstance(one, BalancedMoELayer)]
+        routers = [cast(torch.nn.Module, layer.router) for layer in moe_layers(model).values()]
         copied: list[Any] = [weight for router in routers for weight in router.parameters()]
     else:
         copied = [weight for chunk in model for weight in chunk.parameters() if _is_copied(weight)]

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_balance.checkpoint.saved_flags import MODEL_FIELDS, NEGATED, flat
+from megatron_balance.checkpoint.saved_flags import FUNCTION_FIELDS, NEGATED, WEIGHT_FIELDS, flat
 from megatron_balance.config.flags import flag_of, in_words
 
 
@@ -47,19 +47,8 @@ SECTIONS = {
 """Part of the configuration -> the kind of its flags."""
 
 FIELDS: dict[str, Kind] = {
-    **dict.fromkeys(MODEL_FIELDS, Kind.WEIGHTS),
-    **dict.fromkeys(
-        (
-            *("moe_router_topk", "layernorm_epsilon", "rotary_base", "rotary_percent", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", "activation_func_clamp_value", "fp32_residual_connection"),
-            *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-            *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk"),
-            *(name for name in MODEL_FIELDS if name.startswith("yarn_")),
-            *("moe_router_group_score_topk", "moe_router_topk_scaling_factor"),
-            *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
-        ),
-        Kind.FUNCTION,
-    ),
+    **dict.fromkeys(WEIGHT_FIELDS, Kind.WEIGHTS),
+    **dict.fromkeys(FUNCTION_FIELDS, Kind.FUNCTION),
     "optimizer": Kind.STATE,
     **dict.fromkeys(("lr", "min_lr", "weight_decay", "train_iters", "train_samples"), Kind.SCHEDULE),
     **dict.fromkeys(

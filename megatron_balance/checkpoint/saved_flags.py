@@ -18,29 +18,35 @@ from megatron_balance.messages import cleaned
 
 FILE = "arguments.json"
 
-MODEL_FIELDS = (
+WEIGHT_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
-    *("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
-    *("normalization", "layernorm_epsilon", "qk_layernorm", "qk_layernorm_across_heads"),
+    *("rotary_interleaved", "normalization", "qk_layernorm", "qk_layernorm_across_heads"),
     *("layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu", "quick_geglu"),
-    *("activation_func_clamp_value", "glu_linear_offset", "fp32_residual_connection"),
-    *("qk_l2_norm", "attention_output_gate", "softmax_type", "window_size", "window_attn_skip_freq"),
-    *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq"),
-    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size"),
-    *("num_moe_experts", "moe_layer_freq"),
+    *("glu_linear_offset", "qk_l2_norm", "attention_output_gate", "softmax_type", "window_size"),
+    *("window_attn_skip_freq", "rope_scaling_factor", "no_rope_freq", "untie_embeddings_and_output_weights"),
+    *("make_vocab_size_divisible_by", "padded_vocab_size", "num_moe_experts", "moe_layer_freq"),
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "mla_down_proj_fusion",  # since megatron-core 0.19
+    *("moe_router_enable_expert_bias", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_apply_probs_on_input", "mtp_num_layers"),
+)
+"""Fields that define the weights' shapes or meaning."""
+
+FUNCTION_FIELDS = (
+    *("layernorm_epsilon", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "activation_func_clamp_value", "fp32_residual_connection"),
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+    *("mscale", "mscale_all_dim", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_group_score_topk", "moe_router_topk_scaling_factor"),
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
-    "moe_router_topk_scaling_factor",
-    *("moe_router_enable_expert_bias", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-    *("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-    *("attention_dropout", "hidden_dropout", "mtp_num_layers"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "attention_dropout", "hidden_dropout"),
 )
+"""Fields that define what the model computes from the same weights."""
+
+MODEL_FIELDS = (*WEIGHT_FIELDS, *FUNCTION_FIELDS)
 """Fields that define the model. `--use-checkpoint-args` takes them from the checkpoint; resuming compares them."""
 
 TOKENIZER_FIELDS = (

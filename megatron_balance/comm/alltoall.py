@@ -191,13 +191,34 @@ def exchange_of(works: list[dist.Work], received: torch.Tensor, sent: torch.Tens
     """Return the exchange that sends `sent`, fills `received` and completes with `works`."""
 
     def wait() -> torch.Tensor:
-        # Wait for each message only once: a second wait on gloo would wait for another message
-        while works:
-            works.pop().wait()
+        wait_for(works)
         keep_until_read(received, sent)
         return received
 
     return Exchange(wait)
+
+
+def exchange_on(stream: SideStream, run: Callable[[], None], sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+    """Return the exchange that `run` performs on a side stream: it sends `sent` and fills `received`."""
+
+    def send() -> None:
+        keep_until_read(sent, received)
+        run()
+
+    work = stream.start(send)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        keep_until_read(received)
+        return received
+
+    return Exchange(wait)
+
+
+def wait_for(works: list[dist.Work]) -> None:
+    """Wait for messages and empty the list: on gloo, a second wait for a message would wait for another one."""
+    while works:
+        works.pop().wait()
 
 
 def keep_until_read(*tensors: torch.Tensor) -> None:

@@ -26,9 +26,10 @@ from megatron_balance.comm.alltoall import (
     MESSAGES_AT_ONCE,
     Exchange,
     NodeAllToAll,
-    keep_until_read,
+    exchange_on,
     post,
     post_rows,
+    wait_for,
 )
 from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.groups import NodeGroups
@@ -133,7 +134,8 @@ class DedupAllToAll(NodeAllToAll):
         """
         copies = copies.detach().contiguous()
         received = copies.new_empty((int(steps.first_W[-1]), *copies.shape[1:]))
-        return self._start(functools.partial(self._spread, copies, received, steps, relay), copies, received)
+        run = functools.partial(self._spread, copies, received, steps, relay)
+        return exchange_on(self.side_stream, run, copies, received)
 
     def collect(self, rows: torch.Tensor, steps: NodeSteps, relay: Relay) -> Exchange:
         """Start the reverse of `spread`: send `rows`, one per token that this rank received, by source.
@@ -145,21 +147,8 @@ class DedupAllToAll(NodeAllToAll):
         """
         rows = rows.detach().contiguous()
         received = rows.new_empty((sum(steps.copies_by_node), *rows.shape[1:]))
-        return self._start(functools.partial(self._collect, rows, received, steps, relay), rows, received)
-
-    def _start(self, run: Callable[[], None], sent: torch.Tensor, received: torch.Tensor) -> Exchange:
-        def send() -> None:
-            keep_until_read(sent, received)
-            run()
-
-        work = self.side_stream.start(send)
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            keep_until_read(received)
-            return received
-
-        return Exchange(wait)
+        run = functools.partial(self._collect, rows, received, steps, relay)
+        return exchange_on(self.side_stream, run, rows, received)
 
     def _spread(self, copies: torch.Tensor, received: torch.Tensor, steps: NodeSteps, relay: Relay) -> None:
         leaving = copies.split(steps.copies_by_node)
@@ -181,7 +170,7 @@ class DedupAllToAll(NodeAllToAll):
             near += self._post_near(
                 received[steps.place(step)], relayed[step], steps.from_ranks(step), steps.to_ranks(step)
             )
-        _wait(near)
+        wait_for(near)
 
     def _collect(self, rows: torch.Tensor, received: torch.Tensor, steps: NodeSteps, relay: Relay) -> None:
         arriving = received.split(steps.copies_by_node)
@@ -197,7 +186,7 @@ class DedupAllToAll(NodeAllToAll):
         sends: list[dict[int, torch.Tensor]] = [{} for _ in order]
         far = _FarMessages(self.group, receives, sends, self.tag)
         for step in order:
-            _wait(near[step])
+            wait_for(near[step])
             sums = relay(step, gathered.pop(step))
             if step == 0:
                 arriving[steps.node].copy_(sums)
@@ -244,14 +233,8 @@ class _FarMessages:
     def wait(self, step: int) -> None:
         """Wait for the messages of a step; below 0, for nothing."""
         if step >= 0:
-            _wait(self.works[step])
+            wait_for(self.works[step])
 
     def wait_all(self) -> None:
         for works in self.works:
-            _wait(works)
-
-
-def _wait(works: list[dist.Work]) -> None:
-    # Wait for each message only once: a second wait on gloo would wait for another message
-    while works:
-        works.pop().wait()
+            wait_for(works)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, keep_until_read, post_rows
+from megatron_balance.comm.alltoall import Exchange, NodeAllToAll, exchange_on, post_rows, wait_for
 from megatron_balance.comm.blocks import transposed
 from megatron_balance.job.groups import NodeGroups
 
@@ -30,14 +30,7 @@ class StagedAllToAll(NodeAllToAll):
         rows, received = self._prepare(rows, splits_DD, room)
         stages = self._stages(rows, received, splits_DD)
         # A stage waits for the previous stage, but the computation must not
-        work = self.side_stream.start(functools.partial(_finish, stages, rows, received))
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            keep_until_read(received)
-            return received
-
-        return Exchange(wait)
+        return exchange_on(self.side_stream, functools.partial(_finish, stages), rows, received)
 
 
 class OneDimensionalAllToAll(StagedAllToAll):
@@ -117,8 +110,6 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
 
 
-def _finish(stages: Iterator[Posted], rows: torch.Tensor, received: torch.Tensor) -> None:
-    keep_until_read(rows, received)
+def _finish(stages: Iterator[Posted]) -> None:
     for posted in stages:
-        for work in posted:
-            work.wait()
+        wait_for(posted)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import post
+from megatron_balance.comm.alltoall import post, wait_for
 from megatron_balance.planning.ownership import OwnerChange
 
 STAGING_BYTES = 64 * 2**20
@@ -198,8 +198,7 @@ class ExpertMover:
         for peer in sorted(arriving.keys() - {rank}):
             size = sum(message.num_bytes for message in arriving[peer])
             receives[peer] = torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
-        for work in post(self.group, receives, sends):
-            work.wait()
+        wait_for(post(self.group, receives, sends))
         for peer, values in (received | receives).items():
             _unpack(arriving[peer], values, fields)
 

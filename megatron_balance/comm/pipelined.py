@@ -18,9 +18,10 @@ from megatron_balance.comm.alltoall import (
     NodeAllToAll,
     connect,
     exchange_of,
+    exchange_on,
     first_blocks,
-    keep_until_read,
     post,
+    wait_for,
 )
 from megatron_balance.comm.sharded import DirectAllToAll
 from megatron_balance.device.side_stream import SideStream
@@ -97,14 +98,8 @@ class Simultaneous(DirectAllToAll):
     def collect(self, all_to_all: AllToAll, rows: torch.Tensor, splits_DW: torch.Tensor) -> Exchange:
         rows = rows.detach().contiguous()
         gathered = rows.new_empty(int(splits_DW[[*self.sources]].sum()), *rows.shape[1:])
-        work = self.side_stream.start(functools.partial(self._run, all_to_all.group, rows, gathered, splits_DW))
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            keep_until_read(rows, gathered)
-            return gathered
-
-        return Exchange(wait)
+        run = functools.partial(self._run, all_to_all.group, rows, gathered, splits_DW)
+        return exchange_on(self.side_stream, run, rows, gathered)
 
     def _run(
         self, group: dist.ProcessGroup, rows: torch.Tensor, gathered: torch.Tensor, splits_DW: torch.Tensor
@@ -119,11 +114,9 @@ class Simultaneous(DirectAllToAll):
                 phases.append(self._phase(group, step, results, splits_DW))
             if step > 0:
                 host, partial, works = phases.popleft()
-                for work in works:
-                    work.wait()
+                wait_for(works)
                 passing_on += self._pass_on(step - 1, host, partial, parts)
-        for work in passing_on:
-            work.wait()
+        wait_for(passing_on)
 
     def _phase(
         self, group: dist.ProcessGroup, step: int, results: Sequence[torch.Tensor], splits_DW: torch.Tensor

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, Exchange, post
+from megatron_balance.comm.alltoall import AllToAll, Exchange, post, wait_for
 from megatron_balance.comm.blocks import transposed
 
 
@@ -140,7 +140,5 @@ def all_gather_rows(group: dist.ProcessGroup, rows: torch.Tensor, sizes: Sequenc
     rank = group.rank()
     parts[rank].copy_(rows)
     others = [(rank + step) % len(sizes) for step in range(1, len(sizes))]
-    works = post(group, {peer: parts[peer] for peer in others}, dict.fromkeys(others, parts[rank]))
-    for work in works:
-        work.wait()
+    wait_for(post(group, {peer: parts[peer] for peer in others}, dict.fromkeys(others, parts[rank])))
     return gathered

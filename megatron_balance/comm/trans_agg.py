@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE
+from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE, wait_for
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 
@@ -175,8 +175,7 @@ class TransAgg:
             _run_overlapped(rounds)
             return
         for part in rounds:
-            for work in _post(part.receives + part.sends):
-                work.wait()
+            wait_for(_post(part.receives + part.sends))
             _add(part)
 
 
@@ -190,8 +189,7 @@ def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
         nonlocal complete
         while complete < number:
             part, works = arriving.popleft()
-            for work in works:
-                work.wait()
+            wait_for(works)
             _add(part)
             complete += 1
 

@@ -1,6 +1,6 @@
 """One source's part of a dispatch plan, computed on the device from a load that the host does not have.
 
-The result equals `make_dispatch_plan` with one source per host. In shapes, X counts the experts with several hosts, K
+The result equals `DispatchPlan` with one source per host. In shapes, X counts the experts with several hosts, K
 is the maximum number of hosts of an expert, and B is 2: tokens to send and to receive.
 """
 

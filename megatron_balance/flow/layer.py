@@ -18,7 +18,7 @@ flow/chunks/pipeline.py.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -42,7 +42,7 @@ from megatron_balance.flow.device_plan import DevicePlan
 from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
 from megatron_balance.flow.experts import recomputes
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, Split, by_host, make_dispatch_plan
+from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host
 from megatron_balance.job.collectives import start_gather
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
@@ -215,16 +215,22 @@ class BalancedMoELayer(MoELayer):
         counts_DE = load.by_source()
         with record_function("plan"):
             limit = self.limit if self.training else None
-            return make_dispatch_plan(counts_DE, self.placement, self.split, self.node_size, limit)
+            return DispatchPlan(counts_DE, self.placement, self.split, self.node_size, limit)
 
 
 def _unwanted() -> torch.Tensor:
     raise AssertionError("the plan reads a load, but the ranks exchange none when only owners compute")
 
 
+def moe_layers(model: Iterable[torch.nn.Module]) -> dict[int, BalancedMoELayer]:
+    """Return the MoE layers of `model`, a list of model chunks, by number."""
+    modules = (module for chunk in model for module in chunk.modules())
+    return {number_of(module): module for module in modules if isinstance(module, BalancedMoELayer)}
+
+
 def remember(model: Sequence[torch.nn.Module]) -> None:
     """Let recomputation repeat the decisions of the MoE layers of `model`, a list of model chunks."""
     for chunk in model:
         memory = PassMemory(chunk)
-        for layer in (module for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
+        for layer in moe_layers([chunk]).values():
             layer.decided = functools.partial(memory.of, layer)

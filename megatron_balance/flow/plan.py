@@ -29,13 +29,30 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """A dispatch plan, given by the arguments of `make_dispatch_plan`."""
+    """Distributes each source's tokens over the hosts of the experts that the tokens chose.
 
-    placement: Placement
+    The rules treat all sources of a host as one. The host's plan is then divided among its sources in order.
+    """
+
     counts_DE: torch.Tensor
+    """[D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. Sources are ordered by
+    host; each host has the same number of sources."""
+    placement: Placement
+    """Hosts of every expert; the same on all ranks."""
     split: Split = "local_first"
+    """How many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): a host computes its
+    own tokens; the primary host also computes the tokens of ranks that are not hosts. `proportional`: tokens are shared
+    in proportion to the placement's quotas, or to vExperts (FlexMoE, Algorithm 3). See also `placement/splits.py`."""
     node_size: int | None = None
+    """Number of consecutive hosts that share a node; None: all hosts share one."""
     limit: int | None = None
+    """The `certified_rows`; None: every host allocates memory for exactly the rows that arrive."""
+
+    def __post_init__(self) -> None:
+        assert self.counts_DE.ndim == 2, self.counts_DE.shape
+        sources, experts = self.counts_DE.shape
+        assert experts == self.placement.num_experts and sources % self.placement.num_ranks == 0
+        assert self.split in SPLITS
 
     @functools.cached_property
     def tokens_DP(self) -> torch.Tensor:
@@ -68,34 +85,6 @@ def certified_rows(even_rows: int, excess: float) -> int:
     under even routing if no token is dropped: (1 + excess) times as many, rounded up. `excess` counts as the decimal
     number that was written, because its nearest binary number may be larger."""
     return math.ceil((1 + Fraction(str(excess))) * even_rows)
-
-
-def make_dispatch_plan(
-    counts_DE: torch.Tensor,
-    placement: Placement,
-    split: Split = "local_first",
-    node_size: int | None = None,
-    limit: int | None = None,
-) -> DispatchPlan:
-    """Distribute each source's tokens over the hosts of the experts that the tokens chose.
-
-    The rules below treat all sources of a host as one. The host's plan is then divided among its sources in order.
-
-    Args:
-        counts_DE: [D, E] int64 in host memory, the load matrix: tokens that source d routed to expert e. Sources are
-            ordered by host; each host has the same number of sources.
-        placement: hosts of every expert; the same on all ranks.
-        split: how many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): a host
-            computes its own tokens; the primary host also computes the tokens of ranks that are not hosts.
-            `proportional`: tokens are shared in proportion to the placement's quotas, or to vExperts (FlexMoE,
-            Algorithm 3). See also `placement/splits.py`.
-        node_size: number of consecutive hosts that share a node; None: all hosts share one.
-        limit: the `certified_rows`; None: every host allocates memory for exactly the rows that arrive.
-    """
-    assert counts_DE.ndim == 2, counts_DE.shape
-    sources, experts = counts_DE.shape
-    assert experts == placement.num_experts and sources % placement.num_ranks == 0 and split in SPLITS
-    return DispatchPlan(placement, counts_DE, split, node_size, limit)
 
 
 def by_host(counts_DE: torch.Tensor, hosts: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.plan import Choices, DispatchPlan, Split, make_dispatch_plan
+from megatron_balance.flow.plan import Choices, DispatchPlan, Split
 from megatron_balance.placement.placement import Placement
 
 
@@ -44,7 +44,7 @@ def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor
     if split != "local_first" and (np.diff(placement.tables.first_E) > 1).any():
         return None
     one_HE = torch.ones(placement.num_ranks, placement.num_experts, dtype=torch.int64)
-    physicals = make_dispatch_plan(one_HE, placement, split).tokens_DP[host].nonzero().squeeze(1)
+    physicals = DispatchPlan(one_HE, placement, split).tokens_DP[host].nonzero().squeeze(1)
     target_E = torch.empty(placement.num_experts, dtype=torch.int64)
     target_E[torch.from_numpy(placement.tables.expert_P)[physicals]] = physicals
     return target_E

@@ -112,10 +112,8 @@ class Collectives:
     It keeps the last `kept` operations of each channel; None: all of them.
     """
 
-    def __init__(self, kept: int | None = KEPT, now: Callable[[], float] = time.time) -> None:
-        """`now` returns the Unix time in seconds, by a clock that all ranks share."""
+    def __init__(self, kept: int | None = KEPT) -> None:
         self.kept = kept
-        self.now = now
         self.entered = 0
         """Number of operations so far, including dropped ones; concurrent operations may count as one."""
         self._channels: dict[str, Channel] = {}
@@ -194,7 +192,7 @@ class Collectives:
                 detail=detail,
                 caller="" if caller is None else _function(caller.f_code),
                 ours="" if ours is None else _function(ours.f_code, ours.f_lineno),
-                time=self.now(),
+                time=time.time(),
                 number=number,
             )
         )

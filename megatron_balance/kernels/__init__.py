@@ -2,7 +2,6 @@
 outside this package to the bit; sums in half precision, to one unit in the last place. Only the modules here import
 triton, and other packages import these modules on demand only.
 
-    fit     the moves of planning/fit on the device, so that the host need not wait for loads
     rows    a layer's rows: their order, copies of tokens, sums of rows
 """
 

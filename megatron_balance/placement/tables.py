@@ -5,7 +5,6 @@ of an expert.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, NamedTuple
@@ -57,38 +56,29 @@ class Fields(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Result of `tabulate`."""
+    """Arrays derived from a placement. They must not be changed."""
 
     is_valid: bool
     """Whether hosts, guest slots, primaries and quotas match; the arrays mean nothing otherwise."""
-    in_place: bool
-    guests: Guests
-    hosting: HostTable
-    expert_N: _Numbers
-    physical_N: _Numbers
-    expert_P: _Numbers
-    by_physical_N: _Numbers
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Arrays derived from a placement. They must not be changed."""
-
     num_ranks: int
+    in_place: bool
+    """Whether logical and physical experts have the same numbers."""
     guests: Guests
     """The experts in guest slots."""
     hosting: HostTable
     """The hosts of all experts, once each, and their shares of tokens."""
-    expert_N: np.ndarray
+    expert_N: _Numbers
     """Logical expert of each entry of `physical_N`."""
-    physical_N: np.ndarray
+    physical_N: _Numbers
     """Physical experts in use, ordered by logical expert, then by rank."""
-    expert_P: np.ndarray
+    expert_P: _Numbers
     """[P]: logical expert of each physical expert; -1 for none."""
-    by_physical_N: np.ndarray
+    by_physical_N: _Numbers
     """Indices into `physical_N` that sort it in ascending order."""
-    in_place: bool
-    """Whether logical and physical experts have the same numbers."""
+
+
+class Tables(Arrays):
+    """The arrays of a valid placement, and those that are computed from them on demand."""
 
     @property
     def first_E(self) -> np.ndarray:
@@ -133,19 +123,8 @@ def tables_of(
         quotas_E=_lengths(quotas or ((),) * len(hosts)),
         quota_Q=_flat(quotas),
     )
-    found = tabulate(fields)
-    if not found.is_valid:
-        return None
-    return Tables(
-        num_ranks=len(home_DS),
-        guests=found.guests,
-        hosting=found.hosting,
-        expert_N=found.expert_N,
-        physical_N=found.physical_N,
-        expert_P=found.expert_P,
-        by_physical_N=found.by_physical_N,
-        in_place=found.in_place,
-    )
+    found = Tables(*tabulate(fields))
+    return found if found.is_valid else None
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> np.ndarray:
@@ -259,4 +238,4 @@ def tabulate(fields: Fields) -> Arrays:
                 i += 1
             in_place = in_place and expert_P[physical] == physical
     hosting = HostTable(first_E, host_N[:n], share_N[:n], fields.primary_E)
-    return Arrays(is_valid, in_place, guests, hosting, expert_N[:n], physical_N[:n], expert_P, by_physical_N)
+    return Arrays(is_valid, ranks, in_place, guests, hosting, expert_N[:n], physical_N[:n], expert_P, by_physical_N)

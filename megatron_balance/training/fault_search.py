@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.job.agreement import in_words
 from megatron_balance.job.groups import gather
 
 LossReports = list[dict[str, torch.Tensor]]
@@ -99,12 +100,12 @@ def explain(
 def describe(findings: Sequence[Sequence[Finding]]) -> str:
     """Describe the earliest of all ranks' findings, one per line; `findings[r]` are rank r's."""
     source = min(finding.order for own in findings for finding in own)
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(findings):
         for finding in own:
             if finding.order == source:
-                ranks.setdefault(finding.text, []).append(str(rank))
-    lines = [f"  rank{'s' * (len(on) > 1)} {', '.join(on)}: {text}" for text, on in ranks.items()]
+                ranks.setdefault(finding.text, []).append(rank)
+    lines = [f"  {in_words(on)}: {text}" for text, on in ranks.items()]
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"  and {len(lines) - MAX_LINES} more"]
     return "\n".join(lines)

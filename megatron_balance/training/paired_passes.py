@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron_balance.comm.alltoall import keep_until_read
 from megatron_balance.device.turns import Direction, Turns
 from megatron_balance.flow.dispatcher import AtOnceDispatcher
-from megatron_balance.flow.layer import BalancedMoELayer
+from megatron_balance.flow.layer import BalancedMoELayer, moe_layers
 
 ON_HOST: Mapping[str, Direction] = {
     "dispatch_wait": "forward",
@@ -69,7 +69,7 @@ class PairedPasses:
         if torch.cuda.is_available():
             _separate_buffers()
         exchanges = torch.cuda.Stream()
-        for layer in (module for chunk in model for module in chunk.modules() if isinstance(module, BalancedMoELayer)):
+        for layer in moe_layers(model).values():
             give_way_in(layer, self._turns, where)
             if isinstance(layer.dispatcher, AtOnceDispatcher):
                 layer.dispatcher.stream = exchanges

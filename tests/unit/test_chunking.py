@@ -19,7 +19,7 @@ from megatron_balance.flow.chunks.order import (
     split_evenly,
     theorem_1,
 )
-from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies.demi import Demi
 from megatron_balance.profile.cluster_profile import builtin
@@ -58,7 +58,7 @@ class Model:
 
 def plan_of(tokens: int) -> object:
     placement = Placement.identity(4, 2, 0)
-    return make_dispatch_plan(torch.full((2, 4), tokens), placement)
+    return DispatchPlan(torch.full((2, 4), tokens), placement)
 
 
 @pytest.mark.parametrize(("overhead", "chosen"), [(0.0, 16), (0.05, 4), (100.0, 1)])
@@ -113,7 +113,7 @@ def test_a_users_order_is_checked() -> None:
 def test_shares_lose_nothing(chunks: int, ranks: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     placement = random_placement(2 * ranks, ranks, 2, seed)
-    plan = make_dispatch_plan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
+    plan = DispatchPlan(torch.from_numpy(generator.integers(0, 30, (ranks, 2 * ranks))), placement)
     shares_CDE = generator.random((chunks, ranks, 2 * ranks))
     shares_CDE /= shares_CDE.sum(0)
     # An expert that had no tokens when shares were chosen
@@ -132,7 +132,7 @@ def test_mini_tasks_say_which_tokens_go_together() -> None:
     owned = Placement.identity(8, 4, 2)
     placements = (owned, Demi(hosts=1).plan(load_DE, owned, cost), owned.with_hosts([(0, 1), (0, 2), (3, 2)]))
     for placement in placements:
-        plan = make_dispatch_plan(torch.from_numpy(load_DE), placement, "proportional")
+        plan = DispatchPlan(torch.from_numpy(load_DE), placement, "proportional")
         schedule = Demi().schedule(plan.tokens_DP.numpy(), placement, cost)
         chunking, reason = ByMiniTasks(Demi(), cost)(plan)
         assert str(schedule) in reason

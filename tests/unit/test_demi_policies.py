@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import slow_runs
 from emulated import EmulatedDevice
 from megatron_balance.cost.model import CostModel, Overlap, owners
-from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import SPLITS
 from megatron_balance.planning.demi import listing, search
@@ -285,7 +285,7 @@ def test_the_schedule_of_a_plan(hosts: int) -> None:
     cost = cost_model(4, split=Demi.split)
     counts_DE = load_matrix("hot_experts" if hosts > 1 else "hot_rank", 4, 16, 2, 4096, 0, 0)
     planned = Demi(hosts=hosts).plan(counts_DE, OWNED, cost)
-    tokens_DP = make_dispatch_plan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
+    tokens_DP = DispatchPlan(torch.from_numpy(counts_DE), planned, "proportional").tokens_DP.numpy()
     schedule = Demi(hosts=hosts).schedule(tokens_DP, planned, cost)
     assert schedule.hosts == tuple(tuple(dict.fromkeys(ranks)) for ranks in planned.hosts)
     assert schedule == Demi(hosts=hosts).schedule(tokens_DP, planned, cost)

@@ -51,14 +51,6 @@ def test_without_a_gpu(files: list[str], tmp_path: Path) -> None:
 # tests/kernels/equal.py imports triton, which not every machine has
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", range(3))
-def test_fit_on_a_gpu(order: int) -> None:
-    from tests.kernels.equal import fits_equal, zipf
-
-    fits_equal(zipf(1, layers=8, order=order), "cuda")
-
-
 def routing(tokens: int, experts: int, topk: int, empty: int) -> torch.Tensor:
     """Return a routing [T, E] in which tokens choose about `topk` experts, and nobody every `empty`-th one."""
     from tests.kernels import equal

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.flow.device_plan import DeviceTables, tokens_until
-from megatron_balance.flow.plan import DispatchPlan, certified_rows, make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan, certified_rows
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import loads, physicals_of, placements
 
@@ -19,12 +19,12 @@ SPLITS = ["local_first", "proportional"]
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, str, int | None]:
-    """Draw arguments of make_dispatch_plan."""
+    """Draw arguments of DispatchPlan."""
     placement = draw(placements())
     return draw(loads(placement)), placement, draw(st.sampled_from(SPLITS)), draw(st.none() | st.integers(1, 3))
 
 
-plans = cases().map(lambda case: make_dispatch_plan(*case))
+plans = cases().map(lambda case: DispatchPlan(*case))
 
 
 def apportion(amount: int, weights: list[int]) -> list[int]:
@@ -102,7 +102,7 @@ def reference(counts: list[list[int]], placement: Placement, split: str, size: i
 
 def check_against_reference(case: tuple[torch.Tensor, Placement, str, int | None]) -> None:
     counts_DE, placement, *options = case
-    plan = make_dispatch_plan(counts_DE, placement, *options)
+    plan = DispatchPlan(counts_DE, placement, *options)
     assert plan.tokens_DP.tolist() == reference(counts_DE.tolist(), placement, *options)
     for expert, physicals in enumerate(physicals_of(placement)):
         assert torch.equal(plan.tokens_DP[:, list(physicals)].sum(1), counts_DE[:, expert])
@@ -138,7 +138,7 @@ def test_a_hosts_tokens_are_divided_among_its_sources(case: tuple, each: int, da
     first_DE, placement, *options = case
     more = [data.draw(loads(placement)) for _ in range(each - 1)]
     counts_DE = torch.stack([first_DE, *more], 1).flatten(0, 1)
-    plan = make_dispatch_plan(counts_DE, placement, *options)
+    plan = DispatchPlan(counts_DE, placement, *options)
     of_hosts = reference(sum([first_DE, *more]).tolist(), placement, *options)
     expected = torch.zeros_like(plan.tokens_DP)
     for host, planned in enumerate(of_hosts):
@@ -163,16 +163,16 @@ def test_proportional_by_hand() -> None:
     placement = Placement.identity(3, 3, guest_slots=1).with_hosts([(0, 0), (0, 2)])
     counts_DE = torch.tensor([[2, 5, 0], [7, 0, 0], [3, 0, 1]])
     # Of quotas 8 and 4, local tokens take 2 and 3; rank 1 sends its 7 tokens to fill them
-    plan = make_dispatch_plan(counts_DE, placement, "proportional")
+    plan = DispatchPlan(counts_DE, placement, "proportional")
     assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [6, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 3]]
-    plan = make_dispatch_plan(counts_DE, placement, "local_first")
+    plan = DispatchPlan(counts_DE, placement, "local_first")
     assert plan.tokens_DP.tolist() == [[2, 0, 5, 0, 0, 0], [7, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 3]]
 
 
 def test_a_lent_expert_is_computed_by_its_guest_only() -> None:
     placement = Placement.parse("0x0 + . | 1 + 0!")
     for split in SPLITS:
-        plan = make_dispatch_plan(torch.tensor([[4, 1], [2, 3]]), placement, split)
+        plan = DispatchPlan(torch.tensor([[4, 1], [2, 3]]), placement, split)
         assert plan.tokens_DP.tolist() == [[0, 0, 1, 4], [0, 0, 3, 2]]
 
 
@@ -182,17 +182,17 @@ def test_quotas_by_hand() -> None:
     counts_DE = torch.zeros(4, 4, dtype=torch.int64)
     counts_DE[:, 0] = torch.tensor([2, 4, 3, 3])
     columns = [placement.physical(rank, 0) for rank in (0, 1, 2)]
-    plan = make_dispatch_plan(counts_DE, placement, "proportional", 2)
+    plan = DispatchPlan(counts_DE, placement, "proportional", 2)
     assert plan.tokens_DP[:, columns].tolist() == [[2, 0, 0], [2, 2, 0], [0, 0, 3], [2, 0, 1]]
     # Twice as many tokens, in the same proportions
-    plan = make_dispatch_plan(2 * counts_DE, placement, "proportional", 2)
+    plan = DispatchPlan(2 * counts_DE, placement, "proportional", 2)
     assert plan.tokens_DP[:, columns].sum(0).tolist() == [12, 4, 8]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_identity_sends_what_is_counted(split: str) -> None:
     counts_DE = torch.arange(32).view(4, 8)
-    assert torch.equal(make_dispatch_plan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
+    assert torch.equal(DispatchPlan(counts_DE, Placement.identity(8, 4), split).tokens_DP, counts_DE)
 
 
 @given(plans)
@@ -205,13 +205,13 @@ def test_a_host_gets_what_its_slots_compute(plan: DispatchPlan) -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (4,)])
 def test_counts_of_another_layout(shape: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
-        make_dispatch_plan(torch.zeros(shape, dtype=torch.int64), Placement.identity(4, 2))
+        DispatchPlan(torch.zeros(shape, dtype=torch.int64), Placement.identity(4, 2))
 
 
 @given(cases())
 def test_a_device_divides_each_sources_tokens_the_same_way(case: tuple) -> None:
     counts_DE, placement, _, node_size = case
-    plan = make_dispatch_plan(counts_DE, placement, "proportional", node_size)
+    plan = DispatchPlan(counts_DE, placement, "proportional", node_size)
     tables = DeviceTables.of(placement, torch.device("cpu"))
     for source, counts_E in enumerate(counts_DE):
         until_EK = tokens_until(counts_DE, tables, source, node_size or placement.num_ranks)
@@ -230,7 +230,7 @@ def test_certified_rows_exceed_even_rows_by_exactly_the_written_fraction(
 
 @given(plans, st.integers(0, 100))
 def test_room_is_constant_or_exact(plan: DispatchPlan, limit: int) -> None:
-    limited = make_dispatch_plan(plan.counts_DE, plan.placement, plan.split, plan.node_size, limit)
+    limited = DispatchPlan(plan.counts_DE, plan.placement, plan.split, plan.node_size, limit)
     assert torch.equal(limited.tokens_DP, plan.tokens_DP)
     slots = plan.placement.slots_per_rank
     busiest = max(

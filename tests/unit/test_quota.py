@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel, Overlap, owners
-from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.policies.quota import EVEN, HIDDEN, Quota, Search
@@ -36,7 +36,7 @@ def cost_model(num_ranks: int, node_size: int, *, near: float = 0.0, far: float 
 
 def tokens_of(placement: Placement, counts_DE: np.ndarray) -> list[int]:
     """Return the tokens that each rank computes."""
-    plan = make_dispatch_plan(torch.from_numpy(counts_DE), placement, "proportional")
+    plan = DispatchPlan(torch.from_numpy(counts_DE), placement, "proportional")
     return plan.splits_DW.sum(0).tolist()
 
 

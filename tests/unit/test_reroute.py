@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance.flow.plan import DispatchPlan, make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.flow.reroute import fixed_targets, reroute, reroute_to
 from megatron_balance.placement.placement import Placement
 from tests.unit.placements import physicals_of, placements
@@ -42,7 +42,7 @@ def reference(map_TE: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tens
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6), st.integers(0, 40))
 def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> None:
     maps, counts_DE = routing(placement, seed, tokens)
-    plan = make_dispatch_plan(counts_DE, placement, split)
+    plan = DispatchPlan(counts_DE, placement, split)
     for rank, map_TE in enumerate(maps):
         probs_TE = weights(map_TE)
         probs_TP, map_TP = reroute(probs_TE, map_TE, plan, rank)
@@ -57,7 +57,7 @@ def test_reroute(placement: Placement, split: str, seed: int, tokens: int) -> No
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6), st.integers(0, 40))
 def test_fixed_targets_need_no_load(placement: Placement, split: str, seed: int, tokens: int) -> None:
     maps, counts_DE = routing(placement, seed, tokens)
-    plan = make_dispatch_plan(counts_DE, placement, split)
+    plan = DispatchPlan(counts_DE, placement, split)
     shared = any(len(physicals) > 1 for physicals in physicals_of(placement))
     for rank, map_TE in enumerate(maps):
         target_E = fixed_targets(placement, split, rank)
@@ -71,7 +71,7 @@ def test_fixed_targets_need_no_load(placement: Placement, split: str, seed: int,
 @given(placements(), st.sampled_from(["local_first", "proportional"]), st.integers(0, 10**6))
 def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str, seed: int) -> None:
     maps, counts_DE = routing(placement, seed, largest=30)
-    plan = make_dispatch_plan(counts_DE, placement, split)
+    plan = DispatchPlan(counts_DE, placement, split)
     scale_E = torch.rand(placement.num_experts, dtype=torch.float64)
     scale_P = scale_E[torch.tensor(placement.tables.expert_P.tolist())]
     for rank, map_TE in enumerate(maps):
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_logical_map(placement: Placement, split: str
 def test_by_hand() -> None:
     """Of the four tokens for expert 0, the first goes to its owner, the next two to one guest, the last to another."""
     placement = Placement.parse("0 + . | 1 + 0 | 2 + 0")
-    plan = DispatchPlan(placement, torch.zeros(3, 3, dtype=torch.int64))
+    plan = DispatchPlan(torch.zeros(3, 3, dtype=torch.int64), placement)
     vars(plan)["tokens_DP"] = torch.tensor([[0] * 6, [0] * 6, [1, 0, 1, 2, 0, 1]])
     map_TE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]]).bool()
     probs_TE = torch.tensor([[0.1, 0, 0], [0.2, 0.3, 0], [0, 0, 0], [0.4, 0, 0], [0.5, 0, 0]])
@@ -104,7 +104,7 @@ def test_identity_returns_its_arguments() -> None:
     placement = Placement.identity(4, 2)
     map_TE = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).bool()
     probs_TE = weights(map_TE)
-    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement)
+    plan = DispatchPlan(map_TE.sum(0).repeat(2, 1), placement)
     assert all(a is b for a, b in zip(reroute(probs_TE, map_TE, plan, 1), (probs_TE, map_TE), strict=True))
 
 
@@ -113,7 +113,7 @@ def test_identity_with_permuted_homes_is_a_permutation() -> None:
     assert placement.is_identity
     map_TE = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).bool()
     probs_TE = weights(map_TE)
-    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement)
+    plan = DispatchPlan(map_TE.sum(0).repeat(2, 1), placement)
     probs_TP, map_TP = reroute(probs_TE, map_TE, plan, 0)
     assert torch.equal(probs_TP, probs_TE[:, [3, 0, 2, 1]])
     assert torch.equal(map_TP, map_TE[:, [3, 0, 2, 1]])
@@ -123,7 +123,7 @@ def test_identity_with_permuted_homes_is_a_permutation() -> None:
 def test_weights_keep_their_type(dtype: torch.dtype) -> None:
     placement = Placement.identity(4, 2, guest_slots=1).with_hosts([(0, 1)])
     map_TE = torch.ones(6, 4, dtype=torch.bool)
-    plan = make_dispatch_plan(map_TE.sum(0).repeat(2, 1), placement, "proportional")
+    plan = DispatchPlan(map_TE.sum(0).repeat(2, 1), placement, "proportional")
     probs_TE = weights(map_TE, dtype)
     probs_TP, _ = reroute(probs_TE, map_TE, plan, 1)
     assert probs_TP.dtype == dtype

@@ -15,7 +15,7 @@ from megatron_balance.comm.blocks import Gather, gather_of, gathers
 from megatron_balance.flow import cut as cutting
 from megatron_balance.flow import rows
 from megatron_balance.flow.chunks.order import split_evenly
-from megatron_balance.flow.plan import Split, make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan, Split
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
 from tests.block_index import block_index
@@ -212,7 +212,7 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
     map_TE = torch.rand(tokens, placement.num_experts, generator=generator) < 0.4
     counts_ME = split_evenly(map_TE.sum(0, keepdim=True), members)[:, 0]
     counts_DE = counts_ME.repeat(placement.num_ranks, 1)
-    plan = make_dispatch_plan(counts_DE, placement, "proportional")
+    plan = DispatchPlan(counts_DE, placement, "proportional")
     tokens_CDP = split_evenly(plan.tokens_DP, chunks)[:, :members]
     there = sending(placement, tokens_CDP.numpy())
     order = row_order(map_TE, int(map_TE.sum()))
@@ -236,7 +236,7 @@ def test_one_loop_finds_the_same(
     ranks = placement.num_ranks
     generator = torch.Generator().manual_seed(random.randrange(10**6))
     counts_DE = torch.randint(0, 1 + tokens, (ranks, placement.num_experts), generator=generator)
-    plan = make_dispatch_plan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
+    plan = DispatchPlan(counts_DE, placement, split, random.choice([None, *range(1, ranks + 1)]))
     rank = random.randrange(ranks)
 
     def room(blocks: int, most_rows: int, device: torch.device) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_sums_do_not_depend_on_hosts_and_chunks() -> None:
     placement = Placement.identity(6, 3, guest_slots=2).with_hosts([(0, 1), (0, 2), (4, 0)])
     torch.manual_seed(3)
     map_TE = torch.rand(60, 6) < 0.6
-    plan = make_dispatch_plan(map_TE.sum(0).repeat(3, 1), placement, "proportional")
+    plan = DispatchPlan(map_TE.sum(0).repeat(3, 1), placement, "proportional")
     there = sending(placement, split_evenly(plan.tokens_DP, 4)[:, :1].numpy())
     order = row_order(map_TE, int(map_TE.sum()))
     forth, back = gathers([there, there.back], order.token_R.device)

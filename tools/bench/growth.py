@@ -30,7 +30,7 @@ import torch
 from megatron_balance.cost.model import Overlap
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.flow.cut import cut, cut_loop
-from megatron_balance.flow.plan import make_dispatch_plan
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import tokens_loop
 from megatron_balance.planning.manager import Manager
@@ -175,13 +175,13 @@ def split(sizes: list[int], repeats: int) -> Iterator[str]:
         experts = max(ranks, LEAST_EXPERTS)
         placement = crowded(ranks, experts)
         counts_DE = torch.from_numpy(load(ranks, experts, 0))
-        plan = make_dispatch_plan(counts_DE, placement, "proportional", NODE)
+        plan = DispatchPlan(counts_DE, placement, "proportional", NODE)
         both_DE = torch.stack([counts_DE // 2, counts_DE - counts_DE // 2], 1).flatten(0, 1)
         tasks = (
             functools.partial(cut, plan, 1, TOKENS * TOPK, CPU, False),
             functools.partial(cut, plan, 1, TOKENS * TOPK, CPU, True),
             lambda both_DE=both_DE, placement=placement: (
-                make_dispatch_plan(both_DE, placement, "proportional", NODE).tokens_DP
+                DispatchPlan(both_DE, placement, "proportional", NODE).tokens_DP
             ),
         )
         yield f"{ranks:6d} {experts:8d} " + " ".join(f"{median_ms(task, repeats):8.3f}" for task in tasks)

@@ -190,12 +190,12 @@ def _sent_in_one(run: "Run") -> int:
 
 def _chosen(run: "Run") -> str:
     """Return the numbers of chunks in the run's layers, or the parallel schedule."""
-    from megatron_balance.flow.layer import BalancedMoELayer
+    from megatron_balance.flow.layer import moe_layers
     from megatron_balance.flow.parallel_schedule import SCHEDULES
 
     if run.chunks is not None:
         return "/".join(map(str, sorted({chunking.chunks for chunking in run.chunks.chosen.values()})))
-    layers = [module for chunk in run.model for module in chunk.modules() if isinstance(module, BalancedMoELayer)]
+    layers = [*moe_layers(run.model).values()]
     return next((name for name, steps in SCHEDULES.items() if layers and layers[0].parallel.steps == steps), "")
 
 
