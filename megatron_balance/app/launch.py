@@ -14,7 +14,7 @@ from megatron_balance.build.run import build_run
 from megatron_balance.checkpoint.checkpoints import Checkpoints
 from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.device import quiet
-from megatron_balance.job import job, limits
+from megatron_balance.job import clocks, job, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
 from megatron_balance.job.errors import CheckpointError, everywhere
@@ -46,7 +46,10 @@ def pretrain(argv: list[str]) -> None:
         if ready.config.launch.dry_run:
             return dry_run(ready.config, ready.notices, ready.topology)
         store = _join(ready)
-    with _guarded(ready, store) as (hangs, save_directory, stopping):
+    clock, notice = clocks.compare(ready.launch.rank)
+    if notice is not None:
+        ready.notices.append(notice)
+    with _guarded(ready, store, clock) as (hangs, save_directory, stopping):
         run, log, checkpoints = _prepare(ready, hangs, save_directory)
         _train(run, log, checkpoints, stopping)
         _finish_together()
@@ -63,7 +66,9 @@ def _join(ready: Preflight) -> dist.Store:
 
 
 @contextlib.contextmanager
-def _guarded(ready: Preflight, store: dist.Store) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
+def _guarded(
+    ready: Preflight, store: dist.Store, clock: clocks.Clock
+) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
     """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
     save = ready.config.checkpoint.save
@@ -75,7 +80,8 @@ def _guarded(ready: Preflight, store: dist.Store) -> Iterator[tuple[HangGuard, S
             world_size=launch.world_size,
             limit=ready.config.launch.distributed_timeout_minutes * 60,
             store_rank=launch.store_rank,
-            collectives=stack.enter_context(Collectives().recorded()),
+            collectives=stack.enter_context(Collectives(now=clock.now).recorded()),
+            now=clock.now,
         )
         stack.enter_context(hangs)
         save_directory = SaveDirectory(Path(save) if save else None, launch)

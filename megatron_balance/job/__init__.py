@@ -2,6 +2,7 @@
 
     job                 read the launcher's settings; join the job and initialize torch.distributed
     agreement           compare the settings of all ranks before anything is built
+    clocks              compare the wall clocks of the job's machines
     groups              create process groups; nodes; actions on rank 0
     layout              the process groups of a parallel layout
     limits              limits of the machine: file descriptors, shared memory, memory

@@ -112,8 +112,10 @@ class Collectives:
     It keeps the last `kept` operations of each channel; None: all of them.
     """
 
-    def __init__(self, kept: int | None = KEPT) -> None:
+    def __init__(self, kept: int | None = KEPT, now: Callable[[], float] = time.time) -> None:
+        """`now` returns the Unix time in seconds, by a clock that all ranks share."""
         self.kept = kept
+        self.now = now
         self.entered = 0
         """Number of operations so far, including dropped ones; concurrent operations may count as one."""
         self._channels: dict[str, Channel] = {}
@@ -192,7 +194,7 @@ class Collectives:
                 detail=detail,
                 caller="" if caller is None else _function(caller.f_code),
                 ours="" if ours is None else _function(ours.f_code, ours.f_lineno),
-                time=time.time(),
+                time=self.now(),
                 number=number,
             )
         )

@@ -75,6 +75,7 @@ class HangGuard:
         limit: float,
         store_rank: int | None,
         collectives: Collectives,
+        now: Callable[[], float] = time.time,
     ) -> None:
         """Prepare the guard; it starts with the `with` block.
 
@@ -83,6 +84,7 @@ class HangGuard:
             limit: seconds that a rank may wait in one place before the job counts as stalled.
             store_rank: the rank whose process holds the store; None if the launcher holds it.
             collectives: the recorder of this rank's operations.
+            now: returns the Unix time in seconds, by a clock that all ranks share.
         """
         self._store = dist.PrefixStore("hang_guard", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._rank = rank
@@ -90,6 +92,7 @@ class HangGuard:
         self._limit = limit
         self._store_rank = store_rank
         self._collectives = collectives
+        self._now = now
         self._period = min(MAX_PERIOD, limit / 10)
         self._position = Position()
         # Times of the main thread's last step and of the store's last answer
@@ -219,7 +222,7 @@ class HangGuard:
 
     def _own_report(self) -> Report:
         idle = time.monotonic() - self._progress
-        return Report(dataclasses.replace(self._position), *self._activity(), idle, time.time())
+        return Report(dataclasses.replace(self._position), *self._activity(), idle, self._now())
 
     def _activity(self) -> tuple[Activity, str]:
         if isinstance(self._failure, KeyboardInterrupt):
@@ -256,7 +259,7 @@ class HangGuard:
     def _reporter(self) -> None:
         while not self._wake.wait(self._period):
             try:
-                self._write("heartbeat", (self._position, time.time()))
+                self._write("heartbeat", (self._position, self._now()))
                 alarm = self._store.check(["alarm"])
             except RuntimeError:
                 # At a normal end, the store may disappear before this rank leaves the guarded block
@@ -291,7 +294,7 @@ class HangGuard:
 
     def _draw_verdict(self) -> str:
         reports = self._read_all("report")
-        sentence = verdict(reports, self._read_all("heartbeat"), time.time(), self._limit)
+        sentence = verdict(reports, self._read_all("heartbeat"), self._now(), self._limit)
         if any(report is not None and report.is_failure for report in reports):
             # The other ranks only wait for the failed one
             return sentence

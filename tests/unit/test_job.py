@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megatron_balance.job import agreement, job, launcher
+from megatron_balance.job import agreement, clocks, job, launcher
 from megatron_balance.job.job import Launch
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
@@ -128,3 +128,11 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"^LOCAL_RANK=5: this process sees 4 GPUs; .*--nproc-per-node 4"):
         job._pick_device(5)
+
+
+def test_clocks_that_differ_are_named() -> None:
+    ahead, notice = clocks.difference([("node0", 100.0), ("node0", 100.02), ("node1", 137.1), ("node2", 99.9)])
+    assert ahead == [0.0, 0.0, pytest.approx(37.1), 0.0]
+    assert notice is not None and notice.startswith("clocks differ from that of node0: +37 s on node1; ")
+    assert clocks.difference([("node0", 100.0), ("node1", 100.9)]) == ([0.0, 0.0], None)
+    assert clocks.Clock(3600.0).now() == pytest.approx(time.time() - 3600, abs=60)

@@ -1,0 +1,48 @@
+"""Compares the wall clocks of a job's machines, so that a single clock decides which rank failed first."""
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_balance.job.groups import gather
+from megatron_balance.messages import cleaned
+
+APART_SECONDS = 1.0
+"""Smallest difference that is reported: ranks read their clocks within a second of each other."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells the time of rank 0's machine, from this machine's own clock."""
+
+    ahead: float = 0.0
+    """Seconds by which this machine's clock is ahead of it."""
+
+    def now(self) -> float:
+        """Return the Unix time in seconds on rank 0's machine."""
+        return time.time() - self.ahead
+
+
+def compare(rank: int) -> tuple[Clock, str | None]:
+    """Return this rank's clock, and a notice if clocks differ. Collective, of the whole job."""
+    # Ranks leave a collective at nearly the same time
+    gather(None)
+    ahead, notice = difference(gather((cleaned(socket.gethostname(), 80), time.time())))
+    return Clock(ahead[rank]), notice
+
+
+def difference(read: Sequence[tuple[str, float]]) -> tuple[list[float], str | None]:
+    """Return how far each rank's clock is ahead of the first one's, in seconds, and a notice if some are apart.
+
+    Args:
+        read: each rank's host and its Unix time in seconds, read at the same time.
+    """
+    _, first = read[0]
+    ahead = [seconds - first if abs(seconds - first) > APART_SECONDS else 0.0 for _, seconds in read]
+    apart = {host: f"{seconds:+.0f} s on {host}" for (host, _), seconds in zip(read, ahead, strict=True) if seconds}
+    if not apart:
+        return ahead, None
+    listed = ", ".join([*apart.values()][:8]) + (f" and {len(apart) - 8} more" if len(apart) > 8 else "")
+    problem = "logs and timelines of different machines cannot be compared"
+    return ahead, f"clocks differ from that of {read[0][0]}: {listed}; {problem}; let NTP or chrony set the clocks"
