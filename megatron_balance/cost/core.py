@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.layer import LayerLines
 from megatron_balance.device.compiled import compiled
 
 COMPUTED, NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN = range(5)
@@ -87,6 +88,7 @@ class Prices(NamedTuple):
     """Whether the split is `local_first` rather than `proportional`."""
     coding: float
     """See `CostModel.coding`."""
+    layer: LayerLines
 
 
 class CandidateCosts(NamedTuple):

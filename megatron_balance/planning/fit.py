@@ -21,7 +21,7 @@ from megatron_balance.device.compiled import compiled
 PARTS = 64
 """Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
 
-BUSIEST, FILLING, WHOLE = ORDERS = range(3)
+BUSIEST, FILLING, WHOLE = ORDERS = 0, 1, 2
 
 NOTHING = -(2**62)
 """Excess of ranks with nothing left to give."""

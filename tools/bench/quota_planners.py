@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.cost.model import CostModel, Overlap, owners, slowed_by
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster import Ranks, profile_of, read
@@ -82,7 +82,7 @@ def cost_of(num_ranks: int, hidden: float) -> CostModel:
         param_bytes=parameters * WEIGHT_BYTES,
         grad_bytes=parameters * GRAD_BYTES,
         split="proportional",
-        overlap=Overlap(hidden, 2 * hidden) if hidden else None,
+        overlap=Overlap(hidden, 2 * hidden, slowed=slowed_by(profile)) if hidden else None,
     )
 
 
