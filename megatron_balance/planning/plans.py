@@ -189,6 +189,34 @@ def _undo(guest_DG: np.ndarray, taken_DG: np.ndarray, moved_DG: np.ndarray) -> N
 
 
 @compiled(None)
+def _top_up(
+    guest_DG: np.ndarray,
+    taken_DG: np.ndarray,
+    moved_DG: np.ndarray,
+    layer: Layer,
+    microbatch: int,
+    left_E: np.ndarray,
+    above_D: np.ndarray,
+) -> None:
+    """Let guests take over more of their experts' tokens from owners above their capacity, because that takes no
+    slot."""
+    for rank in range(len(guest_DG)):
+        for slot in range(layer.slots):
+            expert = guest_DG[rank, slot]
+            if expert == NOBODY:
+                continue
+            owner = layer.owner_E[expert]
+            tokens = min(above_D[owner], -above_D[rank], left_E[expert])
+            if tokens > 0:
+                left_E[expert] -= tokens
+                above_D[owner] -= tokens
+                above_D[rank] += tokens
+                more = tokens * layer.total_E[expert] // np.int64(layer.tokens_EB[expert, microbatch])
+                taken_DG[rank, slot] += more
+                moved_DG[rank, slot] += more
+
+
+@compiled(None)
 def _level(
     guest_DG: np.ndarray,
     taken_DG: np.ndarray,
@@ -247,11 +275,18 @@ def _level(
         target = moves.target_M[m]
         owner = layer.owner_E[expert]
         tokens = moves.tokens_M[m] * layer.total_E[expert] // np.int64(layer.tokens_EB[expert, microbatch])
+        above_D[source] -= moves.tokens_M[m]
+        above_D[target] += moves.tokens_M[m]
         if source != owner:
             _take(guest_DG, taken_DG, expert, source, -tokens)
+        else:
+            left_E[expert] -= moves.tokens_M[m]
         if target != owner:
             _take(guest_DG, taken_DG, expert, target, tokens)
             moved_DG[target, _slot_of(guest_DG, target, expert)] += tokens
+        else:
+            left_E[expert] += moves.tokens_M[m]
+    _top_up(guest_DG, taken_DG, moved_DG, layer, microbatch, left_E, above_D)
 
 
 class Guests(NamedTuple):
