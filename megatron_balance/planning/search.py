@@ -114,7 +114,7 @@ def fastest_plan(
     while done < number:
         for a in range(done, number):
             place = way_AN[a, 0]
-            way = Way(LOCALIZED[place], TARGETS[way_AN[a, 1]], way_AN[a, 2], far_F[way_AN[a, 3]])
+            way = Way(LOCALIZED[place], TARGETS[way_AN[a, 1]], way_AN[a, 2], int(far_F[way_AN[a, 3]]))
             if not is_localized_S[place]:
                 is_localized_S[place] = True
                 localized_STDG[place, 0] = NOBODY

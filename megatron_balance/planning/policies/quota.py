@@ -20,19 +20,19 @@ EVENLY = TARGETS.index(1.005)
 """Target of the first ways."""
 
 FEWER = TARGETS.index(1.02)
-"""Target of the first way that aims at fewer guests."""
+"""Target of first ways that aim at fewer guests."""
 
 SPARINGLY = TARGETS.index(1.06)
-"""Target of a first way with few guests, for localized experts, and for guests that a forward pass waits for."""
+"""Target of a first way with few guests, if a forward pass waits for them."""
 
 LOOSELY = TARGETS.index(1.3)
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
 WAYS = 12
-"""Number of ways that are always tried."""
+"""Least number of ways that are tried."""
 
-WORK = 400
-"""Number of further ways, times ranks."""
+WORK = 1200
+"""Number of ways, times ranks, that are tried if there are more."""
 
 TUNING = 1600
 """Number of shifts of tokens, times ranks, that are tried."""
@@ -118,7 +118,7 @@ def search(
         layer = layer._replace(pair_P=np.sort(layer.pair_P))
     fars = _fars(cost)
     ways = _first_ways(len(counts_BDE), fars, cost, localizes=localizes)
-    most = QUICK if is_quick else WAYS + WORK // ranks
+    most = QUICK if is_quick else max(WAYS, WORK // ranks)
     way_AN = np.zeros((max(most, len(ways)), 4), np.int64)
     way_AN[: len(ways)] = ways
     found = fastest_plan(
@@ -152,7 +152,7 @@ def _first_ways(microbatches: int, fars: list[int], cost: CostModel, *, localize
     targets = (EVENLY,) if microbatches == 1 else (EVENLY, LOOSELY)
     ways = [(sent, target, FILLING, reach) for target in targets for sent, reach in starts]
     if localizes:
-        ways.append((2, SPARINGLY, FILLING, far))
+        ways.append((2, FEWER, FILLING, 0))
     if cost.trans_each:
         ways.append((0, SPARINGLY, FILLING, far))
     return [*dict.fromkeys([*ways, (0, FEWER, WHOLE, near)])]
