@@ -87,7 +87,7 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
                 total_E[expert] += tokens
                 tokens_NE[node, expert] += tokens if owner_E[expert] // node_size != node else 0
     owned_FBD = np.zeros((FEATURES, microbatches, ranks))
-    add_owners(owned_FBD, counts_EBD, owner_E, node_size)
+    add_owners(owned_FBD, counts_EBD, tokens_EB, owner_E, node_size)
     pair_P = np.arange(tokens_NE.size) - tokens_NE.size * tokens_NE.reshape(tokens_NE.size)
     return Layer(
         counts_EBD,

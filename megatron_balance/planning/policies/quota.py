@@ -28,13 +28,13 @@ SPARINGLY = TARGETS.index(1.06)
 LOOSELY = TARGETS.index(1.3)
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 12
+WAYS = 18
 """Least number of ways that are tried."""
 
-WORK = 1200
-"""Number of ways, times ranks, that are tried if there are more."""
+WORK = 4800
+"""Number of ways, times ranks and slots + 2, if it is more than WAYS: a way takes time in proportion to both."""
 
-TUNING = 1600
+TUNING = 1200
 """Number of shifts of tokens, times ranks, that are tried."""
 
 QUICK = 9
@@ -118,7 +118,7 @@ def search(
         layer = layer._replace(pair_P=np.sort(layer.pair_P))
     fars = _fars(cost)
     ways = _first_ways(len(counts_BDE), fars, cost, localizes=localizes)
-    most = QUICK if is_quick else max(WAYS, WORK // ranks)
+    most = QUICK if is_quick else max(WAYS, WORK // (ranks * (slots + 2)))
     way_AN = np.zeros((max(most, len(ways)), 4), np.int64)
     way_AN[: len(ways)] = ways
     found = fastest_plan(
