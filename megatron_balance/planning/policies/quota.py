@@ -8,7 +8,7 @@ from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch
 from megatron_balance.cost.model import CostModel, owners
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import FILLING, PARTS, WHOLE
+from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 from megatron_balance.planning.plans import NOBODY, Layer, hosts_of, make_layer
 from megatron_balance.planning.policies.interface import Policy, owners_host
 from megatron_balance.planning.search import LOCALIZED, TARGETS, fastest_plan
@@ -18,6 +18,9 @@ EVEN = 1.01
 
 EVENLY = TARGETS.index(1.005)
 """Target of the first ways."""
+
+LESS_EVENLY = TARGETS.index(1.01)
+"""Target of a first way with more guests than FEWER."""
 
 FEWER = TARGETS.index(1.02)
 """Target of first ways that aim at fewer guests."""
@@ -155,7 +158,7 @@ def _first_ways(microbatches: int, fars: list[int], cost: CostModel, *, localize
         ways.append((2, FEWER, FILLING, 0))
     if cost.trans_each:
         ways.append((0, SPARINGLY, FILLING, far))
-    return [*dict.fromkeys([*ways, (0, FEWER, WHOLE, near)])]
+    return [*dict.fromkeys([*ways, (0, FEWER, WHOLE, near), (0, LESS_EVENLY, BUSIEST, near)])]
 
 
 def _can_localize(counts: np.ndarray, cost: CostModel) -> bool:
