@@ -10,8 +10,9 @@ The planners are written from their descriptions, slow and plain. They even out 
 
 The layer has DeepSeek-V3's experts: 256, of which a token takes 8. The cluster has nodes of eight H100s. Experts have
 the popularity of a Zipf or of a log-normal distribution, in random order, and the experts of each rank's tokens are a
-sample of it. One cost model gives the seconds of all plans, and charges what hidden Trans and Agg slow down. Columns: quota's time over the least time of the others,
-the mean over loads and the worst load; then the mean over the time of each other; milliseconds of quota's planning.
+sample of it. One cost model gives the seconds of all plans, and charges what hidden Trans and Agg slow down. Columns:
+quota's time over the least time of the others, the mean over loads and the worst load; then the mean over the time of
+each other; milliseconds of quota's planning.
 `hidden`: milliseconds of other computation in the forward pass that hide Trans; twice as much hides Agg.
 
 A target is a number of times the mean that no rank may exceed. Without slots left, a planner's move fails; the next
