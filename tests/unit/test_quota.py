@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import make_dispatch_plan
 from megatron_balance.placement.placement import Placement
+from megatron_balance.planning.fit import FILLING, PARTS
+from megatron_balance.planning.plans import NOBODY, Way, level_all, make_layer
 from megatron_balance.planning.policies import load_policy, quota
 from megatron_balance.planning.policies.quota import EVEN, Quota, search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
@@ -110,6 +112,18 @@ def test_hidden_guests_are_not_free() -> None:
         cost = dataclasses.replace(cost, token_bytes=0.02, param_bytes=expert_bytes, grad_bytes=expert_bytes)
         planned = Quota().plan(counts_DE, Placement.identity(2, 2, 1), cost)
         assert [len(ranks) for ranks in planned.hosts] == [hosts, hosts]
+
+
+def test_guests_take_more_tokens_where_slots_are_scarce() -> None:
+    """Two nodes with two ranks, an expert and a slot each. No slot is left for the excess of rank 0."""
+    counts_BDE = np.array([[[60, 10, 10, 10]] * 4])
+    layer = make_layer(counts_BDE, np.arange(4), np.arange(4)[:, None], 1, 2)
+    guest_DG = np.array([[NOBODY], [3], [0], [1]])
+    taken_DG = np.array([[0], [10], [20], [10]])
+    level_all(guest_DG, taken_DG, layer, Way(1, 1.0, FILLING, PARTS), np.arange(1), np.ones(4), 2)
+    # The mean is 90, and rank 2 has its own 40
+    assert guest_DG.tolist() == [[NOBODY], [3], [0], [1]]
+    assert taken_DG.tolist() == [[0], [10], [50], [10]]
 
 
 def test_slower_ranks_compute_less() -> None:
