@@ -18,7 +18,7 @@ from megatron_balance.comm.dedup import DedupAllToAll
 from megatron_balance.comm.ownership_transfer import ExpertMover, Place
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.config.run_config import RunConfig
-from megatron_balance.cost.model import CostModel, Overlap
+from megatron_balance.cost.model import CostModel, Overlap, slowed_by
 from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
@@ -264,6 +264,6 @@ def _overlaps(config: RunConfig, profile: ClusterProfile, model: Sequence[torch.
         for number in sorted(numbers | moe.keys()):
             if number in moe:
                 seconds = non_expert_passes(profile, config.transformer, tokens, config.model.seq_length, dense)
-                overlaps[number] = Overlap(*seconds, experts=bool(overlaps))
+                overlaps[number] = Overlap(*seconds, experts=bool(overlaps), slowed=slowed_by(profile))
             dense = 0 if number in moe else dense + 1
     return overlaps

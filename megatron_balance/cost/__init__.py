@@ -1,5 +1,6 @@
 """Predicts the seconds of a layer, an exchange or a Trans on a cluster, from arrays.
 
+    layer        seconds of a layer from sums over its microbatches
     core         compiled loops over loads and their costs, for the models below and for searches
     candidates   costs of changing experts' hosts, and loads of guests
     network      batches of messages on links within nodes, and on adapters that the ranks of a node share

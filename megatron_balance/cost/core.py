@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from megatron_balance.cost.layer import LayerLines
 from megatron_balance.device.compiled import compiled
 
 COMPUTED, NEAR_OUT, NEAR_IN, FAR_OUT, FAR_IN = range(5)
@@ -87,6 +88,7 @@ class Prices(NamedTuple):
     """Whether the split is `local_first` rather than `proportional`."""
     coding: float
     """See `CostModel.coding`."""
+    layer: LayerLines
 
 
 class CandidateCosts(NamedTuple):
@@ -194,27 +196,25 @@ def hosted_by(shares_D: np.ndarray, primary: int, owner: int) -> int:
 
 
 @compiled(None)
-def _add_alone(loads_FBD: np.ndarray, sign: float, counts_BD: np.ndarray, host: int, node_size: int) -> None:
-    """Do the same as `add_expert`, for an expert with one host, which receives all tokens of other ranks."""
-    ranks = loads_FBD.shape[2]
+def _add_alone(
+    loads_FBD: np.ndarray, b: int, sign: float, counts_D: np.ndarray, tokens: float, host: int, node_size: int
+) -> None:
+    """Do the same as `add_expert` in a microbatch, for an expert with one host, which receives all tokens of other
+    ranks. `tokens` is the sum of the counts."""
     first = host - host % node_size
-    last = min(first + node_size, ranks)
-    for b in range(loads_FBD.shape[1]):
-        near = 0.0
-        far = 0.0
-        for d in range(first, last):
-            loads_FBD[NEAR_OUT, b, d] += sign * counts_BD[b, d]
-            near += counts_BD[b, d]
-        for d in range(first):
-            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
-            far += counts_BD[b, d]
-        for d in range(last, ranks):
-            loads_FBD[FAR_OUT, b, d] += sign * counts_BD[b, d]
-            far += counts_BD[b, d]
-        loads_FBD[COMPUTED, b, host] += sign * (near + far)
-        loads_FBD[NEAR_OUT, b, host] -= sign * counts_BD[b, host]
-        loads_FBD[NEAR_IN, b, host] += sign * (near - counts_BD[b, host])
-        loads_FBD[FAR_IN, b, host] += sign * far
+    last = min(first + node_size, len(counts_D))
+    near = 0.0
+    for d in range(first, last):
+        loads_FBD[NEAR_OUT, b, d] += sign * counts_D[d]
+        near += counts_D[d]
+    for d in range(first):
+        loads_FBD[FAR_OUT, b, d] += sign * counts_D[d]
+    for d in range(last, len(counts_D)):
+        loads_FBD[FAR_OUT, b, d] += sign * counts_D[d]
+    loads_FBD[COMPUTED, b, host] += sign * tokens
+    loads_FBD[NEAR_OUT, b, host] -= sign * counts_D[host]
+    loads_FBD[NEAR_IN, b, host] += sign * (near - counts_D[host])
+    loads_FBD[FAR_IN, b, host] += sign * (tokens - near)
 
 
 @compiled(None)
@@ -275,7 +275,8 @@ def add_expert(
         weight += shares_D[d]
         hosts += shares_D[d] > 0
     if hosts == 1:
-        _add_alone(loads_FBD, sign, counts_BD, primary, node_size)
+        for b in range(loads_FBD.shape[1]):
+            _add_alone(loads_FBD, b, sign, counts_BD[b], counts_BD[b].sum(), primary, node_size)
         return
     quota_D = np.empty(ranks)
     for b in range(loads_FBD.shape[1]):
@@ -466,8 +467,11 @@ def add_loads(
         add_expert(loads_FBD, 1.0, counts_EBD[e], shares_ED[e], primary_E[e], node_size, local_first)
 
 
-@compiled("void(float64[:,:,::1], float64[:,:,::1], int64[::1], int64)")
-def add_owners(loads_FBD: np.ndarray, counts_EBD: np.ndarray, owner_E: np.ndarray, node_size: int) -> None:
-    """Add the loads of all experts, each computed by its owner alone."""
+@compiled("void(float64[:,:,::1], float64[:,:,::1], float64[:,::1], int64[::1], int64)")
+def add_owners(
+    loads_FBD: np.ndarray, counts_EBD: np.ndarray, tokens_EB: np.ndarray, owner_E: np.ndarray, node_size: int
+) -> None:
+    """Add the loads of all experts, each computed by its owner alone. `tokens_EB` has the sums over source ranks."""
     for e in range(len(owner_E)):
-        _add_alone(loads_FBD, 1.0, counts_EBD[e], owner_E[e], node_size)
+        for b in range(counts_EBD.shape[1]):
+            _add_alone(loads_FBD, b, 1.0, counts_EBD[e, b], tokens_EB[e, b], owner_E[e], node_size)

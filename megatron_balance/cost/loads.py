@@ -44,7 +44,8 @@ def condensed(counts_BDE: np.ndarray, owner_E: np.ndarray, most: int = MOST_GROU
 def owner_loads(network: Network, counts_EBD: np.ndarray, owner_E: np.ndarray) -> np.ndarray:
     """Return [5, B, D] float64: the loads of all experts if owners alone compute them."""
     loads_FBD = np.zeros((FEATURES, *counts_EBD.shape[1:]))
-    add_owners(loads_FBD, np.ascontiguousarray(counts_EBD, np.float64), owner_E, network.node_size)
+    counts_EBD = np.ascontiguousarray(counts_EBD, np.float64)
+    add_owners(loads_FBD, counts_EBD, counts_EBD.sum(-1), owner_E, network.node_size)
     return loads_FBD
 
 

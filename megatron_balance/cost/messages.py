@@ -64,64 +64,60 @@ class Messages(NamedTuple):
 
 @compiled(None)
 def _add(
-    amount_FWD: np.ndarray, number_FWD: np.ndarray, rank: int, way: int, far: float, near: float, parts: int
+    amount_SFWD: np.ndarray,
+    number_SFWD: np.ndarray,
+    stage: int,
+    way: int,
+    rank: int,
+    far: float,
+    near: float,
+    parts: int,
 ) -> None:
     """Add hops of `parts` parts of an expert that a rank sends (way 0) or receives (way 1)."""
-    amount_FWD[0, way, rank] += near / parts
-    amount_FWD[1, way, rank] += far / parts
-    number_FWD[0, way, rank] += near
-    number_FWD[1, way, rank] += far
+    amount_SFWD[stage, 0, way, rank] += near / parts
+    amount_SFWD[stage, 1, way, rank] += far / parts
+    number_SFWD[stage, 0, way, rank] += near
+    number_SFWD[stage, 1, way, rank] += far
 
 
 @compiled(None)
-def _add_expert(amount_SFWD: np.ndarray, number_SFWD: np.ndarray, rank_M: np.ndarray, owner: int, size: int) -> None:
-    """Add the messages of an expert's guests, which ascend, to each stage; see `placement/trans_plan.py`."""
-    guests = len(rank_M)
+def _add_expert(
+    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, rank_M: np.ndarray, begin_N: np.ndarray, owner: int, size: int
+) -> None:
+    """Add the messages of an expert's guests, which ascend, to each stage; see `placement/trans_plan.py`. The guests of
+    a node begin at an entry of `begin_N`, and end at the next one."""
+    guests = begin_N[-1] - begin_N[0]
+    nodes = len(begin_N) - 1
     home = owner // size
-    nodes = 0
     at_home = 0
-    for m in range(guests):
-        at_home += rank_M[m] // size == home
-        nodes += m == 0 or rank_M[m] // size != rank_M[m - 1] // size
-    away = guests - at_home
-    _add(amount_SFWD[DIRECT], number_SFWD[DIRECT], owner, 0, away, at_home, 1)
-    _add(amount_SFWD[FIRST], number_SFWD[FIRST], owner, 0, away, at_home, guests)
-    begin = 0
-    while begin < guests:
-        node = rank_M[begin] // size
-        end = begin
-        while end < guests and rank_M[end] // size == node:
-            end += 1
-        here = end - begin
-        others = guests - here
-        for m in range(begin, end):
+    for n in range(nodes):
+        is_home = rank_M[begin_N[n]] // size == home
+        here = begin_N[n + 1] - begin_N[n]
+        at_home += here if is_home else 0
+        far = 0.0 if is_home else 1.0
+        for m in range(begin_N[n], begin_N[n + 1]):
             rank = rank_M[m]
-            is_far = 1.0 if node != home else 0.0
-            _add(amount_SFWD[DIRECT], number_SFWD[DIRECT], rank, 1, is_far, 1.0 - is_far, 1)
-            _add(amount_SFWD[FIRST], number_SFWD[FIRST], rank, 1, is_far, 1.0 - is_far, guests)
+            _add(amount_SFWD, number_SFWD, DIRECT, 1, rank, far, 1.0 - far, 1)
+            _add(amount_SFWD, number_SFWD, FIRST, 1, rank, far, 1.0 - far, guests)
             if guests == 1:
-                return
+                continue
             for way in range(2):
-                _add(amount_SFWD[EXCHANGED], number_SFWD[EXCHANGED], rank, way, others, here - 1.0, guests)
+                _add(amount_SFWD, number_SFWD, EXCHANGED, way, rank, guests - here, here - 1.0, guests)
             # Parts of other nodes enter a node at its guests in turn, in cyclic order after the owner
             place = 0
-            for other in range(begin, end):
-                place += (rank_M[other] - owner) % size < (rank - owner) % size
+            for other in rank_M[begin_N[n] : begin_N[n + 1]]:
+                place += (other - owner) % size < (rank - owner) % size
             entered = 0
-            first = 0
-            while first < guests:
-                after = first
-                while after < guests and rank_M[after] // size == rank_M[first] // size:
-                    after += 1
-                if first != begin and after - first > place:
-                    entered += (after - first - place - 1) // here + 1
-                first = after
-            _add(amount_SFWD[BETWEEN_NODES], number_SFWD[BETWEEN_NODES], rank, 0, nodes - 1.0, here - 1.0, guests)
-            _add(amount_SFWD[BETWEEN_NODES], number_SFWD[BETWEEN_NODES], rank, 1, entered, here - 1.0, guests)
+            for k in range(nodes):
+                if k != n and begin_N[k + 1] - begin_N[k] > place:
+                    entered += (begin_N[k + 1] - begin_N[k] - place - 1) // here + 1
+            _add(amount_SFWD, number_SFWD, BETWEEN_NODES, 0, rank, nodes - 1.0, here - 1.0, guests)
+            _add(amount_SFWD, number_SFWD, BETWEEN_NODES, 1, rank, entered, here - 1.0, guests)
             within = entered * (here - 1.0)
-            _add(amount_SFWD[WITHIN_NODES], number_SFWD[WITHIN_NODES], rank, 0, 0.0, within, guests)
-            _add(amount_SFWD[WITHIN_NODES], number_SFWD[WITHIN_NODES], rank, 1, 0.0, others - entered, guests)
-        begin = end
+            _add(amount_SFWD, number_SFWD, WITHIN_NODES, 0, rank, 0.0, within, guests)
+            _add(amount_SFWD, number_SFWD, WITHIN_NODES, 1, rank, 0.0, guests - here - entered, guests)
+    _add(amount_SFWD, number_SFWD, DIRECT, 0, owner, guests - at_home, at_home, 1)
+    _add(amount_SFWD, number_SFWD, FIRST, 0, owner, guests - at_home, at_home, guests)
 
 
 @compiled(None)
@@ -281,13 +277,18 @@ def fastest_sending(
     messages = messages_1[0]
     amount_SFWD = np.zeros((STAGES, 2, 2, ranks))
     number_SFWD = np.zeros((STAGES, 2, 2, ranks))
-    first = 0
-    while first < len(expert_M):
-        after = first
-        while after < len(expert_M) and expert_M[after] == expert_M[first]:
-            after += 1
-        _add_expert(amount_SFWD, number_SFWD, rank_M[first:after], owner_E[expert_M[first]], messages.node_size)
-        first = after
+    begin_N = np.zeros(len(expert_M) + 1, np.int64)
+    number = 0
+    for m in range(1, len(expert_M) + 1):
+        ends = m == len(expert_M) or expert_M[m] != expert_M[m - 1]
+        if ends or rank_M[m] // messages.node_size != rank_M[m - 1] // messages.node_size:
+            number += 1
+            begin_N[number] = m
+        if ends:
+            owner = owner_E[expert_M[m - 1]]
+            _add_expert(amount_SFWD, number_SFWD, rank_M, begin_N[: number + 1], owner, messages.node_size)
+            begin_N[0] = m
+            number = 0
     route_S = DIRECT_S
     trans, pieces = _route(amount_SFWD, number_SFWD, route_S, messages, np.inf)
     for table, other_S in ((EXCHANGED, EXCHANGED_S), (WITHIN_NODES, BY_NODE_S)):

@@ -23,6 +23,7 @@ from megatron_balance.cost.core import (
 )
 from megatron_balance.cost.exchange import ExchangeModel
 from megatron_balance.cost.flex import FlexModel, Routing
+from megatron_balance.cost.layer import LayerLines, Line, charged, computing, layer_parts
 from megatron_balance.cost.loads import by_microbatch, placement_loads
 from megatron_balance.cost.messages import fastest_sending
 from megatron_balance.cost.network import Network
@@ -33,6 +34,9 @@ from megatron_balance.placement.splits import SPLITS, traffic_of
 from megatron_balance.profile.cluster_profile import ClusterProfile
 
 Amount = TypeVar("Amount", float, np.ndarray)
+
+SLOWED = 0.05
+"""`Overlap.slowed` of a cluster whose profile does not say how much an exchange slows computation down."""
 
 
 def owners(placement: Placement) -> np.ndarray:
@@ -62,7 +66,7 @@ def balance_gain(before_D: np.ndarray, after_D: np.ndarray) -> float:
 
 
 class LayerTime(NamedTuple):
-    """Seconds (numbers or arrays) of an MoE layer in one iteration; `trans` and `agg` exclude hidden seconds."""
+    """Seconds (numbers or arrays) of an MoE layer in one iteration."""
 
     all_to_all: Any
     """Seconds of the exchanges with their codec; with chunks, excluding seconds hidden by computation."""
@@ -70,6 +74,7 @@ class LayerTime(NamedTuple):
     backward: Any
     trans: Any
     agg: Any
+    """See `CostModel.charged`."""
 
     @property
     def total(self) -> Any:
@@ -88,6 +93,13 @@ class Overlap(NamedTuple):
     """T_BNEC: seconds of their backward pass."""
     experts: bool = True
     """Whether the previous block has experts whose computation hides transfers; False for the first MoE layer."""
+    slowed: float = 0.0
+    """Seconds by which a hidden second of Trans or Agg slows computation down (`slowed_by`); 0: Pro-Prophet's Eq. 8."""
+
+
+def slowed_by(profile: ClusterProfile) -> float:
+    """Return `Overlap.slowed` of a cluster."""
+    return SLOWED if profile.kernels is None else profile.kernels.occupied
 
 
 @dataclass(frozen=True)
@@ -149,6 +161,27 @@ class CostModel:
         return SendingModel(self.profile, self.param_bytes, self.grad_bytes, in_parts=self.sends_ahead)
 
     @cached_property
+    def lines(self) -> LayerLines:
+        forward, backward = (
+            Line(line.overhead, line.seconds_per_token) for line in (self.profile.forward, self.profile.backward)
+        )
+        hiding = Overlap(0.0, 0.0, experts=False) if self.overlap is None else self.overlap
+        hidden_trans, hidden_agg = hiding[:2]
+        if self.trans_each:
+            hidden_trans = hidden_agg = self.microbatches * hiding.backward
+        return LayerLines(
+            microbatches=self.microbatches,
+            latency=self.exchange.latency,
+            forward=forward,
+            backward=backward,
+            trans_each=self.trans_each,
+            hidden_trans=hidden_trans,
+            hidden_agg=hidden_agg,
+            experts=hiding.experts / self.microbatches,
+            slowed=hiding.slowed,
+        )
+
+    @cached_property
     def prices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Arguments of compiled loops: packed Prices, and each rank's speed and seconds per token, [D]."""
         prices = Prices(
@@ -156,6 +189,7 @@ class CostModel:
             sending=self.transport.prices,
             local_first=self.split == "local_first",
             coding=float(self.coding),
+            layer=self.lines,
         )
         return packed(prices), np.array(self.rate_D, dtype=np.float64), self.seconds_per_token / self.rate_D
 
@@ -204,58 +238,20 @@ class CostModel:
         return exchanging_X.reshape(shape), computed_X.reshape(shape)
 
     def time_of(self, exchanging: Amount, computed: Amount, trans: Any, agg: Any) -> LayerTime:
-        """Return the layer's time from sums over microbatches; arguments are numbers, or arrays of one shape.
+        """Return the layer's time; arguments as in `layer_parts`, numbers or arrays of one shape."""
+        return LayerTime(*layer_parts(exchanging, computed, trans, agg, self.degrees, self.lines))
 
-        Args:
-            exchanging: seconds of one of the layer's four exchanges beyond its latency (Eq. 1); all four have the same
-                rows.
-            computed: tokens of the rank that computes longest, at the mean speed.
-            trans, agg: seconds of Trans and Agg without overlap; of one Trans, if each microbatch has two.
-        """
-        forward = self.forward_seconds(computed)
-        backward = self.backward_seconds(computed)
-        trans, agg = self.exposed(computed, trans, agg)
-        all_to_all = 4 * (self.microbatches * self.exchange.latency + exchanging)
-        if self.degrees != (1,):
-            all_to_all = self._unhidden(exchanging, forward, self.profile.forward.overhead)
-            all_to_all = all_to_all + self._unhidden(exchanging, backward, self.profile.backward.overhead)
-        return LayerTime(all_to_all=all_to_all, forward=forward, backward=backward, trans=trans, agg=agg)
-
-    def exposed(self, computed: Any, trans: Any, agg: Any) -> tuple[Any, Any]:
-        """Return the seconds of Trans and Agg that no computation hides; arguments as in `time_of`."""
-        if self.trans_each:
-            # The network carries the dispatch while it carries the forward pass's Trans
-            again = (self.trans_each - 1) * trans
-            beside = 0.0 if self.overlap is None else self.microbatches * self.overlap.backward
-            left = np.maximum(0.0, beside - again)
-            return trans + np.maximum(0.0, again - beside), np.maximum(0.0, agg - left)
-        if self.overlap is None:
-            return trans, agg
-        experts = self.overlap.experts / self.microbatches
-        hiding = experts * self.forward_seconds(computed) + self.overlap.forward
-        hiding_too = experts * self.backward_seconds(computed) + self.overlap.backward
-        return np.maximum(0.0, trans - hiding), np.maximum(0.0, agg - hiding_too)
-
-    def _unhidden(self, exchanging: Any, computing: Any, overhead: float) -> Any:
-        """Return the seconds of one direction's dispatch and combine that computation does not hide. The first chunk's
-        dispatch and the last chunk's combine overlap with no computation."""
-        best = np.inf
-        for degree in self.degrees:
-            calls = self.microbatches * degree
-            there_and_back = 2 * (calls * self.exchange.latency + exchanging)
-            longer = computing + (calls - self.microbatches) * overhead
-            best = np.minimum(best, np.maximum(there_and_back, longer + there_and_back / degree) - computing)
-        return best
+    def charged(self, computed: Any, trans: Any, agg: Any) -> tuple[Any, Any]:
+        """Return the seconds by which Trans and Agg lengthen the layer; arguments as in `time_of`."""
+        return charged(computed, trans, agg, self.lines)
 
     def forward_seconds(self, computed: Amount) -> Amount:
         """Return the seconds of Eq. 2 for the rank with the most tokens."""
-        line = self.profile.forward
-        return self.microbatches * line.overhead + line.seconds_per_token * computed
+        return computing(computed, self.lines.forward, self.microbatches)
 
     def backward_seconds(self, computed: Amount) -> Amount:
         """Return the seconds of Eq. 3, with the measured backward time instead of twice the forward time."""
-        line = self.profile.backward
-        return self.microbatches * line.overhead + line.seconds_per_token * computed
+        return computing(computed, self.lines.backward, self.microbatches)
 
     def sending(self, placement: Placement) -> Sending:
         """Return the fastest route and pieces for a placement's experts, and their seconds."""

@@ -40,7 +40,13 @@ class Compiled:
         with contextlib.suppress(RuntimeError):
             code.enable_caching()
             # numba alone would recompile only if the loop's own file changed, but the code contains other loops
-            code._cache._cache_file._source_stamp = _digest()
+            file = code._cache._cache_file
+            file._source_stamp = _digest()
+            try:
+                file._load_index()
+            except (AttributeError, ImportError):
+                # The index names types that this version of the code does not have
+                file.flush()
         if self._signature is not None:
             named = {kind.__name__: _type_of(kind) for kind in self._tuples}
             code.compile(eval(self._signature, {**vars(numba.types), **named}))
@@ -55,7 +61,7 @@ class Compiled:
         return numba.typeof(self._code)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._code(*args, **kwargs)
+        return (self._function if self._signature is None else self._code)(*args, **kwargs)
 
 
 def packed(numbers: Any) -> np.ndarray:
@@ -103,7 +109,8 @@ def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., An
     """Return a decorator that compiles functions of this signature in numba's types, such as `int64(int64[:])`.
 
     Args:
-        signature: None for functions that other compiled functions call; their arguments have any types.
+        signature: None for functions that other compiled functions call. Their arguments have any types, and Python
+            calls the function as it is.
         tuples: NamedTuples named in the signature. A NamedTuple of numbers is a record as made by `packed`. In a
             NamedTuple with arrays, a field's annotation is a number's type, another NamedTuple, or
             `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.

@@ -6,7 +6,8 @@
     hosting          the hosts of a layer's experts during a search, and the layer's seconds under many alternatives
     leveling         Pro-Prophet's greedy search for even loads
     fit              moves of tokens from ranks above their capacity to ranks below it, with few guests
-    search           plans of the policy `quota`, made in many ways, and their costs
+    plans            plans of the policy `quota`, each made in one of several ways
+    search           the search for the fastest of these plans
     within           plans for the exact load of one microbatch
     tuning           shifts of tokens between the hosts of a plan
     policies/        one file per policy

@@ -21,7 +21,7 @@ from megatron_balance.device.compiled import compiled
 PARTS = 64
 """Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
 
-BUSIEST, FILLING, WHOLE = ORDERS = range(3)
+BUSIEST, FILLING, WHOLE = ORDERS = 0, 1, 2
 
 NOTHING = -(2**62)
 """Excess of ranks with nothing left to give."""
@@ -108,12 +108,15 @@ def fit(overload: Overload, order: int) -> Fitted:
     source = 0
     room_D = np.zeros(ranks, np.int64)
     most_N = np.zeros((ranks - 1) // node_size + 1, np.int64)
+    above_N = np.full(len(most_N), NOTHING)
     for rank in range(ranks):
+        node = rank // node_size
         most = most + slots_D[rank]
         stuck = min(stuck, above_D[rank])
+        above_N[node] = max(above_N[node], above_D[rank])
         if slots_D[rank] and above_D[rank] < 0:
             room_D[rank] = -above_D[rank]
-            most_N[rank // node_size] = max(most_N[rank // node_size], -above_D[rank])
+            most_N[node] = max(most_N[node], -above_D[rank])
     expert_M = np.zeros(most, np.int64)
     source_M = np.zeros(most, np.int64)
     target_M = np.zeros(most, np.int64)
@@ -122,7 +125,8 @@ def fit(overload: Overload, order: int) -> Fitted:
     number = 0
     place = 0
     while True:
-        busiest = _largest(above_D, 0, ranks)
+        first = _largest(above_N, 0, len(above_N)) * node_size
+        busiest = _largest(above_D, first, first + node_size)
         excesses[number] = max(above_D[busiest], stuck)
         if above_D[busiest] <= 0:
             moves = TokenMoves(expert_M[:number], source_M[:number], target_M[:number], tokens_M[:number])
@@ -149,6 +153,7 @@ def fit(overload: Overload, order: int) -> Fitted:
         moved = min(wanted, most_N[node])
         if not moved:
             above_D[source] = NOTHING
+            above_N[home] = above_D[_largest(above_D, home * node_size, (home + 1) * node_size)]
             stuck = max(stuck, excess)
             continue
         if order == WHOLE and moved == wanted:
@@ -168,5 +173,6 @@ def fit(overload: Overload, order: int) -> Fitted:
         room_D[target] = room_D[target] - moved if slots_D[target] else 0
         if slots_D[source]:
             room_D[source] = max(moved - excess, 0)
+        above_N[home] = above_D[_largest(above_D, home * node_size, (home + 1) * node_size)]
         for changed in (node, home):
             most_N[changed] = room_D[_largest(room_D, changed * node_size, (changed + 1) * node_size)]

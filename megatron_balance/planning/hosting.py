@@ -159,7 +159,7 @@ class Hosting:
         found_A = np.zeros(len(involved_AD))
         found = self.work_BD, alternatives.work_ABD, found_A
         involve(self.loads_FBD, *self._experts, expert, rank, involved_AD, *cost.prices, *found)
-        return found_A + sum(cost.exposed(self.layer.mean, alternatives.trans_A, alternatives.agg_A))
+        return found_A + sum(cost.charged(self.layer.mean, alternatives.trans_A, alternatives.agg_A))
 
     @cached_property
     def _now(self) -> CandidateCosts:

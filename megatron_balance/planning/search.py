@@ -1,471 +1,155 @@
-"""Plans of the policy `quota`, each made in one of several ways, and what they cost: compiled loops.
+"""The search of the policy `quota` for the fastest of many plans: one compiled loop.
 
-A plan is a table of guests [D, G]: the expert in each guest slot, and how many of its tokens the guest takes over from
-the owner. A way of planning has two steps:
+After a few first ways, the neighbors of the fastest way are tried, then those of the next fastest one, and so on: ways
+in which one number is a step higher or lower. So prices and loads decide which ways are tried. Finally, tokens shift
+between the hosts of the fastest plan (`planning/tuning.py`).
 
-1. Localize experts: for the experts with most tokens on a node that does not own them, guests on this node take over
-   the node's tokens, which then stay on the node.
-2. Level the ranks (`planning/fit.py`), by moving tokens of owners and guests.
-
-In shapes, A counts ways, G guest slots of a rank, P pairs of an expert and another node, and M guests.
+In shapes, A counts ways, N the numbers of a way, and F costs of a guest on another node.
 """
 
-import functools
 from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import add_guests
-from megatron_balance.cost.core import FEATURES, Prices, add_owners, sum_work
+from megatron_balance.cost.core import Prices, sum_work
+from megatron_balance.cost.layer import layer_seconds
 from megatron_balance.cost.messages import Messages, fastest_sending
-from megatron_balance.device.compiled import compiled, packed
-from megatron_balance.planning.fit import FILLING, Overload, fit
-
-NOBODY = -1
-"""Expert in an empty guest slot."""
-
-UNKNOWN = -2
-"""First guest of a table that is not filled in yet."""
+from megatron_balance.device.compiled import compiled
+from megatron_balance.planning.fit import ORDERS
+from megatron_balance.planning.plans import NOBODY, Layer, Way, add_some, guests_of, level_all, localize
+from megatron_balance.planning.tuning import tune
 
 LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
-"""Numbers of experts that may be sent to, or from, a rank to localize them."""
+"""Values of `Way.sent` that are tried."""
 
-ROUNDS = 2
-"""Number of times that each of several microbatches is leveled, given the guests for the others."""
+TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
+"""Values of `Way.target` that are tried."""
 
-_Numbers = Annotated[np.ndarray, "float64[::1]"]
-_Whole = Annotated[np.ndarray, "int64[::1]"]
-
-
-class Way(NamedTuple):
-    """A way of planning."""
-
-    sent: int
-    """One of LOCALIZED."""
-    target: float
-    """Tokens of the busiest rank, over the mean, at which leveling aims."""
-    order: int
-    """Order of moves; see `planning/fit.py`."""
-    far: int
-    """See `Overload.far`; 0: the target applies to the busiest node's mean."""
+NEGLIGIBLE = 0.0005
+"""Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
 
 
-@functools.cache
-def way_record() -> np.dtype:
-    """Return the type of a way in arrays for compiled loops."""
-    return packed(Way(0, 1.0, FILLING, 0)).dtype
+class Found(NamedTuple):
+    """The fastest plan."""
 
-
-class Layer(NamedTuple):
-    """Numbers of a layer that all plans share."""
-
-    counts_EBD: Annotated[np.ndarray, "float64[:,:,::1]"]
-    """Tokens of each expert in each microbatch on each source rank."""
-    tokens_EB: Annotated[np.ndarray, "float64[:,::1]"]
-    """Sums over source ranks."""
-    total_E: _Whole
-    """Sums over microbatches, too."""
-    owner_E: _Whole
-    home_DS: Annotated[np.ndarray, "int64[:,::1]"]
-    """Experts of each rank."""
-    owned_FBD: Annotated[np.ndarray, "float64[:,:,::1]"]
-    """`owner_loads` of all experts."""
-    pair_P: _Whole
-    """node * experts + expert, for nodes that do not own the expert, by tokens, most first."""
-    pair_tokens_P: _Whole
-    """Tokens that the node's ranks have for the expert."""
-    localized_LTDG: Annotated[np.ndarray, "int64[:,:,:,::1]"]
-    """Tables `guest_DG` and `taken_DG` of localized experts by `Way.sent`, filled in when they are first used."""
-    slots: int
-    """Number of a rank's guest slots."""
-
-
-@compiled(
-    "Layer(int64[:,:,::1], int64[::1], int64[:,::1], int64, int64)",
-    Layer,
-)
-def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, node_size: int) -> Layer:
-    """Return the numbers of a layer without pairs: `pair_tokens_P` has the tokens of all [N, E], and 0 for experts that
-    the node owns."""
-    microbatches, ranks, experts = counts_BDE.shape
-    counts_EBD = np.empty((experts, microbatches, ranks))
-    tokens_EB = np.zeros((experts, microbatches))
-    total_E = np.zeros(experts, np.int64)
-    tokens_NE = np.zeros(((ranks - 1) // node_size + 1, experts), np.int64)
-    for b in range(microbatches):
-        for first in range(0, ranks, node_size):
-            node = first // node_size
-            for expert in range(experts):
-                tokens = 0
-                for d in range(first, min(first + node_size, ranks)):
-                    counts_EBD[expert, b, d] = counts_BDE[b, d, expert]
-                    tokens += counts_BDE[b, d, expert]
-                tokens_EB[expert, b] += tokens
-                total_E[expert] += tokens
-                tokens_NE[node, expert] += tokens if owner_E[expert] // node_size != node else 0
-    owned_FBD = np.zeros((FEATURES, microbatches, ranks))
-    add_owners(owned_FBD, counts_EBD, owner_E, node_size)
-    pairs = np.zeros(0, np.int64)
-    pair_tokens = tokens_NE.reshape(tokens_NE.size)
-    localized_LTDG = np.empty((LOCALIZED[-1] + 1, 2, ranks, slots), np.int64)
-    localized_LTDG[:, 0, 0, 0] = UNKNOWN
-    return Layer(
-        counts_EBD,
-        tokens_EB,
-        total_E,
-        owner_E,
-        home_DS,
-        owned_FBD,
-        pairs,
-        pair_tokens,
-        localized_LTDG,
-        slots,
-    )
-
-
-class Limit(NamedTuple):
-    """Plans that are too slow without Trans and Agg are not timed."""
-
-    seconds: float
-    """Seconds of four exchanges, computation, Trans and Agg of the fastest plan so far; hidden ones are charged."""
-    is_sum: bool
-    """Whether a layer's seconds are the sum of these parts."""
-    trans: float
-    agg: float
-    """Seconds of Trans and of Agg that even loads hide at least."""
-    slowed: float
-    """Seconds by which a hidden second lengthens computation."""
-    times: int
-    """Number of Trans for one Agg."""
-
-
-@compiled(None)
-def _charged(sent: float, hidden: float, slowed: float) -> float:
-    """Return the seconds of Trans or Agg, if so many may be hidden."""
-    return max(sent - hidden, 0.0) + slowed * min(sent, hidden)
-
-
-class Plans(NamedTuple):
-    """Plans of A ways, and their costs."""
-
-    guest_ADG: Annotated[np.ndarray, "int64[:,:,::1]"]
-    """The expert in each guest slot."""
-    taken_ADG: Annotated[np.ndarray, "int64[:,:,::1]"]
+    guest_DG: Annotated[np.ndarray, "int64[:,::1]"]
+    """The expert in each guest slot; all are `NOBODY` if no guests pay."""
+    taken_DG: Annotated[np.ndarray, "int64[:,::1]"]
     """Tokens of all microbatches that the guest takes over."""
-    exchanging_A: _Numbers
-    computed_A: _Numbers
-    """`CostModel.work_of`."""
-    trans_A: _Numbers
-    agg_A: _Numbers
-    """Seconds of Trans and of Agg."""
+    seconds: float
+    """Seconds of the layer."""
 
 
 @compiled(None)
-def _slot_of(guest_DG: np.ndarray, rank: int, expert: int) -> int:
-    """Return the rank's slot with an expert; -1: none."""
-    for slot in range(guest_DG.shape[1]):
-        if guest_DG[rank, slot] == expert:
-            return slot
-    return -1
-
-
-@compiled(None)
-def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, tokens: int) -> None:
-    """Let a guest take over more tokens; negative: fewer. A guest without tokens leaves."""
-    slot = _slot_of(guest_DG, rank, expert)
-    if slot < 0:
-        slot = _slot_of(guest_DG, rank, NOBODY)
-        guest_DG[rank, slot] = expert
-    taken_DG[rank, slot] += tokens
-    if not taken_DG[rank, slot]:
-        guest_DG[rank, slot] = NOBODY
-
-
-@compiled(None)
-def _localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way, node_size: int, far: float) -> None:
-    """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the
-    fewest tokens; an expert with more tokens than an average rank is on several."""
-    if not way.sent:
-        return
-    most = way.sent * far
-    ranks = len(guest_DG)
-    nodes = (ranks - 1) // node_size + 1
-    loads_D = np.zeros(ranks, np.int64)
-    for expert in range(len(layer.total_E)):
-        loads_D[layer.owner_E[expert]] += layer.total_E[expert]
-    mean = loads_D.sum() // ranks + 1
-    free_D = np.full(ranks, layer.slots)
-    free_N = np.full(nodes, layer.slots * min(node_size, ranks))
-    open_nodes = nodes
-    times_D = np.zeros(ranks)
-    is_sent_E = np.zeros(len(layer.total_E), np.bool_)
-    for p in range(len(layer.pair_P)):
-        expert = layer.pair_P[p] % len(layer.total_E)
-        node = layer.pair_P[p] // len(layer.total_E)
-        left = layer.pair_tokens_P[p]
-        owner = layer.owner_E[expert]
-        if not left or not open_nodes:
-            break
-        if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > most):
-            continue
-        time = far
-        while left and free_N[node]:
-            found = -1
-            for rank in range(node * node_size, min((node + 1) * node_size, ranks)):
-                can_take = free_D[rank] and times_D[rank] + time <= most and _slot_of(guest_DG, rank, expert) < 0
-                if can_take and (found < 0 or loads_D[rank] < loads_D[found]):
-                    found = rank
-            if found < 0:
-                # Without time for the node's first guest of an expert, there is none for later experts
-                free_N[node] = 0 if time == far else free_N[node]
-                break
-            tokens = min(left, mean)
-            _take(guest_DG, taken_DG, expert, found, tokens)
-            loads_D[found] += tokens
-            loads_D[owner] -= tokens
-            free_D[found] -= 1
-            free_N[node] -= 1
-            times_D[found] += time
-            if not is_sent_E[expert]:
-                is_sent_E[expert] = True
-                times_D[owner] += far
-            left -= tokens
-            time = 1.0
-        open_nodes -= not free_N[node]
-
-
-@compiled(None)
-def _undo(guest_DG: np.ndarray, taken_DG: np.ndarray, moved_DG: np.ndarray) -> None:
-    """Return the tokens that leveling of a microbatch has moved."""
-    for rank in range(len(guest_DG)):
-        for slot in range(guest_DG.shape[1]):
-            if moved_DG[rank, slot]:
-                taken_DG[rank, slot] -= moved_DG[rank, slot]
-                moved_DG[rank, slot] = 0
-                if not taken_DG[rank, slot]:
-                    guest_DG[rank, slot] = NOBODY
-
-
-@compiled(None)
-def _level(
-    guest_DG: np.ndarray,
-    taken_DG: np.ndarray,
-    moved_DG: np.ndarray,
-    layer: Layer,
-    way: Way,
-    microbatch: int,
-    rate_D: np.ndarray,
-    node_size: int,
-) -> None:
-    """Move a microbatch's tokens until all ranks meet the target, as far as rooms and slots suffice, and add the tokens
-    that guests receive to `moved_DG`. A guest takes over the same share of its expert's tokens in all microbatches. A
-    guest's tokens may move too, if there is one microbatch; otherwise, they may be there for others."""
-    ranks, homes = layer.home_DS.shape
-    tokens_DS = np.zeros((ranks, homes + layer.slots), np.int64)
-    experts_DS = np.zeros((ranks, homes + layer.slots), np.int64)
-    experts_DS[:, :homes] = layer.home_DS
-    left_E = np.empty(len(layer.total_E), np.int64)
-    for expert in range(len(left_E)):
-        left_E[expert] = layer.tokens_EB[expert, microbatch]
-    loads_D = np.zeros(ranks, np.int64)
-    slots_D = np.full(ranks, layer.slots)
-    for rank in range(ranks):
-        for slot in range(layer.slots):
-            expert = guest_DG[rank, slot]
-            if expert != NOBODY:
-                product = taken_DG[rank, slot] * np.int64(layer.tokens_EB[expert, microbatch])
-                tokens = product // layer.total_E[expert]
-                tokens_DS[rank, homes + slot] = tokens if layer.tokens_EB.shape[1] == 1 else 0
-                experts_DS[rank, homes + slot] = expert
-                # Rounded up, so that shares in all microbatches never add up to more than the expert's tokens
-                left_E[expert] -= -(-product // layer.total_E[expert])
-                loads_D[rank] += tokens
-                loads_D[layer.owner_E[expert]] -= tokens
-                slots_D[rank] -= 1
-    for rank in range(ranks):
-        for slot in range(homes):
-            expert = layer.home_DS[rank, slot]
-            tokens_DS[rank, slot] = max(left_E[expert], 0)
-            loads_D[rank] += np.int64(layer.tokens_EB[expert, microbatch])
-    mean = loads_D.sum() / rate_D.sum()
-    busiest = mean
-    if not way.far:
-        # A node keeps its tokens
-        for first in range(0, ranks, node_size):
-            after = min(first + node_size, ranks)
-            busiest = max(busiest, loads_D[first:after].sum() / rate_D[first:after].sum())
-    above_D = np.empty(ranks, np.int64)
-    for rank in range(ranks):
-        capacity = max(np.ceil(mean * rate_D[rank]), np.floor(way.target * busiest * rate_D[rank]))
-        above_D[rank] = loads_D[rank] - np.int64(capacity)
-    moves = fit(Overload(tokens_DS, experts_DS, above_D, slots_D, node_size, way.far), way.order).moves
-    for m in range(len(moves.expert_M)):
-        expert = moves.expert_M[m]
-        source = moves.source_M[m]
-        target = moves.target_M[m]
-        owner = layer.owner_E[expert]
-        tokens = moves.tokens_M[m] * layer.total_E[expert] // np.int64(layer.tokens_EB[expert, microbatch])
-        if source != owner:
-            _take(guest_DG, taken_DG, expert, source, -tokens)
-        if target != owner:
-            _take(guest_DG, taken_DG, expert, target, tokens)
-            moved_DG[target, _slot_of(guest_DG, target, expert)] += tokens
-
-
-class Guests(NamedTuple):
-    """Guests in the order of experts, then of ranks."""
-
-    first_E: _Whole
-    """[E + 1]: index of each expert's first guest, and the end of the last expert's."""
-    expert_M: _Whole
-    rank_M: _Whole
-    slot_M: _Whole
-    share_M: _Numbers
-    """Fraction of the expert's tokens."""
-
-
-@compiled(None)
-def guests_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray) -> Guests:
-    """Return a plan's guests."""
-    first_E = np.zeros(len(total_E) + 1, np.int64)
-    for expert in guest_DG.flat:
-        if expert != NOBODY:
-            first_E[expert + 1] += 1
-    guests = 0
-    for expert in range(len(first_E)):
-        guests += first_E[expert]
-        first_E[expert] = guests
-    found = Guests(
-        first_E,
-        np.empty(guests, np.int64),
-        np.empty(guests, np.int64),
-        np.empty(guests, np.int64),
-        np.empty(guests, np.float64),
-    )
-    next_E = first_E.copy()
-    for rank in range(len(guest_DG)):
-        for slot in range(guest_DG.shape[1]):
-            expert = guest_DG[rank, slot]
-            if expert != NOBODY:
-                m = next_E[expert]
-                next_E[expert] += 1
-                found.expert_M[m] = expert
-                found.rank_M[m] = rank
-                found.slot_M[m] = slot
-                found.share_M[m] = taken_DG[rank, slot] / total_E[expert]
-    return found
-
-
-class Hosts(NamedTuple):
-    """All hosts of experts that have guests, in the order of experts, then of ranks."""
-
-    expert_N: _Whole
-    host_N: _Whole
-    quota_N: _Whole
+def _add_neighbors(way_AN: np.ndarray, near: int, number: int, is_tried: np.ndarray) -> int:
+    """Add the ways next to one that are not tried yet, as far as there is room; return the number of ways."""
+    for n in range(len(is_tried.shape)):
+        for step in (-1, 1):
+            way_N = way_AN[near].copy()
+            way_N[n] += step
+            if number == len(way_AN) or not 0 <= way_N[n] < is_tried.shape[n]:
+                continue
+            if not is_tried[way_N[0], way_N[1], way_N[2], way_N[3]]:
+                is_tried[way_N[0], way_N[1], way_N[2], way_N[3]] = True
+                way_AN[number] = way_N
+                number += 1
+    return number
 
 
 @compiled(
-    "Hosts(int64[:,::1], int64[:,::1], int64[::1], int64[::1])",
-    Hosts,
-)
-def hosts_of(guest_DG: np.ndarray, taken_DG: np.ndarray, total_E: np.ndarray, owner_E: np.ndarray) -> Hosts:
-    """Return the hosts of a plan's experts. Owners with tokens left are hosts, too."""
-    guests = guests_of(guest_DG, taken_DG, total_E)
-    most = 2 * len(guests.expert_M)
-    hosts = Hosts(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
-    n = 0
-    for expert in range(len(total_E)):
-        first = guests.first_E[expert]
-        after = guests.first_E[expert + 1]
-        left = total_E[expert]
-        for m in range(first, after):
-            left -= taken_DG[guests.rank_M[m], guests.slot_M[m]]
-        owner_waits = first < after and left > 0
-        for m in range(first, after + 1):
-            if owner_waits and (m == after or guests.rank_M[m] > owner_E[expert]):
-                owner_waits = False
-                hosts.expert_N[n] = expert
-                hosts.host_N[n] = owner_E[expert]
-                hosts.quota_N[n] = left
-                n += 1
-            if m < after:
-                hosts.expert_N[n] = expert
-                hosts.host_N[n] = guests.rank_M[m]
-                hosts.quota_N[n] = taken_DG[guests.rank_M[m], guests.slot_M[m]]
-                n += 1
-    return Hosts(hosts.expert_N[:n], hosts.host_N[:n], hosts.quota_N[:n])
-
-
-@compiled(None)
-def add_some(
-    added_FBD: np.ndarray, sign: float, layer: Layer, guests: Guests, first: int, after: int, size: int
-) -> None:
-    """Add the loads of some guests."""
-    some = guests.expert_M[first:after], guests.rank_M[first:after], guests.share_M[first:after]
-    add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
-
-
-@compiled(
-    "Plans(Layer, Way[::1], int64[::1], Limit[::1], Messages[::1], Prices[::1], float64[::1], float64[::1])",
-    Plans,
+    "Found(Layer, int64[:,::1], int64, int64, int64[::1], int64, int64[::1], int64[::1], Messages[::1], Prices[::1], "
+    "float64[::1], float64[::1])",
+    Found,
     Layer,
-    Way,
-    Limit,
     Messages,
     Prices,
 )
-def make_plans(
+def fastest_plan(
     layer: Layer,
-    ways_A: np.ndarray,
+    way_AN: np.ndarray,
+    first: int,
+    sents: int,
+    far_F: np.ndarray,
+    shifts: int,
     order_B: np.ndarray,
-    limit_1: np.ndarray,
+    degrees: np.ndarray,
     messages_1: np.ndarray,
     prices_1: np.ndarray,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
-) -> Plans:
-    """Return the plans of some ways; the last arguments are `CostModel.prices`.
+) -> Found:
+    """Return the fastest plan; the last arguments are `CostModel.prices`.
 
     Args:
+        way_AN: places of each way's numbers in LOCALIZED, TARGETS, ORDERS and `far_F`. Rows after the `first` ones are
+            for the neighbors, which this function chooses.
+        sents: number of values of LOCALIZED that may be tried.
+        far_F: values of `Way.far` that may be tried.
+        shifts: number of shifts of tokens that are tried.
         order_B: microbatches, in the order in which they are leveled.
-        limit_1: a Limit; Trans and Agg of slower plans take 0.
+        degrees: see `CostModel.degrees`.
+        messages_1: see `SendingModel.messages_1`.
     """
     prices = prices_1[0]
-    limit = limit_1[0]
-    least = limit.seconds
     size = prices.links.node_size
-    ranks = len(rate_D)
-    ways = len(ways_A)
-    guest_ADG = np.empty((ways, ranks, layer.slots), np.int64)
-    taken_ADG = np.empty((ways, ranks, layer.slots), np.int64)
-    moved_BDG = np.empty((len(order_B), ranks, layer.slots), np.int64)
-    costs = np.zeros((4, ways))
-    added_FBD = np.empty_like(layer.owned_FBD)
+    shape = len(rate_D), layer.slots
+    is_tried = np.zeros((sents, len(TARGETS), len(ORDERS), len(far_F)), np.bool_)
+    for a in range(first):
+        is_tried[way_AN[a, 0], way_AN[a, 1], way_AN[a, 2], way_AN[a, 3]] = True
+    localized_STDG = np.empty((sents, 2, *shape), np.int64)
+    is_localized_S = np.zeros(sents, np.bool_)
+    guest_DG = np.empty(shape, np.int64)
+    taken_DG = np.empty(shape, np.int64)
+    best_guest_DG = np.full(shape, NOBODY)
+    best_taken_DG = np.zeros(shape, np.int64)
+    added_FBD = np.zeros_like(layer.owned_FBD)
     work_BD = np.empty(added_FBD.shape[1:])
-    for a in range(ways):
-        way = ways_A[a]
-        guest_DG = layer.localized_LTDG[way.sent, 0]
-        taken_DG = layer.localized_LTDG[way.sent, 1]
-        if guest_DG[0, 0] == UNKNOWN:
-            guest_DG[:] = NOBODY
-            taken_DG[:] = 0
-            _localize(guest_DG, taken_DG, layer, way, size, prices.sending.far)
-        guest_ADG[a] = guest_DG
-        taken_ADG[a] = taken_DG
-        moved_BDG[:] = 0
-        for _ in range(ROUNDS if len(order_B) > 1 else 1):
-            for microbatch in order_B:
-                _undo(guest_ADG[a], taken_ADG[a], moved_BDG[microbatch])
-                _level(guest_ADG[a], taken_ADG[a], moved_BDG[microbatch], layer, way, microbatch, rate_D, size)
-        guests = guests_of(guest_ADG[a], taken_ADG[a], layer.total_E)
-        added_FBD[:] = 0.0
-        add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
-        costs[0, a], costs[1, a] = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        seconds = 4 * costs[0, a] + per_token_D[0] * rate_D[0] * costs[1, a]
+    exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
+    least = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
+    sent = 0.0, 0.0
+    pays = False
+    seconds_A = np.full(len(way_AN), np.inf)
+    done = 0
+    number = first
+    while done < number:
+        for a in range(done, number):
+            place = way_AN[a, 0]
+            way = Way(LOCALIZED[place], TARGETS[way_AN[a, 1]], way_AN[a, 2], int(far_F[way_AN[a, 3]]))
+            if not is_localized_S[place]:
+                is_localized_S[place] = True
+                localized_STDG[place, 0] = NOBODY
+                localized_STDG[place, 1] = 0
+                localize(localized_STDG[place, 0], localized_STDG[place, 1], layer, way, size, prices.sending.far)
+            guest_DG[:] = localized_STDG[place, 0]
+            taken_DG[:] = localized_STDG[place, 1]
+            level_all(guest_DG, taken_DG, layer, way, order_B, rate_D, size)
+            guests = guests_of(guest_DG, taken_DG, layer.total_E)
+            added_FBD[:] = 0.0
+            add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
+            exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
+            seconds_A[a] = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer)
+            if seconds_A[a] >= least:
+                continue
+            trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, len(rate_D), messages_1)[:2]
+            seconds_A[a] = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
+            if seconds_A[a] < least:
+                least = seconds_A[a]
+                sent = trans, agg
+                pays = True
+                best_guest_DG[:] = guest_DG
+                best_taken_DG[:] = taken_DG
+        done = number
+        while number == done and number < len(way_AN):
+            near = seconds_A[:done].argmin()
+            if seconds_A[near] == np.inf:
+                break
+            # Its neighbors are tried once
+            seconds_A[near] = np.inf
+            number = _add_neighbors(way_AN, near, number, is_tried)
+    if shifts and pays:
+        taken_DG[:] = best_taken_DG
+        exchanging, computed = tune(layer, best_guest_DG, taken_DG, shifts, prices, rate_D, per_token_D)
+        seconds = layer_seconds(exchanging, computed, sent[0], sent[1], degrees, prices.layer)
         if seconds < least:
-            sent = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)
-            costs[2, a], costs[3, a] = sent[:2]
-            if limit.is_sum:
-                seconds += _charged(limit.times * sent[0], limit.trans, limit.slowed)
-                least = min(least, seconds + _charged(sent[1], limit.agg, limit.slowed))
-    return Plans(guest_ADG, taken_ADG, costs[0], costs[1], costs[2], costs[3])
+            return Found(best_guest_DG, taken_DG, seconds)
+    return Found(best_guest_DG, best_taken_DG, least)

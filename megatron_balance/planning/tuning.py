@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_balance.cost.core import COMPUTED, Prices, sum_work
 from megatron_balance.device.compiled import compiled
-from megatron_balance.planning.search import Guests, Layer, add_some, guests_of
+from megatron_balance.planning.plans import Guests, Layer, add_some, guests_of
 
 LEAST_GAIN = 2e-4
 """Share of the seconds of exchanges and computation that a shift must save."""
@@ -104,24 +104,19 @@ def _best_size(
     return least, best, tried
 
 
-@compiled(
-    "UniTuple(float64, 2)(Layer, int64[:,::1], int64[:,::1], int64, Prices[::1], float64[::1], float64[::1])",
-    Layer,
-    Prices,
-)
+@compiled(None)
 def tune(
     layer: Layer,
     guest_DG: np.ndarray,
     taken_DG: np.ndarray,
     most: int,
-    prices_1: np.ndarray,
+    prices: Prices,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
 ) -> tuple[float, float]:
     """Shift tokens between hosts of one expert in place, while that shortens exchanges and computation. Each shift
     relieves the rank that computes longest or the one that exchanges longest. About `most` shifts are tried. Return
     `CostModel.work_of`."""
-    prices = prices_1[0]
     size = prices.links.node_size
     guests = guests_of(guest_DG, taken_DG, layer.total_E)
     number = len(guests.expert_M)

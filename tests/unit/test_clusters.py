@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.cost.exchange import ExchangeModel
+from megatron_balance.cost.model import SLOWED, slowed_by
 from megatron_balance.profile.cluster import Cluster, Ranks, load_profile, profile_of, read
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, builtin
 
@@ -90,10 +91,12 @@ def test_kernels_reach_what_the_file_says() -> None:
     assert plain.flex is not None
     assert 1 / plain.flex["inter"].beta == pytest.approx(44e9) and plain.flex["inter"].alpha == pytest.approx(50e-6)
     assert plain.kernels.beside == (0.45, 0.7)
+    assert slowed_by(plain) == pytest.approx(0.15 / 0.85)
     # Without another number, computation lacks the multiprocessors of exchanges
     bare = profile_of(read(FILES["h800_measured"]), Ranks(16, 8, 8), 4096, 2304).kernels
     assert bare is not None and bare.beside == pytest.approx((0.45, 0.15 / 0.85))
-    assert profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 2304).kernels is None
+    unknown = profile_of(read(FILES["h100"]), Ranks(8, 8, 8), 4096, 2304)
+    assert unknown.kernels is None and slowed_by(unknown) == SLOWED
 
 
 def test_bytes_per_second_are_those_of_the_links() -> None:

@@ -57,6 +57,26 @@ def called(x):
 
 print(called(0))
 """
+TYPED_CALLEE = """
+from typing import Annotated, NamedTuple
+import numpy as np
+
+class Numbers(NamedTuple):
+    values: Annotated[np.ndarray, "int64[::1]"]
+
+KIND = Numbers
+"""
+TYPED_CALLER = """
+import numpy as np
+from callee import KIND
+from megatron_balance.device.compiled import compiled
+
+@compiled(f"{KIND.__name__}(int64)", KIND)
+def called(x):
+    return KIND(np.full(1, x))
+
+print(called(3).values[0])
+"""
 PROGRAM = """
 import sys
 from megatron_balance.device import compiled
@@ -84,6 +104,18 @@ def test_kept_code_is_not_used_if_a_file_with_loops_has_changed(tmp_path: Path) 
     kept, compiled_again = results(2, "one", "two")
     assert kept == "1", "the code was not kept"
     assert compiled_again == "2"
+
+
+def test_kept_code_of_types_that_are_gone_is_compiled_again(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(TYPED_CALLER)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    for name in ("Former", "Latter"):
+        (tmp_path / "callee.py").write_text(TYPED_CALLEE.replace("Numbers", name))
+        command = [sys.executable, "-B", "-c", PROGRAM, name]
+        found = subprocess.run(
+            command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+        ).stdout
+        assert found.split() == ["3"]
 
 
 def test_listing_policies_imports_no_numba() -> None:

@@ -66,6 +66,8 @@ def test_equation_8_hides_transfers() -> None:
     heavy = dataclasses.replace(hidden, param_bytes=20, grad_bytes=40, overlap=Overlap(forward=1.0, backward=2.0))
     # Of 10 s of Trans, 4 + 1 are hidden; of 20 s of Agg, 8 + 2
     assert heavy.layer_time(COUNTS_DE, GUEST)[3:] == (5, 10)
+    slowed = dataclasses.replace(hidden, overlap=Overlap(forward=0.0, backward=0.0, slowed=0.5))
+    assert slowed.layer_time(COUNTS_DE, GUEST)[3:] == (1.5, 3)
     first = dataclasses.replace(heavy, overlap=Overlap(forward=1.0, backward=2.0, experts=False))
     assert first.layer_time(COUNTS_DE, GUEST)[3:] == (9, 18)
 

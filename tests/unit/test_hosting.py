@@ -155,6 +155,6 @@ def test_ranks_that_are_not_involved_count_with_the_mean(case: Case) -> None:
     others_BD = rank_seconds(cost, hosting.loads_FBD - case.loads(hosting)[expert])
     work_ABD[..., rank] -= np.maximum(others_BD[:, rank] - mean_B1[:, 0], 0)
     seconds_A = np.where(involved_AD[:, None], work_ABD, mean_B1).max(-1).sum(-1)
-    seconds_A += sum(cost.exposed(hosting.layer.mean, found.trans_A, found.agg_A))
+    seconds_A += sum(cost.charged(hosting.layer.mean, found.trans_A, found.agg_A))
     assert hosting.involved_seconds(found, expert, rank, involved_AD) == pytest.approx(seconds_A, abs=1e-9)
     assert found.work_ABD == pytest.approx(work_ABD, abs=1e-9)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.policies.quota import EVEN, HIDDEN, Quota, Search
+from megatron_balance.planning.fit import FILLING, PARTS
+from megatron_balance.planning.plans import NOBODY, Way, level_all, make_layer
+from megatron_balance.planning.policies import load_policy, quota
+from megatron_balance.planning.policies.quota import EVEN, Quota, search
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
-from megatron_balance.profile.kernel_times import Kernels, Passes
 from tests.unit.placements import UNSHRUNK, loads, placements
 
 
@@ -61,12 +62,9 @@ def test_a_guest_takes_what_its_owner_has_too_much() -> None:
 def test_hidden_guests_must_save_what_they_slow_down() -> None:
     counts_DE = np.array([[60, 0, 5, 15], [60, 20, 5, 15]])
     # A guest saves 50 tokens of 3 s, and sends for 100 s each way, which are hidden
-    cost = cost_model(2, 2, near=100.0, overlap=Overlap(1e3, 1e3))
-    current = Placement.identity(4, 2, 1)
-    for share, keeps in ((0.7, True), (0.8, False)):
-        kernels = Kernels(Passes(1.0, 2.0), 0.0, 0.0, Passes(1.0, 2.0), 0.0, 0.0, occupied=share)
-        slowed = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, kernels=kernels))
-        assert Quota().plan(counts_DE, current, slowed).is_identity != keeps
+    for slowed, keeps in ((0.7, True), (0.8, False)):
+        cost = cost_model(2, 2, near=100.0, overlap=Overlap(1e3, 1e3, slowed=slowed))
+        assert Quota().plan(counts_DE, Placement.identity(4, 2, 1), cost).is_identity != keeps
 
 
 @pytest.mark.parametrize(("ranks", "slots"), [(8, 2), (16, 2), (32, 1), (64, 1), (64, 2)])
@@ -96,23 +94,36 @@ def test_guests_stay_on_their_node_where_links_between_nodes_are_slow() -> None:
 
 
 def test_even_loads_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Search, "best", lambda *_: pytest.fail("searched"))
+    policy = Quota()
+    monkeypatch.setattr(quota, "fastest_plan", lambda *_: pytest.fail("searched"))
     counts_DE = np.full((4, 8), 1000)
     counts_DE[0, 0] += 60
     current = Placement.identity(8, 4, 2)
-    assert Quota().plan(counts_DE, current.with_hosts([(0, 1)]), cost_model(4, 4)) == current
+    assert policy.plan(counts_DE, current.with_hosts([(0, 1)]), cost_model(4, 4)) == current
     with pytest.raises(pytest.fail.Exception, match="searched"):
-        Quota().plan(counts_DE + 100 * np.eye(4, 8, dtype=np.int64)[:, ::-1], current, cost_model(4, 4))
+        policy.plan(counts_DE + 100 * np.eye(4, 8, dtype=np.int64)[:, ::-1], current, cost_model(4, 4))
 
 
 def test_hidden_guests_are_not_free() -> None:
     """Two nodes with one rank each. Guests on both save nearly all messages, but loads are even without them."""
     counts_DE = np.array([[50, 50], [50, 50]])
     for expert_bytes, hosts in ((1, 2), (100, 1)):
-        cost = cost_model(2, 1, near=1.0, far=40.0, overlap=Overlap(1e6, 1e6))
+        cost = cost_model(2, 1, near=1.0, far=40.0, overlap=Overlap(1e6, 1e6, slowed=0.05))
         cost = dataclasses.replace(cost, token_bytes=0.02, param_bytes=expert_bytes, grad_bytes=expert_bytes)
         planned = Quota().plan(counts_DE, Placement.identity(2, 2, 1), cost)
         assert [len(ranks) for ranks in planned.hosts] == [hosts, hosts]
+
+
+def test_guests_take_more_tokens_where_slots_are_scarce() -> None:
+    """Two nodes with two ranks, an expert and a slot each. No slot is left for the excess of rank 0."""
+    counts_BDE = np.array([[[60, 10, 10, 10]] * 4])
+    layer = make_layer(counts_BDE, np.arange(4), np.arange(4)[:, None], 1, 2)
+    guest_DG = np.array([[NOBODY], [3], [0], [1]])
+    taken_DG = np.array([[0], [10], [20], [10]])
+    level_all(guest_DG, taken_DG, layer, Way(1, 1.0, FILLING, PARTS), np.arange(1), np.ones(4), 2)
+    # The mean is 90, and rank 2 has its own 40
+    assert guest_DG.tolist() == [[NOBODY], [3], [0], [1]]
+    assert taken_DG.tolist() == [[0], [10], [50], [10]]
 
 
 def test_slower_ranks_compute_less() -> None:
@@ -154,6 +165,9 @@ def test_plans_are_never_slower_than_owners_alone(
         near=near,
         far=near * far,
         microbatches=microbatches,
+        degrees=data.draw(st.sampled_from([(1,), (1, 2, 4)])),
+        overlap=data.draw(st.sampled_from([None, Overlap(1e3, 2e3, slowed=0.1)])),
+        trans_each=data.draw(st.integers(0, 2)),
     )
     planned = load_policy("quota").plan(counts_BDE, current, cost)
     alone = current.rehost([(owner,) for owner in current.owners], current.owners)
@@ -161,7 +175,8 @@ def test_plans_are_never_slower_than_owners_alone(
     assert (planned.home, planned.guest_slots) == (current.home, current.guest_slots)
     # The search counts the seconds of the model
     if current.guest_slots and current.num_ranks > 1:
-        search = Search(counts_BDE, owners(current), np.array(current.home), current.guest_slots, cost)
-        best = search.best()
-        seconds = cost.layer_seconds(counts_BDE, search.placement(best, alone))
-        assert best.charged == pytest.approx(seconds + HIDDEN * best.hidden, rel=1e-9)
+        homes = owners(current), np.array(current.home)
+        plan = search(counts_BDE, *homes, current.guest_slots, cost, is_quick=data.draw(st.booleans()))
+        if plan is not None:
+            seconds = cost.layer_seconds(counts_BDE, plan.placement(alone))
+            assert plan.seconds == pytest.approx(seconds, rel=1e-9)

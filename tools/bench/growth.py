@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_balance.cost.model import Overlap
+from megatron_balance.cost.model import SLOWED, Overlap
 from megatron_balance.device.host_memory import Reading
 from megatron_balance.flow.cut import cut, cut_loop
 from megatron_balance.flow.plan import DispatchPlan
@@ -48,7 +48,7 @@ MICROBATCHES = 4
 GUEST_SLOTS = 2
 LEAST_EXPERTS = 256
 TOKENS = 1024
-OVERLAP = Overlap(2e-3, 4e-3)
+OVERLAP = Overlap(2e-3, 4e-3, slowed=SLOWED)
 POLICIES = ("quota", "pro_prophet")
 SCHEDULES = ((8, 64), (48, 64), (48, 256))
 """(MoE layers of a stage, microbatches)."""

@@ -10,8 +10,9 @@ The planners are written from their descriptions, slow and plain. They even out 
 
 The layer has DeepSeek-V3's experts: 256, of which a token takes 8. The cluster has nodes of eight H100s. Experts have
 the popularity of a Zipf or of a log-normal distribution, in random order, and the experts of each rank's tokens are a
-sample of it. One cost model gives the seconds of all plans. Columns: quota's time over the least time of the others,
-the mean over loads and the worst load; then the mean over the time of each other; milliseconds of quota's planning.
+sample of it. One cost model gives the seconds of all plans, and charges what hidden Trans and Agg slow down. Columns:
+quota's time over the least time of the others, the mean over loads and the worst load; then the mean over the time of
+each other; milliseconds of quota's planning.
 `hidden`: milliseconds of other computation in the forward pass that hide Trans; twice as much hides Agg.
 
 A target is a number of times the mean that no rank may exceed. Without slots left, a planner's move fails; the next
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cost.model import CostModel, Overlap, owners
+from megatron_balance.cost.model import CostModel, Overlap, owners, slowed_by
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.profile.cluster import Ranks, profile_of, read
@@ -82,7 +83,7 @@ def cost_of(num_ranks: int, hidden: float) -> CostModel:
         param_bytes=parameters * WEIGHT_BYTES,
         grad_bytes=parameters * GRAD_BYTES,
         split="proportional",
-        overlap=Overlap(hidden, 2 * hidden) if hidden else None,
+        overlap=Overlap(hidden, 2 * hidden, slowed=slowed_by(profile)) if hidden else None,
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.flex import Routing
-from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
+from megatron_balance.cost.model import CostModel, Overlap, balance_ratio, slowed_by
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.policies import load_policy
 from megatron_balance.planning.within import plan_within
@@ -63,13 +63,14 @@ def cost_of(cluster: str, ranks: int, trans_each: int) -> CostModel:
     found = read(CLUSTERS / f"{cluster}.yaml")
     node = min(ranks, int(found.gpus_per_node.value))
     parameters = 3 * HIDDEN * FFN
+    profile = profile_of(found, Ranks(ranks, node, node), HIDDEN, 3 * FFN // 2, 2)
     return CostModel(
-        profile_of(found, Ranks(ranks, node, node), HIDDEN, 3 * FFN // 2, 2),
+        profile,
         token_bytes=2 * HIDDEN,
         param_bytes=2 * parameters,
         grad_bytes=4 * parameters,
         split="proportional",
-        overlap=HIDDEN_SECONDS,
+        overlap=HIDDEN_SECONDS._replace(slowed=slowed_by(profile)),
         trans_each=trans_each,
         routing=Routing(EXPERTS, TOPK, 1, 1),
     )
@@ -104,8 +105,8 @@ def outcomes(cluster: str, ranks: int, popularity: str, drift: float) -> dict[st
                 sent = ahead.sending(predicted)
                 own = [float(one.max(initial=0.0)) for one in each.transport.rank_seconds(both.plan)]
                 computed = ahead.work(counts_DE, both.placement)[1]
-                exposed = ahead.exposed(computed, sent.trans, sent.agg), each.exposed(computed, *own)
-                add("both", both.placement, *exposed[0], *exposed[1])
+                sendings = ahead.charged(computed, sent.trans, sent.agg), each.charged(computed, *own)
+                add("both", both.placement, *sendings[0], *sendings[1])
             latest = counts_DE
     return {name: Outcome(*np.mean(values, axis=0)) for name, values in found.items()}
 

@@ -127,7 +127,7 @@ class Demi(Policy):
         per_token = cost.seconds_per_token / 2
         compute_D = cost.rate_D / max(per_token / cost.token_bytes, LEAST_SECONDS)
         one = cost.transport.expert_seconds(far=True)
-        size = float(sum(cost.exposed(mean, *one))) / 2 / float(per_byte_DD.max())
+        size = float(sum(cost.charged(mean, *one))) / 2 / float(per_byte_DD.max())
         owned_DD = np.zeros((num_ranks, num_ranks))
         np.add.at(owned_DD, owner_E, tokens_DE.T)
         crossing_DD = owned_DD + owned_DD.T
