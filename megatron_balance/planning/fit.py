@@ -19,7 +19,7 @@ import numpy as np
 from megatron_balance.device.compiled import compiled
 
 PARTS = 64
-"""Number of parts of the cost of a guest on its owner's node; costs are whole parts, so that devices agree."""
+"""Number of parts of the cost of a guest on its owner's node; costs are whole parts."""
 
 BUSIEST, FILLING, WHOLE = ORDERS = 0, 1, 2
 
@@ -58,14 +58,6 @@ class TokenMoves(NamedTuple):
     tokens_M: _Row
 
 
-class Fitted(NamedTuple):
-    """The moves of a fit."""
-
-    moves: TokenMoves
-    excess: _Row
-    """[M + 1]: tokens by which the busiest rank exceeds its capacity, before each move and at the end; <= 0: none."""
-
-
 @compiled("int64(int64[::1], int64, int64)")
 def _largest(values: np.ndarray, first: int, after: int) -> int:
     """Return the index of the largest value of a range; the last one wins ties."""
@@ -90,8 +82,8 @@ def _tightest(room_D: np.ndarray, first: int, after: int, wanted: int, node_size
     return found
 
 
-@compiled("Fitted(Overload, int64)", Fitted, Overload)
-def fit(overload: Overload, order: int) -> Fitted:
+@compiled("TokenMoves(Overload, int64)", TokenMoves, Overload)
+def fit(overload: Overload, order: int) -> TokenMoves:
     """Move tokens until no rank exceeds its capacity, or the ranks that do have nothing left to give. A move takes the
     rank's largest expert, or the part of it by which the rank exceeds its capacity. The receiver is on the owner's
     node, unless a receiver on another node takes over more tokens relative to its cost. Ties between ranks and experts
@@ -104,7 +96,6 @@ def fit(overload: Overload, order: int) -> Fitted:
     far = overload.far
     ranks = len(above_D)
     most = 0
-    stuck = above_D[0]
     source = 0
     room_D = np.zeros(ranks, np.int64)
     most_N = np.zeros((ranks - 1) // node_size + 1, np.int64)
@@ -112,7 +103,6 @@ def fit(overload: Overload, order: int) -> Fitted:
     for rank in range(ranks):
         node = rank // node_size
         most = most + slots_D[rank]
-        stuck = min(stuck, above_D[rank])
         above_N[node] = max(above_N[node], above_D[rank])
         if slots_D[rank] and above_D[rank] < 0:
             room_D[rank] = -above_D[rank]
@@ -121,16 +111,13 @@ def fit(overload: Overload, order: int) -> Fitted:
     source_M = np.zeros(most, np.int64)
     target_M = np.zeros(most, np.int64)
     tokens_M = np.zeros(most, np.int64)
-    excesses = np.zeros(most + 1, np.int64)
     number = 0
     place = 0
     while True:
         first = _largest(above_N, 0, len(above_N)) * node_size
         busiest = _largest(above_D, first, first + node_size)
-        excesses[number] = max(above_D[busiest], stuck)
         if above_D[busiest] <= 0:
-            moves = TokenMoves(expert_M[:number], source_M[:number], target_M[:number], tokens_M[:number])
-            return Fitted(moves, excesses[: number + 1])
+            return TokenMoves(expert_M[:number], source_M[:number], target_M[:number], tokens_M[:number])
         stays = order == WHOLE and number > 0 and above_D[source] > 0
         source = source if stays else busiest
         excess = above_D[source]
@@ -154,7 +141,6 @@ def fit(overload: Overload, order: int) -> Fitted:
         if not moved:
             above_D[source] = NOTHING
             above_N[home] = above_D[_largest(above_D, home * node_size, (home + 1) * node_size)]
-            stuck = max(stuck, excess)
             continue
         if order == WHOLE and moved == wanted:
             first, after = (home, home + 1) if node == home else (0, len(most_N))

@@ -124,8 +124,10 @@ def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, to
 
 @compiled(None)
 def localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way, node_size: int, far: float) -> None:
-    """Add guests for the experts with most tokens on other nodes, if they may be sent. Each is on the rank with the
-    fewest tokens; an expert with more tokens than an average rank is on several."""
+    """Fill tables with guests of the experts with most tokens on other nodes, if they may be sent. Each is on the rank
+    with the fewest tokens; an expert with more tokens than an average rank is on several."""
+    guest_DG[:] = NOBODY
+    taken_DG[:] = 0
     if not way.sent:
         return
     most = way.sent * far
@@ -268,7 +270,7 @@ def _level(
     for rank in range(ranks):
         capacity = max(np.ceil(mean * rate_D[rank]), np.floor(way.target * busiest * rate_D[rank]))
         above_D[rank] = loads_D[rank] - np.int64(capacity)
-    moves = fit(Overload(tokens_DS, experts_DS, above_D, slots_D, node_size, way.far), way.order).moves
+    moves = fit(Overload(tokens_DS, experts_DS, above_D, slots_D, node_size, way.far), way.order)
     for m in range(len(moves.expert_M)):
         expert = moves.expert_M[m]
         source = moves.source_M[m]

@@ -41,6 +41,15 @@ class Found(NamedTuple):
 
 
 @compiled(None)
+def _tried(way_AN: np.ndarray, sents: int, fars: int) -> np.ndarray:
+    """Return whether each way is among some ways, by its numbers' places."""
+    is_tried = np.zeros((sents, len(TARGETS), len(ORDERS), fars), np.bool_)
+    for way_N in way_AN:
+        is_tried[way_N[0], way_N[1], way_N[2], way_N[3]] = True
+    return is_tried
+
+
+@compiled(None)
 def _add_neighbors(way_AN: np.ndarray, near: int, number: int, is_tried: np.ndarray) -> int:
     """Add the ways next to one that are not tried yet, as far as there is room; return the number of ways."""
     for n in range(len(is_tried.shape)):
@@ -93,9 +102,7 @@ def fastest_plan(
     prices = prices_1[0]
     size = prices.links.node_size
     shape = len(rate_D), layer.slots
-    is_tried = np.zeros((sents, len(TARGETS), len(ORDERS), len(far_F)), np.bool_)
-    for a in range(first):
-        is_tried[way_AN[a, 0], way_AN[a, 1], way_AN[a, 2], way_AN[a, 3]] = True
+    is_tried = _tried(way_AN[:first], sents, len(far_F))
     localized_STDG = np.empty((sents, 2, *shape), np.int64)
     is_localized_S = np.zeros(sents, np.bool_)
     guest_DG = np.empty(shape, np.int64)
@@ -107,7 +114,6 @@ def fastest_plan(
     exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
     least = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
     sent = 0.0, 0.0
-    pays = False
     seconds_A = np.full(len(way_AN), np.inf)
     done = 0
     number = first
@@ -117,8 +123,6 @@ def fastest_plan(
             way = Way(LOCALIZED[place], TARGETS[way_AN[a, 1]], way_AN[a, 2], int(far_F[way_AN[a, 3]]))
             if not is_localized_S[place]:
                 is_localized_S[place] = True
-                localized_STDG[place, 0] = NOBODY
-                localized_STDG[place, 1] = 0
                 localize(localized_STDG[place, 0], localized_STDG[place, 1], layer, way, size, prices.sending.far)
             guest_DG[:] = localized_STDG[place, 0]
             taken_DG[:] = localized_STDG[place, 1]
@@ -135,18 +139,15 @@ def fastest_plan(
             if seconds_A[a] < least:
                 least = seconds_A[a]
                 sent = trans, agg
-                pays = True
                 best_guest_DG[:] = guest_DG
                 best_taken_DG[:] = taken_DG
         done = number
-        while number == done and number < len(way_AN):
+        while number == done < len(way_AN) and seconds_A[:done].min() < np.inf:
             near = seconds_A[:done].argmin()
-            if seconds_A[near] == np.inf:
-                break
             # Its neighbors are tried once
             seconds_A[near] = np.inf
             number = _add_neighbors(way_AN, near, number, is_tried)
-    if shifts and pays:
+    if shifts and best_guest_DG.max() != NOBODY:
         taken_DG[:] = best_taken_DG
         exchanging, computed = tune(layer, best_guest_DG, taken_DG, shifts, prices, rate_D, per_token_D)
         seconds = layer_seconds(exchanging, computed, sent[0], sent[1], degrees, prices.layer)
