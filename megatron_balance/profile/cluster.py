@@ -42,6 +42,8 @@ class Reached:
     """See `Kernels.uneven`; default: 0."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
+    attention_half_keys: SourcedNumber | None = None
+    """See `Kernels.half_keys`; default: 0."""
     memory: SourcedNumber
     """Fraction of `memory_gb_per_second`."""
     launch_us: SourcedNumber
@@ -169,7 +171,7 @@ RANGES = {
     **dict.fromkeys(("exchange_beside", "computation_beside"), (0, 10)),
     "error": (0, 10),
     "fp8_casts": (1, 1e4),
-    "half_width": (0, 1e5),
+    **dict.fromkeys(("half_width", "attention_half_keys"), (0, 1e5)),
     "uneven": (0, 10),
     "backward": (0.1, 10),
 }
@@ -322,6 +324,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
         ),
+        half_keys=0.0 if found.attention_half_keys is None else found.attention_half_keys.value,
         memory=bandwidth * found.memory.value,
         launch=1e-6 * found.launch_us.value,
         host=1e-6 * found.host_us.value,
