@@ -1,5 +1,7 @@
 """Operations of a layer, which are known before training."""
 
+from typing import Any
+
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -19,8 +21,8 @@ def attended_keys(config: TransformerConfig, seq_length: int) -> float:
     window = min(before + 1, seq_length)
     # The first tokens have fewer keys than the window
     within = window * (1 - window / (2 * seq_length))
-    layers = range(1, config.num_layers + 1)
-    windows = [is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer) for layer in layers]
+    skip: Any = config.window_attn_skip_freq  # megatron-core takes None, unlike its annotation
+    windows = [is_layer_window_attention(config.window_size, skip, layer + 1) for layer in range(config.num_layers)]
     return whole + (within - whole) * sum(windows) / len(windows)
 
 
