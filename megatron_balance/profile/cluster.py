@@ -3,7 +3,7 @@
 Every number has a source. tools/bench/measured_cluster.py writes files with a GPU's measured rates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ class Reached:
     """See `Kernels.uneven`; default: 0."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
+    attention_half_keys: SourcedNumber | None = None
+    """See `Kernels.half_keys`; default: 0."""
     memory: SourcedNumber
     """Fraction of `memory_gb_per_second`."""
     launch_us: SourcedNumber
@@ -85,6 +87,8 @@ class Link:
     """Number of network adapters per node; default: 1."""
     flex_gb_per_second: SourcedNumber | None = None
     """What the flex dispatcher reaches; default: `gb_per_second`."""
+    flex_one_node_gb_per_second: SourcedNumber | None = None
+    """The same where all ranks of a group are on one node; default: `flex_gb_per_second`."""
     flex_latency_us: SourcedNumber | None = None
     """Its latency; default: that of a message."""
 
@@ -156,7 +160,7 @@ RANGES = {
     "gpus_per_node": (1, 10**4),
     "adapters": (1, 10**4),
     # 1 kB/s to 100 TB/s; NVLink 5.0 has 900 GB/s in each direction
-    **dict.fromkeys(("gb_per_second", "flex_gb_per_second"), (1e-6, 1e5)),
+    **dict.fromkeys(("gb_per_second", "flex_gb_per_second", "flex_one_node_gb_per_second"), (1e-6, 1e5)),
     # The time light takes for 30 cm, to 10 s
     **dict.fromkeys(("latency_us", "flex_latency_us", "start_us", "launch_us", "host_us"), (1e-3, 1e7)),
     "memory_gb": (1e-3, 1e6),
@@ -169,7 +173,7 @@ RANGES = {
     **dict.fromkeys(("exchange_beside", "computation_beside"), (0, 10)),
     "error": (0, 10),
     "fp8_casts": (1, 1e4),
-    "half_width": (0, 1e5),
+    **dict.fromkeys(("half_width", "attention_half_keys"), (0, 1e5)),
     "uneven": (0, 10),
     "backward": (0.1, 10),
 }
@@ -279,7 +283,10 @@ def profile_of(
     throughputs = [Throughput(*line, 0.0, 0.0) for line in zip(passes, overheads, strict=True)]
     flex = None
     if cluster.node.flex_gb_per_second is not None:
-        flex = {"intra": _flex_line(cluster.node, near), "inter": _flex_line(cluster.network or cluster.node, far)}
+        node = cluster.node
+        if nodes == 1 and node.flex_one_node_gb_per_second is not None:
+            node = replace(node, flex_gb_per_second=node.flex_one_node_gb_per_second)
+        flex = {"intra": _flex_line(node, near), "inter": _flex_line(cluster.network or node, far)}
     return from_links(
         ranks.num_ranks,
         ranks.node_size,
@@ -322,6 +329,7 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
         ),
+        half_keys=0.0 if found.attention_half_keys is None else found.attention_half_keys.value,
         memory=bandwidth * found.memory.value,
         launch=1e-6 * found.launch_us.value,
         host=1e-6 * found.host_us.value,

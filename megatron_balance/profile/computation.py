@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance.profile.cluster_profile import ClusterProfile
-from megatron_balance.profile.flops import attended_width, attention_matrices, mlp_flops
+from megatron_balance.profile.flops import attended_keys, attended_width, attention_matrices, mlp_flops
 from megatron_balance.profile.kernel_times import ACTIVATION, Kernels, Passes, cast, product, weights_passes
 
 
@@ -55,12 +55,14 @@ class Computation:
     def attention_parts(self) -> tuple[Passes, Passes]:
         """Return the seconds of attention's core, and of all that is no product."""
         config = self.config
-        # On average, a token attends to half of the sequence, with two products: the scores, and the weighted values
-        core = self.tokens * self.length * attended_width(config) / self._ranks
-        kernels = self.kernels
-        passes = kernels.attention.times(core)
-        hidden = config.hidden_size
         heads = attended_width(config)
+        kernels = self.kernels
+        # A ring attends to the keys of one rank after the other
+        steps = config.context_parallel_size if str(config.cp_comm_type) == "p2p" else 1
+        keys = attended_keys(config, self.length) + steps * kernels.half_keys
+        # Each key costs two products: the score, and the weighted value
+        passes = kernels.attention.times(2 * self.tokens * keys * heads / self._ranks)
+        hidden = config.hidden_size
         # Forward: two norms (read, write) and two sums (read two, write one); rotated queries and keys
         return passes, self._moved(10 * hidden + 2 * heads, 14 * hidden + 3 * heads, 10)
 

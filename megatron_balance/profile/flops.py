@@ -1,12 +1,29 @@
 """Operations of a layer, which are known before training."""
 
+from typing import Any
+
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 
 def attention_flops(config: TransformerConfig, seq_length: int) -> float:
     """Return the floating-point operations of one token's causal self-attention, forward."""
-    # On average, a token attends to half of the sequence, with two products: the scores, and the weighted values
-    return 2 * attention_weights(config) + seq_length * attended_width(config)
+    # Each key costs two products: the score, and the weighted value
+    return 2 * (attention_weights(config) + attended_keys(config, seq_length) * attended_width(config))
+
+
+def attended_keys(config: TransformerConfig, seq_length: int) -> float:
+    """Return the number of keys that a token attends to, on average over tokens and layers."""
+    whole = seq_length / 2
+    before = config.window_size[0] if config.window_size else -1
+    if before < 0:
+        return whole
+    window = min(before + 1, seq_length)
+    # The first tokens have fewer keys than the window
+    within = window * (1 - window / (2 * seq_length))
+    skip: Any = config.window_attn_skip_freq  # megatron-core takes None, unlike its annotation
+    windows = [is_layer_window_attention(config.window_size, skip, layer + 1) for layer in range(config.num_layers)]
+    return whole + (within - whole) * sum(windows) / len(windows)
 
 
 def attention_weights(config: TransformerConfig) -> int:

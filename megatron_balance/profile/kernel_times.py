@@ -4,8 +4,11 @@ A product of rows with weights [inputs, outputs] of each of several experts take
 
     experts * start + operations * product * (1 + half_width / width),    width = min(inputs, outputs)
 
-Its backward pass also adds the weights' gradients to a buffer in 32 bits. Other kernels take `launch` each, and the
-time to read and write activations of `ACTIVATION` bytes.
+Its backward pass also adds the weights' gradients to a buffer in 32 bits. Attention of a query to some keys takes
+
+    operations * attention * (1 + half_keys / keys)
+
+Other kernels take `launch` each, and the time to read and write activations of `ACTIVATION` bytes.
 """
 
 from typing import NamedTuple
@@ -64,7 +67,7 @@ class Kernels(NamedTuple):
     start: float
     """Seconds of a product of one expert beyond those of its operations."""
     attention: Passes
-    """The same for attention's core."""
+    """The same for attention to many keys."""
     memory: float
     """Bytes per second of kernels that memory limits; 0: they take no time."""
     launch: float
@@ -79,6 +82,8 @@ class Kernels(NamedTuple):
     uneven: float = 0.0
     """Fraction by which grouped products are slower where the variance of the experts' numbers of rows is the square of
     the mean; in proportion to the variance."""
+    half_keys: float = 0.0
+    """Number of keys at which attention has half of its speed."""
     beside: Beside = UNHINDERED
     """How much longer exchanges and computation take beside each other."""
 

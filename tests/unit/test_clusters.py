@@ -90,6 +90,10 @@ def test_kernels_reach_what_the_file_says() -> None:
     assert plain.backward.overhead > 2 * plain.forward.overhead
     assert plain.flex is not None
     assert 1 / plain.flex["inter"].beta == pytest.approx(44e9) and plain.flex["inter"].alpha == pytest.approx(50e-6)
+    one_node = profile_of(found, Ranks(8, 8, 8), 4096, 2304).flex
+    assert one_node is not None and found.node.flex_one_node_gb_per_second is not None
+    assert 1 / one_node["intra"].beta == pytest.approx(1e9 * found.node.flex_one_node_gb_per_second.value)
+    assert one_node["intra"].beta < plain.flex["intra"].beta
     assert plain.kernels.beside == (0.45, 0.7)
     assert slowed_by(plain) == pytest.approx(0.15 / 0.85)
     # Without another number, computation lacks the multiprocessors of exchanges

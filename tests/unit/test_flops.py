@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_balance.profile.cluster_profile import Throughput, builtin
 from megatron_balance.profile.computation import Computation, non_expert_passes
-from megatron_balance.profile.flops import attention_flops, mlp_flops
+from megatron_balance.profile.flops import attended_keys, attention_flops, mlp_flops
 from megatron_balance.profile.kernel_times import Kernels, Passes, cast, expert_passes, product, weights_passes
 
 CONFIG = {
@@ -14,6 +15,8 @@ CONFIG = {
     **{"ffn_hidden_size": 256, "moe_ffn_hidden_size": 128, "moe_shared_expert_intermediate_size": None},
     **{"gated_linear_unit": False, "tensor_model_parallel_size": 1, "num_moe_experts": 8, "moe_router_topk": 2},
     **{"moe_token_dispatcher_type": "alltoall", "recompute_granularity": None, "recompute_modules": None},
+    **{"num_layers": 4, "window_size": None, "window_attn_skip_freq": None},
+    **{"context_parallel_size": 1, "cp_comm_type": None},
 }
 PROFILE = builtin(4, 4, 64, 128)
 
@@ -27,6 +30,18 @@ def test_attention_is_four_square_products_and_half_of_the_scores() -> None:
     assert attention_flops(config(), 1001) - attention_flops(config(), 1) == 1000 * 2 * 64
     # One group of keys and values for four heads: two of the four products shrink to a quarter
     assert attention_flops(config(num_query_groups=1), 0) == 2.5 * 2 * 64 * 64
+
+
+@pytest.mark.parametrize(("skip", "windows"), [(None, 4), (2, 2), ([1, 0, 0, 0], 1)])
+def test_a_window_has_the_keys_that_a_mask_of_it_has(skip: int | list[int] | None, windows: int) -> None:
+    before, length = 9, 200
+    ages = np.arange(length)[:, None] - np.arange(length)
+    whole, within = (((ages >= 0) & (ages <= most)).sum() / length for most in (length, before))
+    expected = (windows * within + (4 - windows) * whole) / 4
+    found = attended_keys(config(window_size=(before, 0), window_attn_skip_freq=skip), length)
+    assert found == pytest.approx(expected, rel=0.02)
+    assert attended_keys(config(window_size=(-1, 0)), length) == attended_keys(config(), length) == length / 2
+    assert attended_keys(config(window_size=(10**6, 0)), length) == length / 2
 
 
 def test_gated_mlps_have_a_third_matrix() -> None:
@@ -94,6 +109,19 @@ def test_attention_s_core_has_its_own_rates_and_is_repeated_on_request() -> None
     repeated = computation(recompute_granularity="selective", recompute_modules=["core_attn"]).attention()
     assert repeated.backward - computation().attention().backward == pytest.approx(core.forward)
     assert repeated.forward == computation().attention().forward
+
+
+def test_attention_has_half_of_its_rate_at_some_number_of_keys_in_each_step_of_a_ring() -> None:
+    # Half of 1000 tokens
+    slower = KERNELS._replace(half_keys=500.0)
+
+    def core(kernels: Kernels, **changes: object) -> Passes:
+        found = Computation(kernels, config(**changes), 100, 1000)  # pyright: ignore[reportArgumentType]
+        return found.attention_parts()[0]
+
+    assert core(slower) == pytest.approx(core(KERNELS).times(2))
+    assert core(slower, context_parallel_size=4, cp_comm_type="p2p") == pytest.approx(core(KERNELS).times(5))
+    assert core(slower, context_parallel_size=4, cp_comm_type="a2a") == core(slower)
 
 
 def test_tensor_parallel_ranks_share_a_layer() -> None:
