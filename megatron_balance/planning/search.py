@@ -96,8 +96,7 @@ def fastest_plan(
         far_F: values of `Way.far` that may be tried.
         shifts: number of shifts of tokens that are tried.
         order_B: microbatches, in the order in which they are leveled.
-        degrees: see `CostModel.degrees`.
-        messages_1: see `SendingModel.messages_1`.
+        degrees, messages_1: see `CostModel` and `SendingModel`.
     """
     prices = prices_1[0]
     size = prices.links.node_size
