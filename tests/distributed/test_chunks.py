@@ -273,7 +273,7 @@ WAYS = ("--moe-comm-chunks 2", "--moe-comm-chunks 3 --moe-comm-order interleaved
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_runs_in_chunks_follow_those_without(ranks, curve_of, length, name: str) -> None:
-    iterations = length(4)
+    iterations = length(3)
     flags = (RUNS | SLOW)[name]
     way = WAYS[[*RUNS, *SLOW].index(name) % len(WAYS)]
     plain = curve_of(flags, iterations)

@@ -134,16 +134,15 @@ QUICK = ("full recomputation", "interleaved, blockwise")
 def test_losses_are_those_of_one_pass_after_the_other(
     ranks, curve_of, length, profiles: dict[int, Path], world_size: int, flags: str
 ) -> None:
-    iterations = length(4)
+    iterations = length(3)
     plain = f"{EP2} {flags}"
     if balanced := "--balance-policy" in flags:
         plain += f" --balance-profile {profiles[2]}"
-    paired = curve_of(f"{plain} {PAIRED}", iterations, world_size)
+    paired, hosts = ranks(world_size).run(runs.train_hosts, f"{plain} {PAIRED}", iterations)[0]
     alone = curve_of(plain, iterations, world_size)
-    assert paired == alone if balanced else deviation(paired, alone) <= TOLERANCE
-    # Sums have a fixed order
-    again, hosts = ranks(world_size).run(runs.train_hosts, f"{plain} {PAIRED}", iterations)[0]
-    assert again == paired
+    # Sums have a fixed order; with a policy, it is that of passes without a pair
+    assert paired == (alone if balanced else curve_of(f"{plain} {PAIRED}", iterations, world_size))
+    assert deviation(paired, alone) <= TOLERANCE
     moves = "--balance-ownership" in flags
     assert moves or (sum(number > 0 for number in hosts) >= iterations / 2) == balanced
 
