@@ -251,15 +251,7 @@ RUNS = {
     "codec": f"{EP4} --moe-comm-codec fp8 --moe-comm-codec-directions all",
 }
 SLOW = {
-    "recompute-full": f"{EP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "pipe": f"{EP4} --moe-comm-alltoall pipe --moe-comm-node-size 2",
     "microbatches": f"{EP4} --global-batch-size 16 --overlap-grad-reduce",
-    "distributed-optimizer": "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather --global-batch-size 16",
-    "interleaved": "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-    "--global-batch-size 16 --expert-model-parallel-size 2",
-    "tensor-parallel": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
-    "--expert-model-parallel-size 4",
     "recompute-layer": f"{EP4} --recompute-granularity selective --recompute-modules moe --swiglu "
     "--moe-shared-expert-intermediate-size 48 --disable-bias-linear",
     "capacity": f"{EP4} --moe-expert-capacity-factor 1.0 --moe-apply-probs-on-input --moe-router-topk 1 "
