@@ -175,7 +175,7 @@ def test_state_is_really_elsewhere(ranks, profiles) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_saved_after_a_move_goes_on_bitwise(ranks, profiles, tmp_path, size: int) -> None:
     flags = f"{wandering(size, profiles)} --use-distributed-optimizer"
-    assert ranks(4).run(checkpoints.straight_against_resumed, flags, str(tmp_path), 6) == [[]] * 4
+    assert ranks(4).run(checkpoints.straight_against_resumed, flags, str(tmp_path), ITERATIONS) == [[]] * 4
 
 
 def test_another_layout_finds_every_expert(ranks, profiles, tmp_path) -> None:
