@@ -1,4 +1,4 @@
-"""Predicts from an operator's name and arguments whether its results vary or the host waits for it on CUDA."""
+"""Predicts from an operator's name and arguments whether its results vary on CUDA."""
 
 from typing import Any
 
@@ -42,9 +42,6 @@ UNDOCUMENTED = ("embedding_dense_backward",)
 
 _SUSPECTS = {name for names in DOCUMENTED.values() for name in names} | {*UNDOCUMENTED}
 
-_SIZED_BY_CONTENT = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
-_ASKS_THE_DEVICE = {"_local_scalar_dense", "equal", "is_nonzero"}
-
 
 class Operators(TorchDispatchMode):
     """Records the operators that run, forward and backward."""
@@ -54,8 +51,6 @@ class Operators(TorchDispatchMode):
         self.all: list[str] = []
         self.nondeterministic: list[str] = []
         """Operators whose results on CUDA may vary from run to run."""
-        self.waiting: list[str] = []
-        """Operators at which the host would wait for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -66,8 +61,6 @@ class Operators(TorchDispatchMode):
             plain = name.removesuffix("_")
             if plain in _SUSPECTS and _varies(plain, func._overloadname, given):
                 self.nondeterministic.append(str(func))
-            if _waits(plain, given):
-                self.waiting.append(str(func))
         return func(*args, **kwargs)
 
 
@@ -110,13 +103,3 @@ def _repeats_among(indices: list[torch.Tensor | None]) -> bool:
         return False
     places = torch.stack([index.reshape(-1) for index in torch.broadcast_tensors(*numbers)])
     return places.unique(dim=1).shape[1] < places.shape[1]
-
-
-def _waits(name: str, given: dict[str, Any]) -> bool:
-    if name in _SIZED_BY_CONTENT or name in _ASKS_THE_DEVICE:
-        return True
-    if name in ("index", "index_put", "_index_put_impl"):
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"])
-    if name == "repeat_interleave":
-        return given.get("output_size") is None
-    return name == "_to_copy" and given.get("device") is not None and not given.get("non_blocking", False)

@@ -1,5 +1,8 @@
 """Context parallelism: attention on a CPU equals that of one rank; test_models.py trains runs."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,38 +28,59 @@ FORMS = {
 """Settings of attention, by name."""
 
 
-def attention_deviation(kind: str, form: dict) -> float:
-    """Return the largest difference from one rank's attention, of outputs and gradients, in double precision."""
+class Compared(NamedTuple):
+    """Attention on this rank's part of sequences, and megatron-core's on whole ones, in double precision."""
+
+    ours: torch.nn.Module
+    whole: DotProductAttention
+    inputs: list[torch.Tensor]
+    """Queries, keys and values of whole sequences."""
+    gradient: torch.Tensor
+    """Of the output."""
+    own: Callable[[torch.Tensor], torch.Tensor]
+    """Returns this rank's part."""
+
+    def deviation(self, expected: torch.Tensor, *more: object) -> tuple[torch.Tensor, float]:
+        """Return our output, and its and its gradients' largest difference from `expected`; `more`: our last inputs."""
+        parts = [self.own(one.detach()).requires_grad_() for one in self.inputs]
+        found = self.ours(*parts, *more)
+        expected.backward(self.gradient)
+        found.backward(self.own(self.gradient))
+        gradients = ((part.grad, self.own(one.grad)) for part, one in zip(parts, self.inputs, strict=True))
+        pairs = [(found, self.own(expected)), *gradients]
+        return found, max(float((one - other).detach().abs().max()) for one, other in pairs)
+
+
+def compared(implementation: Callable, kind: str, form: dict) -> Compared:
     ranks = dist.get_world_size()
     shape = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS, "attention_dropout": 0.0}
     config = TransformerConfig(**shape, params_dtype=torch.float64, context_parallel_size=ranks, **form)
     alone = TransformerConfig(**shape, params_dtype=torch.float64, **form)
     groups = build_groups(config, seed=1)
     settings = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    ours = ContextParallelAttention(config, **settings, cp_comm_type=kind, pg_collection=groups)
+    ours = implementation(config, **settings, cp_comm_type=kind, pg_collection=groups)
     whole = DotProductAttention(alone, **settings, pg_collection=groups)
     if form.get("softmax_type"):
         for one in (ours, whole):
             torch.nn.init.ones_(one.softmax_offset)
     generator = torch.Generator().manual_seed(2)
     widths = (HEADS, alone.num_query_groups, alone.num_query_groups)
-    inputs, gradient = [
-        [torch.randn(TOKENS, SAMPLES, *rest, dtype=torch.float64, generator=generator) for rest in shapes]
-        for shapes in ([(heads, CHANNELS) for heads in widths], [(HEADS * CHANNELS,)])
-    ]
+    *inputs, gradient = (
+        torch.randn(TOKENS, SAMPLES, *rest, dtype=torch.float64, generator=generator)
+        for rest in (*((heads, CHANNELS) for heads in widths), (HEADS * CHANNELS,))
+    )
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         chunks = tensor.chunk(2 * ranks)
         return torch.cat([chunks[chunk] for chunk in sequence_chunks(groups.cp.rank(), ranks)])
 
-    inputs = [one.requires_grad_() for one in inputs]
-    parts = [own(one.detach()).requires_grad_() for one in inputs]
-    expected = whole(*inputs, None)
-    found = ours(*parts, None)
-    expected.backward(*gradient)
-    found.backward(own(*gradient))
-    pairs = [(found, own(expected)), *((part.grad, own(one.grad)) for part, one in zip(parts, inputs, strict=True))]
-    return max(float((one - other).abs().max()) for one, other in pairs)
+    return Compared(ours, whole, [one.requires_grad_() for one in inputs], gradient, own)
+
+
+def attention_deviation(kind: str, form: dict) -> float:
+    """Return the largest difference from one rank's attention, of outputs and gradients."""
+    both = compared(ContextParallelAttention, kind, form)
+    return both.deviation(both.whole(*both.inputs, None), None)[1]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -250,7 +250,7 @@ TRAININGS = {
 @pytest.mark.parametrize("name", variants({name: (name,) for name in TRAININGS}, quick=("exact plans", "codec")))
 def test_training_follows_the_default(ranks, curve_of, tmp_path, length, name: str) -> None:
     flags, plain = TRAININGS[name]
-    iterations = length(4)
+    iterations = length(3)
     balanced = "--balance-policy" in flags
     if balanced:
         runs.fast_links(4, 2).save(tmp_path / "profile.json")

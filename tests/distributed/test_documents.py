@@ -5,23 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from megatron_balance.device.documents import DocumentAttention
-from megatron_balance.job.groups import sequence_chunks
-from megatron_balance.job.layout import build_groups
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
 from tests import chat
 from tests.distributed import runs
 from tests.distributed.gradients import differences, measure
-from tests.distributed.test_context_parallel import CHANNELS, FORMS, HEADS
+from tests.distributed.test_context_parallel import FORMS, compared
 
 LENGTHS = ((5, 1, 10), (16,), (3, 13))
 """Number of tokens of each document, by sample."""
@@ -49,50 +43,24 @@ def attention_deviation(kind: str, form: dict) -> float:
 
     AssertionError: a change of one document changes a bit of another's output.
     """
-    ranks = dist.get_world_size()
-    samples = len(LENGTHS)
-    shape = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS, "attention_dropout": 0.0}
-    config = TransformerConfig(**shape, params_dtype=torch.float64, context_parallel_size=ranks, **form)
-    alone = TransformerConfig(**shape, params_dtype=torch.float64, **form)
-    groups = build_groups(config, seed=1)
-    settings = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    ours = DocumentAttention(config, **settings, cp_comm_type=kind, pg_collection=groups)
-    whole = DotProductAttention(alone, **settings, pg_collection=groups)
-    if form.get("softmax_type"):
-        for one in (ours, whole):
-            torch.nn.init.ones_(one.softmax_offset)
-    generator = torch.Generator().manual_seed(2)
-    widths = (HEADS, alone.num_query_groups, alone.num_query_groups)
-    inputs, gradient = [
-        [torch.randn(sum(LENGTHS[0]), samples, *rest, dtype=torch.float64, generator=generator) for rest in shapes]
-        for shapes in ([(heads, CHANNELS) for heads in widths], [(HEADS * CHANNELS,)])
-    ]
+    both = compared(DocumentAttention, kind, form)
     documents = torch.tensor([0, *(length for lengths in LENGTHS for length in lengths)]).cumsum(0).int()
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        chunks = tensor.chunk(2 * ranks)
-        return torch.cat([chunks[chunk] for chunk in sequence_chunks(groups.cp.rank(), ranks)])
 
     def alone_each(*whole_inputs: torch.Tensor) -> torch.Tensor:
         columns = []
         for sample, lengths in enumerate(LENGTHS):
             parts = zip(*(one[:, sample : sample + 1].split(lengths) for one in whole_inputs), strict=True)
-            columns.append(torch.cat([whole(*part, None) for part in parts]))
+            columns.append(torch.cat([both.whole(*part, None) for part in parts]))
         return torch.cat(columns, 1)
 
-    inputs = [one.requires_grad_() for one in inputs]
-    parts = [own(one.detach()).requires_grad_() for one in inputs]
-    expected = alone_each(*inputs)
-    found = ours(*parts, documents)
-    expected.backward(*gradient)
-    found.backward(own(*gradient))
+    expected = alone_each(*both.inputs)
+    found, deviation = both.deviation(expected, documents)
     changed = torch.zeros(expected.shape[:2], dtype=torch.bool)
     changed[5:6, 0] = changed[:3, 2] = True
-    others = [own(one.detach() + changed[..., None, None]) for one in inputs]
-    differ = (ours(*others, documents) != found).any(-1)
-    assert not differ[~own(changed)].any() and differ[own(changed)].all()
-    pairs = [(found, own(expected)), *((part.grad, own(one.grad)) for part, one in zip(parts, inputs, strict=True))]
-    return max(float((one - other).abs().max()) for one, other in pairs)
+    others = [both.own(one.detach() + changed[..., None, None]) for one in both.inputs]
+    differ = (both.ours(*others, documents) != found).any(-1)
+    assert not differ[~both.own(changed)].any() and differ[both.own(changed)].all()
+    return deviation
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

@@ -169,6 +169,12 @@ def train(
     return curve, hosts
 
 
+@pytest.fixture(scope="module")
+def megatrons(ranks) -> tuple[Curve, Hosts]:
+    """The program with megatron-core's own layer."""
+    return ranks(2).run(own_loop, "--moe-layer-impl megatron")[0]
+
+
 def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
     """Check that the curves agree, and that balancing acted in every iteration but the first, which has no history."""
     assert deviation(balanced[0], plain[0]) <= TOLERANCE
@@ -181,19 +187,17 @@ def check(plain: tuple[Curve, Hosts], balanced: tuple[Curve, Hosts]) -> None:
     [(), *(pytest.param(one, marks=pytest.mark.slow) for one in (("", 1, 2), ("", 2, 1)))],
     ids=["plain", "multi-token prediction", "context parallelism too"],
 )
-def test_a_loop_of_ones_own_learns_the_same(ranks, settings: tuple) -> None:
-    plain, balanced = (ranks(2).run(own_loop, flags, *settings)[0] for flags in ("--moe-layer-impl megatron", POLICY))
-    check(plain, balanced)
+def test_a_loop_of_ones_own_learns_the_same(ranks, megatrons, settings: tuple) -> None:
+    plain = ranks(2).run(own_loop, "--moe-layer-impl megatron", *settings)[0] if settings else megatrons
+    check(plain, ranks(2).run(own_loop, POLICY, *settings)[0])
 
 
 @pytest.mark.parametrize(
     "flags",
     ["--balance-load exact", pytest.param("--balance-inner-policy quota", marks=pytest.mark.slow)],
 )
-def test_plans_of_each_microbatch_change_nothing(ranks, flags: str) -> None:
-    flags = f"{POLICY} --balance-overlap blockwise {flags}"
-    plain, balanced = (ranks(2).run(own_loop, one)[0] for one in ("--moe-layer-impl megatron", flags))
-    check(plain, balanced)
+def test_plans_of_each_microbatch_change_nothing(ranks, megatrons, flags: str) -> None:
+    check(megatrons, ranks(2).run(own_loop, f"{POLICY} --balance-overlap blockwise {flags}")[0])
 
 
 @pytest.mark.parametrize(

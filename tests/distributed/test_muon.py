@@ -163,9 +163,9 @@ def test_a_resumed_run_is_the_straight_run(ranks, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("overlap", ["none", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_a_policy_that_acts_changes_nothing(ranks, overlap: str) -> None:
     flags = f"{PLAIN} --expert-model-parallel-size 2 --moe-router-force-workload rotating_hotspot"
-    plain = ranks(2).run(runs.train_curve, flags, 4)[0]
+    plain = ranks(2).run(runs.train_curve, flags, 3)[0]
     balanced = f"{flags} --balance-policy top2 --balance-overlap {overlap} --balance-profile builtin"
-    curve, hosts = ranks(2).run(runs.train_hosts, balanced, 4)[0]
+    curve, hosts = ranks(2).run(runs.train_hosts, balanced, 3)[0]
     assert sum(map(bool, hosts)) >= 2
     for one, other in zip(curve, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-5)

@@ -26,24 +26,17 @@ INTERLEAVED = f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"
 EXACT = "--balance-policy quota --balance-load exact"
 TWO_SCALES = "--balance-policy top2 --balance-inner-policy quota"
 
+# test_layouts.py trains pairs with each other feature alone
 CASES = {
     "alone": (2, ""),
-    "chunks": (2, "--moe-comm-chunks 3 --moe-comm-order interleaved"),
-    "codec": (2, "--moe-comm-codec int8 --moe-comm-codec-directions all"),
-    "pipe": (4, "--moe-comm-alltoall pipe"),
-    "layer recomputation": (2, "--recompute-granularity selective --recompute-modules moe"),
     "full recomputation": (
         2,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1",
     ),
     "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
-    "distributed optimizer": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "tensor parallelism": (4, "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"),
-    "context parallelism": (4, "--context-parallel-size 2"),
     "shared experts": (2, "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"),
     "dense layers": (2, "--num-layers 4 --moe-layer-freq 2"),
     "expert bias": (2, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
-    "multi-token prediction": (2, "--mtp-num-layers 1 --position-embedding-type rope"),
     "one microbatch": (2, "--global-batch-size 4"),
     "bfloat16": (2, "--bf16"),
     "policy": (2, "--balance-policy top2"),
@@ -57,7 +50,6 @@ CASES = {
         "--overlap-grad-reduce --overlap-param-gather --num-layers 4",
     ),
     "ownership": (2, "--balance-policy demi --balance-ownership transfer"),
-    "pipeline": (4, PIPELINE),
     "pipeline, distributed optimizer": (
         8,
         f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -107,7 +99,6 @@ CASES = {
         f"{TWO_SCALES} --balance-overlap blockwise --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather",
     ),
-    "interleaved": (4, f"{INTERLEAVED}"),
     "interleaved, distributed optimizer": (
         8,
         f"{INTERLEAVED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
@@ -134,16 +125,15 @@ QUICK = ("full recomputation", "interleaved, blockwise")
 def test_losses_are_those_of_one_pass_after_the_other(
     ranks, curve_of, length, profiles: dict[int, Path], world_size: int, flags: str
 ) -> None:
-    iterations = length(4)
+    iterations = length(3)
     plain = f"{EP2} {flags}"
     if balanced := "--balance-policy" in flags:
         plain += f" --balance-profile {profiles[2]}"
-    paired = curve_of(f"{plain} {PAIRED}", iterations, world_size)
+    paired, hosts = ranks(world_size).run(runs.train_hosts, f"{plain} {PAIRED}", iterations)[0]
     alone = curve_of(plain, iterations, world_size)
-    assert paired == alone if balanced else deviation(paired, alone) <= TOLERANCE
-    # Sums have a fixed order
-    again, hosts = ranks(world_size).run(runs.train_hosts, f"{plain} {PAIRED}", iterations)[0]
-    assert again == paired
+    # Sums have a fixed order; with a policy, it is that of passes without a pair
+    assert paired == (alone if balanced else curve_of(f"{plain} {PAIRED}", iterations, world_size))
+    assert deviation(paired, alone) <= TOLERANCE
     moves = "--balance-ownership" in flags
     assert moves or (sum(number > 0 for number in hosts) >= iterations / 2) == balanced
 

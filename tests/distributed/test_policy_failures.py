@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_balance.planning.policies.fastermoe import Top2
 from megatron_balance.planning.policy_process import PolicyProcess
 from megatron_balance.profile.cluster_profile import builtin
 from megatron_balance.training.loop import train_step
@@ -29,7 +28,7 @@ from tests.distributed.runs import BASE, Captured, deviation
 TOLERANCE = 1e-5
 """Relative, for every loss and gradient norm."""
 
-ITERATIONS = 6
+ITERATIONS = 5
 
 STARTING = 60.0
 """Seconds within which a policy's process starts, even on a busy machine."""
@@ -127,12 +126,6 @@ def test_a_policy_that_ends_or_stalls_on_one_rank_is_given_up_on_all(
         f": --balance-policy {name_of(policy)} {said}; all placements stay, and the policy is not asked again" in last
     )
     assert len(warnings) <= LAYERS
-
-
-def test_a_good_policy_is_not_warned_of(ranks, baseline) -> None:
-    outcomes = ranks(2).run(train_with, name_of(Top2), "predicted")
-    assert [outcome["lines"] for outcome in outcomes] == [[]] * 2
-    assert deviation(outcomes[0]["curve"], baseline) <= TOLERANCE
 
 
 def check_ends(directory: Path, flags: str, said: str) -> None:

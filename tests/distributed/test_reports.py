@@ -39,11 +39,18 @@ def logged(flags: str, base: str = runs.BASE) -> list[tuple[StepReport, int]]:
     return said.steps
 
 
+LOGGED = f"{EP2} {POLICY} --log-interval 3"
+
+
+@pytest.fixture(scope="module")
+def whole(ranks) -> list[list[StepReport]]:
+    """The reports of a run that asks for all of them."""
+    return ranks(2).run(runs.train, LOGGED, 7)
+
+
 @pytest.mark.parametrize("more", ["", "--tensorboard-dir unused --tensorboard-log-interval 2"])
-def test_every_iteration_is_logged_once_and_in_time(ranks, more: str) -> None:
-    flags = f"{EP2} {POLICY} --log-interval 3"
-    outcomes = ranks(2).run(logged, f"{flags} {more}")
-    whole = ranks(2).run(runs.train, flags, 7)
+def test_every_iteration_is_logged_once_and_in_time(ranks, whole, more: str) -> None:
+    outcomes = ranks(2).run(logged, f"{LOGGED} {more}")
     for steps, every in zip(outcomes, whole, strict=True):
         reports = [report for report, _ in steps]
         assert [report.iteration for report in reports] == [1, 2, 3, 4, 5, 6, 7]

@@ -75,20 +75,3 @@ def test_conditions_are_those_documented(varying: Callable[[], object], same: Ca
         with Operators() as operators:
             call()
         assert len(operators.nondeterministic) == found, operators.all
-
-
-WAITS: dict[str, Callable[[], object]] = {
-    "item": lambda: torch.ones(1).item(),
-    "bool": lambda: bool(torch.ones(1) > 0),
-    "nonzero": lambda: torch.ones(3).nonzero(),
-    "masked_select": lambda: torch.ones(3).masked_select(TWICE > 0),
-    "index by mask": lambda: torch.ones(3)[TWICE > 0],
-    "repeat_interleave": lambda: TWICE.repeat_interleave(TWICE),
-}
-
-
-@pytest.mark.parametrize("call", WAITS.values(), ids=WAITS)
-def test_waits_are_found(call: Callable[[], object]) -> None:
-    with Operators() as operators:
-        call()
-    assert operators.waiting
