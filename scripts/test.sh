@@ -11,17 +11,19 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 "${PYTHON}" -c "import tests.preload" &
 loops=$!
 source scripts/fetch.sh
+"${PYTHON}" -m ruff format --check .
+"${PYTHON}" -m ruff check .
+# Otherwise, every worker would rewrite the assertions of all files. Errors are left to the run below
+"${PYTHON}" -m pytest --collect-only >/dev/null || true
 # The tests may start before all types are checked
 found="$(mktemp)"
 "${PYTHON}" -m pyright >"${found}" 2>&1 &
 types=$!
-"${PYTHON}" -m ruff format --check .
-"${PYTHON}" -m ruff check .
 wait "${loops}"
 # Every rank of a test is a separate process, so more threads would only compete for the cores. Ranks wait for each other:
 # twice as many tests as there are cores keep these busy
 status=0
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest --workers 4 "$@" || status=$?
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 4 --dist worksteal "$@" || status=$?
 wait "${types}" || status=$?
 cat "${found}"
 rm "${found}"

@@ -20,4 +20,4 @@ if [[ "${found}" != "${MEGATRON_CORE}" ]]; then
     exit 1
 fi
 
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest --workers 4 "$@"
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 4 --dist worksteal "$@"

@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh develop 2.11.0
 source scripts/fetch.sh
 
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest --workers 4 "$@"
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 4 --dist worksteal "$@"

@@ -15,7 +15,6 @@ from hypothesis import settings
 
 from megatron_balance.device import cpu
 from tests.harness import Ranks
-from tests.workers import Workers
 
 EMERGING = Path(__file__).parent / "packages/emerging"
 
@@ -36,7 +35,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long campaigns")
-    parser.addoption("--workers", type=int, default=0, help="processes that run tests (0: this one)")
     # Here and not in a later hook, because conftest.py of some folders imports megatron.core
     hide_devices(pluginmanager.get_plugin("pytestconfig").known_args_namespace)
     offer_optimizers()
@@ -46,9 +44,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         settings.load_profile("slow")
-    # A forked process cannot use a CUDA device
-    if config.getoption("--workers") and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        config.pluginmanager.register(Workers(config.getoption("--workers"), config))
 
 
 def offer_optimizers() -> None:
@@ -76,6 +71,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="a long campaign; run with --slow"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; run with -m gpu"))
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if workers is not None:
+        items[:] = in_parts(items, int(workers))
+
+
+def in_parts(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return the tests in an order in which few workers repeat what tests share.
+
+    With `--dist worksteal`, each worker starts with an equal part of the list, and an idle worker takes the end of
+    another's part. So each part ends with unit tests, which share little. All tests on the simulated device are in one
+    part, because each of its machines has a server that takes seconds to start.
+    """
+    shared: dict[str, list[pytest.Item]] = {"hostcuda": []}
+    units: list[pytest.Item] = []
+    for item in items:
+        folder = item.path.parent.name
+        group = units if folder == "unit" else shared.setdefault(folder if folder in shared else item.path.name, [])
+        group.append(item)
+    ordered: list[pytest.Item] = []
+    files = list(shared.values())
+    for worker in range(workers):
+        ordered += [item for group in files[worker::workers] for item in group]
+        missing = len(items) * (worker + 1) // workers - len(ordered)
+        ordered += units[: max(missing, 0)]
+        units = units[max(missing, 0) :]
+    return ordered + units
 
 
 def pytest_collection_finish() -> None:

@@ -14,9 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -27,7 +25,6 @@ from tests.disks import fill, small_disk
 from tests.distributed.jobs import Ended, Job, found
 from tests.distributed.runs import BASE
 from tests.distributed.wandering import wandering
-from tests.harness import PRELOAD
 from tests.variants import variants
 
 LIMIT = 240.0
@@ -201,14 +198,10 @@ def losses(text: str) -> dict[int, tuple[float, float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def orphans() -> Iterator[None]:
-    """Make this process the ancestor of all ranks and the parent of all orphans, so that it finds them."""
+    """Make this process the parent of all orphans, so that it finds them."""
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(PRELOAD)
-    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-        yield
-    server._stop()
+    yield
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 0)
 
 

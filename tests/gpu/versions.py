@@ -6,7 +6,7 @@ import sys
 
 PACKAGES = (
     *("megatron-core", "transformer-engine", "apex", "triton", "numpy", "numba", "scipy", "pytest", "hypothesis"),
-    *("pytest-timeout", "zfpy"),
+    *("pytest-xdist", "pytest-timeout", "zfpy"),
 )
 
 

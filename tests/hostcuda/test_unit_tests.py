@@ -29,7 +29,7 @@ def run_tests(printed: Path) -> None:
     os.chdir(Path(__file__).parents[2])
     # The checker of streams and memory is slow, and keeps its lock if an error frees a tensor
     torch_cuda.report_to(HostClock())
-    flags = ["-pno:cacheprovider", "-x"]
+    flags = ["-pno:cacheprovider", "-pno:xdist", "-x"]
     selected = ["-m", "not gpu", "-k", f"not ({SKIPPED})"]
     with printed.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         sys.exit(pytest.main([*flags, "--timeout=300", "--timeout-method=thread", *selected, *FILES]))
