@@ -299,6 +299,7 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(("forward", "backward"), (0, 1, "seconds per operation")),
     **dict.fromkeys(("start", "launch", "host"), _SECONDS),
     "half_width": (0, 1e6, "channels"),
+    "half_keys": (0, 1e6, "keys"),
     "uneven": (0, 10, "times"),
     "memory": (0, 1e15, "bytes per second"),
     **dict.fromkeys(("occupied", "casts"), (0, 1e4, "times")),

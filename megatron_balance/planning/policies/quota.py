@@ -45,8 +45,10 @@ QUICK = 9
 
 
 class Quota(Policy):
-    """Gives each guest the number of tokens that makes the layer fastest by the cost model: the fastest of many plans
-    (`planning/search.py`), or of few for a load that has just been observed, for which the forward pass waits."""
+    """Gives each guest the number of tokens that makes the layer fastest by the cost model.
+
+    It takes the fastest of many plans (`planning/search.py`), or of few where a forward pass waits for the plan.
+    """
 
     name = "quota"
     split = "proportional"
