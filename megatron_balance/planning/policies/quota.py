@@ -31,7 +31,7 @@ SPARINGLY = TARGETS.index(1.06)
 LOOSELY = TARGETS.index(1.3)
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 18
+WAYS = 15
 """Least number of ways that are tried."""
 
 WORK = 4800
