@@ -34,7 +34,8 @@ def test_attention_is_four_square_products_and_half_of_the_scores() -> None:
 
 @pytest.mark.parametrize(("skip", "windows"), [(None, 4), (2, 2), ([1, 0, 0, 0], 1)])
 def test_a_window_has_the_keys_that_a_mask_of_it_has(skip: int | list[int] | None, windows: int) -> None:
-    before, length = 9, 200
+    before = 9
+    length = 200
     ages = np.arange(length)[:, None] - np.arange(length)
     whole, within = (((ages >= 0) & (ages <= most)).sum() / length for most in (length, before))
     expected = (windows * within + (4 - windows) * whole) / 4
