@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
-from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
+from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, missing, sources
 from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
@@ -243,7 +243,7 @@ class Checkpoints:
         """Load the newest sound checkpoint of `--load` into the run, if there is one.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or there is none and `--exit-on-missing-checkpoint` is given.
+            CheckpointError: all checkpoints are damaged, or there is none and flags require one.
             ValueError: the checkpoint belongs to another model; the message names the flag.
         """
         settings = self.settings
@@ -263,7 +263,7 @@ class Checkpoints:
                 "stay, unless this run saves the same iteration and replaces them; use another directory to keep runs "
                 "apart"
             )
+        if found is None and (error := missing(settings)):
+            raise CheckpointError(error)
         if found is None and settings.load is not None:
-            if settings.exit_on_missing_checkpoint:
-                raise CheckpointError(f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint)")
             self.log.message(f"WARNING: --load {settings.load}: no checkpoint there; starting from random weights")

@@ -40,6 +40,15 @@ class CheckpointDirectory:
     def path(self, iteration: int) -> Path:
         return self.root / f"iter_{iteration:07d}"
 
+    def check(self, flag: str) -> None:
+        """Raise ValueError if the value of `flag` is a file, or one checkpoint of a directory."""
+        whole = self.root.resolve()
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"{flag} {self.root}: is no directory; give the one that has iter_0000001 or the like")
+        if (match := COMPLETE.fullmatch(whole.name)) and not self.iterations():
+            instead = f"{flag} {whole.parent} --ckpt-step {int(match[1])}"
+            raise ValueError(f"{flag} {self.root}: is a single checkpoint; give {instead}")
+
     def iterations(self) -> list[int]:
         """Return the iterations whose directories have their final names, newest first."""
         if not self.root.is_dir():
@@ -59,9 +68,14 @@ class CheckpointDirectory:
 
     def chosen(self, step: int | None) -> Path:
         """Return the checkpoint of iteration `step`, or of the tracker's; raise ValueError if there is none."""
+        self.check("--load-dir")
         iteration = self.tracked() if step is None else step
-        if iteration is None or not self.path(iteration).is_dir():
-            raise ValueError(f"--load-dir {self.root}: holds no checkpoint of iteration {iteration}")
+        if iteration is None:
+            instead = "give a directory of checkpoints, or --ckpt-step"
+            raise ValueError(f"--load-dir {self.root}: has no {TRACKER}; {instead}")
+        if not self.path(iteration).is_dir():
+            held = f"holds no checkpoint of iteration {iteration}, but of {self.iterations()}"
+            raise ValueError(f"--load-dir {self.root}: {held}; choose one with --ckpt-step")
         return self.path(iteration)
 
     def finished_after_tracker(self, tracked: int) -> list[int]:

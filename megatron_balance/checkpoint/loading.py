@@ -28,6 +28,16 @@ from megatron_balance.training.schedule import Length, scheduler_settings
 strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies")
 
 
+def missing(settings: CheckpointConfig) -> str | None:
+    """Return the error of a run that finds no checkpoint, or None if it may start from random weights."""
+    hint = "give a directory with iter_0000001 or the like"
+    if settings.pretrained_checkpoint is not None:
+        return f"--pretrained-checkpoint {settings.pretrained_checkpoint}: no checkpoint there; {hint}, or leave it out"
+    if settings.load is not None and settings.exit_on_missing_checkpoint:
+        return f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); {hint}"
+    return None
+
+
 def sources(settings: CheckpointConfig) -> list[tuple[Path, bool]]:
     """Return the directories that a run may load from, in order, and whether it loads only the weights from each."""
     roots = ((settings.load, settings.finetune), (settings.pretrained_checkpoint, True))
@@ -172,14 +182,14 @@ def check_newest(config: RunConfig, length: Length) -> None:
     ValueError, with both values and the remedies, if there is no checkpoint where flags require one, or if flags differ
     that must not."""
     settings = config.checkpoint
+    for flag, root in {"--load": settings.load, "--pretrained-checkpoint": settings.pretrained_checkpoint}.items():
+        if root is not None:
+            CheckpointDirectory(Path(root)).check(flag)
     there = [(root, CheckpointDirectory(root).iterations()) for root, _ in sources(settings)]
     if settings.ckpt_step is not None and there and settings.ckpt_step not in there[0][1]:
         raise ValueError(_no_step(settings.ckpt_step, *there[0]))
-    if settings.exit_on_missing_checkpoint and settings.load is not None and not any(found for _, found in there):
-        raise ValueError(
-            f"--load {settings.load}: no checkpoint there (--exit-on-missing-checkpoint); give a directory with "
-            "iter_0000001 or the like"
-        )
+    if not any(found for _, found in there) and (error := missing(settings)):
+        raise ValueError(error)
     for root, weights_only in sources(settings):
         try:
             newest = saved_flags.newest_of(root, settings.ckpt_step)

@@ -1,6 +1,7 @@
 """The flags of the run that saved a checkpoint, in its `arguments.json`."""
 
 import argparse
+import contextlib
 import enum
 import json
 import math
@@ -136,6 +137,7 @@ def as_flag(action: argparse.Action, value: Any) -> Any:
 def read_newest(root: Path, step: int | None) -> dict[str, Any]:
     """Return the model and tokenizer settings, by field name, of the checkpoint that `--load root` would load; raise
     ValueError if there is none, or its flags cannot be read."""
+    CheckpointDirectory(root).check("--load")
     newest = newest_of(root, step)
     if newest is None:
         raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint; give the model's flags")
@@ -146,5 +148,9 @@ def read_newest(root: Path, step: int | None) -> dict[str, Any]:
 def newest_of(root: Path, step: int | None) -> Path | None:
     """Return the checkpoint that `--load root` would load if all are sound, or None if there is none."""
     directory = CheckpointDirectory(root)
-    numbers = [step or directory.tracked() or 0, *directory.iterations()]
+    numbers = directory.iterations()
+    # The search for a sound checkpoint passes over a damaged tracker, too
+    with contextlib.suppress(ValueError):
+        first = directory.tracked() if step is None else step
+        numbers = numbers if first is None else [first, *numbers]
     return next((path for path in map(directory.path, numbers) if path.is_dir()), None)

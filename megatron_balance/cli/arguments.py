@@ -8,8 +8,10 @@ import argparse
 import ast
 import dataclasses
 import functools
+import itertools
 import math
 import operator
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_balance.checkpoint import saved_flags
@@ -197,8 +201,11 @@ def parse_args(argv: Sequence[str], machine: Machine) -> Parsed:
     line = check(vars(args), given, machine)
     try:
         config = _run_config(line)
-    except (AssertionError, ImportError, RuntimeError) as error:
-        raise ValueError(f"megatron-core refuses this combination of flags: {error}") from error
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+        fields = "|".join(name for name in vars(line) if "_" in name)
+        reason = re.sub(rf"\b({fields})\b", lambda name: flag_of(name[0]), str(error))
+        raise ValueError(f"megatron-core refuses this combination of flags: {reason}") from error
+    _check_recomputed_layers(config.transformer)
     return Parsed(config, line.notices, _as_written(parser, vars(args)))
 
 
@@ -302,6 +309,25 @@ def _transformer_config(line: CommandLine, dtype: torch.dtype) -> TransformerCon
         for name in YARN:
             setattr(config, name, getattr(line, name))
     return config
+
+
+def _check_recomputed_layers(config: TransformerConfig) -> None:
+    """Check that units of recomputation divide each model chunk; megatron-core would look for layers after the last."""
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return
+    assert config.recompute_num_layers is not None
+    stages = range(config.pipeline_model_parallel_size)
+    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    layout = config.pipeline_model_parallel_layout
+    for stage, chunk in itertools.product(stages, chunks):
+        if layout is None:
+            virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk
+            layers = get_num_layers_to_build(config, virtual, stage)
+        else:
+            layers = layout.layout[stage][chunk].count(LayerType.decoder)
+        if layers % config.recompute_num_layers:
+            must = f"with --recompute-method uniform it must divide the {layers} layers of each stage or model chunk"
+            raise ValueError(f"--recompute-num-layers {config.recompute_num_layers}: {must}; use 1, or block")
 
 
 def _single(value: Any) -> Any:

@@ -43,8 +43,10 @@ AT_LEAST_ONE = (
 
 AT_LEAST_ZERO = (
     *("seed", "lr", "min_lr", "weight_decay", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "num_workers"),
-    *("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"),
+    *("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "adam_eps", "init_method_std"),
 )
+
+MORE_THAN_ZERO = ("distributed_timeout_minutes", "moe_input_jitter_eps", "rotary_base")
 
 AT_MOST = {
     **dict.fromkeys(("num_layers", "mtp_num_layers"), 4096),
@@ -160,8 +162,10 @@ def _check_required(line: CommandLine) -> None:
         value = getattr(line, name)
         if value is not None and value > most:
             raise ValueError(f"{line[name]}: give at most {most}")
-    if line.distributed_timeout_minutes <= 0:
-        raise ValueError(f"{line['distributed_timeout_minutes']}: give more than 0")
+    for name in MORE_THAN_ZERO:
+        value = getattr(line, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{line[name]}: give more than 0")
 
 
 def at_least(line: CommandLine, least: int, names: Collection[str]) -> None:

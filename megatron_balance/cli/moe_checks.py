@@ -40,6 +40,8 @@ def check_moe(line: CommandLine) -> None:
         raise ValueError(f"{line['num_moe_experts']}: must be a multiple of {line['expert_model_parallel_size']}")
     if not 1 <= line.moe_router_topk <= experts:
         raise ValueError(f"{line['moe_router_topk']}: choose 1 to {line['num_moe_experts']}")
+    if line.moe_expert_capacity_factor == 0:
+        raise ValueError(f"{line['moe_expert_capacity_factor']}: would drop every token; give more, or leave it out")
     if line.moe_pad_expert_input_to_capacity and line.moe_expert_capacity_factor is None:
         raise ValueError("--moe-pad-expert-input-to-capacity: also give --moe-expert-capacity-factor")
     if line.moe_token_dispatcher_type == "flex" and not line.machine.cuda:
@@ -65,6 +67,13 @@ def check_moe(line: CommandLine) -> None:
     if line.balance_policy != "none":
         _check_policy(line)
     _check_given_choices(line)
+    kinds, coefficients = (
+        value if isinstance(value, list) else [value]
+        for value in (line.moe_router_load_balancing_type, line.moe_aux_loss_coeff)
+    )
+    if len(coefficients) != len(kinds):
+        one_each = f"give one number for each kind of {line['moe_router_load_balancing_type']}"
+        raise ValueError(f"{line['moe_aux_loss_coeff']}: {one_each}")
     _check_quantiles(line)
     if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
         flag = line["moe_router_group_score_topk"]
@@ -241,7 +250,7 @@ def _check_policy(line: CommandLine) -> None:
         capacities = line.balance_capacities
         low, high, _ = RANGES["rates"]
         mean = sum(capacities) / len(capacities)
-        if mean and not all(math.isfinite(one) and low <= one / mean <= high for one in capacities):
+        if mean <= 0 or not all(math.isfinite(one) and low <= one / mean <= high for one in capacities):
             wanted = f"give numbers above 0, {low:g} to {high:g} times their mean"
             raise ValueError(f"{line['balance_capacities']}: {wanted}")
         if len(capacities) != parallel:

@@ -129,6 +129,19 @@ def test_an_empty_or_absent_directory_has_nothing(tmp_path):
         assert directory.iterations() == [] and directory.tracked() is None and directory.recover() == []
 
 
+def test_a_directory_without_the_checkpoint_to_read_is_named_with_a_remedy(tmp_path):
+    with pytest.raises(ValueError, match=f"--load-dir {tmp_path}: has no {TRACKER}; give"):
+        CheckpointDirectory(tmp_path).chosen(None)
+    save(CheckpointDirectory(tmp_path), 3)
+    assert CheckpointDirectory(tmp_path).chosen(None) == tmp_path / "iter_0000003"
+    with pytest.raises(
+        ValueError, match=r"holds no checkpoint of iteration 4, but of \[3\]; choose one with --ckpt-step"
+    ):
+        CheckpointDirectory(tmp_path).chosen(4)
+    with pytest.raises(ValueError, match=f"is a single checkpoint; give --load-dir {tmp_path} --ckpt-step 3"):
+        CheckpointDirectory(tmp_path / "iter_0000003").chosen(None)
+
+
 @pytest.mark.parametrize("content", [b"", b"release", b"-1", b"1 2", b"\xff", b"9" * 50])
 def test_a_tracker_without_an_iteration_is_named(tmp_path, content):
     (tmp_path / TRACKER).write_bytes(content)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from megatron_balance.checkpoint import saved_flags
+from megatron_balance.checkpoint.directory import TRACKER
 from megatron_balance.checkpoint.saved_flags import CHECKPOINT_FIELDS
 from megatron_balance.cli.arguments import parse_args
 from tests.unit.commands import CPU, parse
 
 
-def checkpoint(directory: Path, flags: str) -> Path:
+def checkpoint(directory: Path, flags: str, iteration: int = 3) -> Path:
     """Write a checkpoint that contains only its flags."""
-    path = directory / "iter_0000003"
+    path = directory / f"iter_{iteration:07d}"
     path.mkdir()
     (path / saved_flags.FILE).write_text(saved_flags.to_json(parse(flags).config))
     return path
@@ -45,6 +46,16 @@ def test_a_run_takes_the_model_from_its_checkpoint(tmp_path: Path, name: str, fl
     config = parse(f"--load {tmp_path} --use-checkpoint-args").config
     found = json.loads(saved_flags.to_json(config))
     assert [section[name] for section in found.values() if name in section] == [value]
+
+
+@pytest.mark.parametrize(("tracker", "step", "taken"), [("3", None, 3), ("3", 0, 0), ("?", None, 3), ("0", None, 0)])
+def test_the_flags_are_those_of_the_checkpoint_that_is_loaded(
+    tmp_path: Path, tracker: str, step: int | None, taken: int
+):
+    for iteration in (0, 3):
+        checkpoint(tmp_path, f"--num-layers {8 + iteration}", iteration)
+    (tmp_path / TRACKER).write_text(tracker)
+    assert saved_flags.read_newest(tmp_path, step)["num_layers"] == 8 + taken
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, [1.0, math.inf]])
