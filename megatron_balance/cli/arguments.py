@@ -318,7 +318,7 @@ def _check_recomputed_layers(config: TransformerConfig) -> None:
     assert config.recompute_num_layers is not None
     stages = range(config.pipeline_model_parallel_size)
     chunks = range(config.virtual_pipeline_model_parallel_size or 1)
-    layout = config.pipeline_model_parallel_layout
+    layout: Any = config.pipeline_model_parallel_layout
     for stage, chunk in itertools.product(stages, chunks):
         if layout is None:
             virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk

@@ -16,6 +16,7 @@ from tests import features
 from tests.distributed.checkpoints import (
     forget_placements,
     losses_of,
+    patient,
     straight_against_resumed,
     straight_against_spoiled,
     unequal_tensors,
@@ -114,6 +115,24 @@ def shown_while_saving() -> int:
 def test_a_save_formats_no_tensor(ranks) -> None:
     """On a device, formatting a tensor makes the host wait."""
     assert ranks(2).run(shown_while_saving) == [0, 0]
+
+
+def written(flags: str, directory: str) -> int:
+    """Save an untrained run; return the bytes that this rank has written."""
+    run = build(f"{flags} --save {directory}")
+    checkpoints = patient(run)
+    checkpoints.prepare()
+    checkpoints.save()
+    return sum(path.stat().st_size for path in Path(directory).glob(f"*/__{torch.distributed.get_rank()}_*.distcp"))
+
+
+def test_data_parallel_ranks_write_equal_parts(ranks, tmp_path) -> None:
+    divided = ranks(4).run(written, "--expert-model-parallel-size 2", str(tmp_path / "divided"))
+    assert max(divided) < 1.1 * min(divided)
+    alone = ranks(4).run(
+        written, "--expert-model-parallel-size 2 --no-ckpt-fully-parallel-save", str(tmp_path / "alone")
+    )
+    assert min(alone[:2]) > 10 * max(alone[2:]), "the first replica of each part writes"
 
 
 @pytest.mark.slow
