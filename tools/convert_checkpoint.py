@@ -34,8 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.save_dir is None) != (args.action == "roundtrip"):
         parser.error(f"{args.action}: {'give' if args.save_dir is None else 'leave out'} --save-dir")
-    if args.without and args.action != "import":
-        parser.error(f"--without: does not apply to {args.action}")
+    for flag, value, actions in (
+        ("--without", args.without, ["import"]),
+        ("--hf-dir", args.hf_dir, ["export"]),
+        ("--ckpt-step", args.ckpt_step, ["export", "import-megatron"]),
+    ):
+        if value not in ([], None) and args.action not in actions:
+            parser.error(f"{flag}: does not apply to {args.action}")
     quiet.silence_expected_warnings()
     cpu.install()
     from megatron_balance.convert.conversion import export_model, import_megatron, import_model

@@ -69,7 +69,10 @@ class CheckpointDirectory:
     def chosen(self, step: int | None) -> Path:
         """Return the checkpoint of iteration `step`, or of the tracker's; raise ValueError if there is none."""
         self.check("--load-dir")
-        iteration = self.tracked() if step is None else step
+        try:
+            iteration = self.tracked() if step is None else step
+        except ValueError as error:
+            raise ValueError(f"{error}; choose one of {self.iterations()} with --ckpt-step") from error
         if iteration is None:
             instead = "give a directory of checkpoints, or --ckpt-step"
             raise ValueError(f"--load-dir {self.root}: has no {TRACKER}; {instead}")

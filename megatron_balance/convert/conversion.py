@@ -180,11 +180,11 @@ def export_model(source: Path, target: Path, log: Log, *, hf_dir: Path | None = 
         ValueError: the checkpoint is damaged or belongs to another model; the message names the problem.
         OSError: `target` cannot be written. Partial output is removed.
     """
+    path = CheckpointDirectory(source).chosen(step)
     hf_dir = hf_dir or source / HF_DIRECTORY
     if not (hf_dir / CONFIG).exists():
         raise ValueError(f"{hf_dir}: has no config.json; give --hf-dir DIR with the model's config.json and tokenizer")
     _check_empty(target)
-    path = CheckpointDirectory(source).chosen(step)
     manifest.verify(path, manifest.read(path).files)
     model = _model(hf_dir)
     reader = torch_dist.Reader(path)

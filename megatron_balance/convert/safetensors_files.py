@@ -63,6 +63,8 @@ class Weights:
     is missing or its header is invalid."""
 
     def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ValueError(f"--load-dir {directory}: is no directory; give the one that has the model's {CONFIG}")
         if os.path.lexists(directory / ADAPTER):
             raise ValueError(
                 f"{directory / ADAPTER}: an adapter (LoRA), not a whole model; merge it into its base model (peft: "

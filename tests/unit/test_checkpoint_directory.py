@@ -138,6 +138,9 @@ def test_a_directory_without_the_checkpoint_to_read_is_named_with_a_remedy(tmp_p
         ValueError, match=r"holds no checkpoint of iteration 4, but of \[3\]; choose one with --ckpt-step"
     ):
         CheckpointDirectory(tmp_path).chosen(4)
+    (tmp_path / TRACKER).write_text("?")
+    with pytest.raises(ValueError, match=r"instead of an iteration; choose one of \[3\] with --ckpt-step"):
+        CheckpointDirectory(tmp_path).chosen(None)
     with pytest.raises(ValueError, match=f"is a single checkpoint; give --load-dir {tmp_path} --ckpt-step 3"):
         CheckpointDirectory(tmp_path / "iter_0000003").chosen(None)
 

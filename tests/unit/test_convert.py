@@ -321,6 +321,27 @@ def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path, caps
     holder.check()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("import --load-dir absent --save-dir there", "--load-dir absent: is no directory"),
+        ("import --load-dir absent --save-dir there --hf-dir absent", "--hf-dir: does not apply to import"),
+        ("import --load-dir absent --save-dir there --ckpt-step 0", "--ckpt-step: does not apply to import"),
+        ("roundtrip --load-dir absent --without lm_head", "--without: does not apply to roundtrip"),
+        (
+            "export --load-dir absent --save-dir there",
+            "--load-dir absent: has no latest_checkpointed_iteration.txt; give",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(capsys, words: str, said: str) -> None:
+    try:
+        status = convert_checkpoint.main(words.split())
+    except SystemExit as error:
+        status = error.code
+    assert status and said in capsys.readouterr().err
+
+
 def test_an_import_says_where_it_is_from(models, tmp_path) -> None:
     import_model(models("mixtral"), tmp_path / "there", quiet)
     origin = read_manifest(tmp_path / "there" / "iter_0000000").origin
