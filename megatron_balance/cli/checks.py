@@ -35,6 +35,9 @@ AT_LEAST_ONE = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "make_vocab_size_divisible_by"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size"),
+    *("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "vocab_size", "padded_vocab_size"),
+    *("max_position_embeddings", "moe_router_group_topk", "lr_decay_iters", "lr_decay_samples"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "num_dataset_builder_threads"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
     "log_memory_interval",
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
@@ -44,9 +47,11 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     *("seed", "lr", "min_lr", "weight_decay", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "num_workers"),
     *("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "adam_eps", "init_method_std"),
+    *("embedding_init_method_std", "layernorm_epsilon", "lr_warmup_fraction", "lr_warmup_init", "decoupled_lr"),
+    *("decoupled_min_lr", "loss_scale", "mid_level_dataset_surplus"),
 )
 
-MORE_THAN_ZERO = ("distributed_timeout_minutes", "moe_input_jitter_eps", "rotary_base")
+MORE_THAN_ZERO = ("distributed_timeout_minutes", "moe_input_jitter_eps", "rotary_base", "activation_func_clamp_value")
 
 AT_MOST = {
     **dict.fromkeys(("num_layers", "mtp_num_layers"), 4096),
@@ -67,10 +72,12 @@ MOST_MICROBATCHES = 1 << 16
 
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
+UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
 OTHER_LAYOUTS = (
     *VIRTUAL_STAGES,
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *UNEVEN_STAGES,
 )
 """Fields that divide the layers among pipeline stages; alternatives to `--pipeline-model-parallel-layout`."""
 
@@ -327,7 +334,10 @@ def _virtual_pipeline_size(line: CommandLine) -> int | None:
     stages = line.pipeline_model_parallel_size
     ends = line.account_for_embedding_in_pipeline_split + line.account_for_loss_in_pipeline_split
     layers = line.num_layers + ends
-    uneven = line.num_layers_in_first_pipeline_stage or line.num_layers_in_last_pipeline_stage
+    uneven = [name for name in UNEVEN_STAGES if getattr(line, name)]
+    if sum(getattr(line, name) for name in uneven) > layers:
+        given = " and ".join(line[name] for name in uneven)
+        raise ValueError(f"{given}: more than --num-layers {layers}; give fewer")
     if layers % stages and not uneven:
         raise ValueError(f"--num-layers {layers}: must be a multiple of {line['pipeline_model_parallel_size']}")
     wanted = [name for name in VIRTUAL_STAGES if getattr(line, name) is not None]

@@ -75,14 +75,8 @@ def check_moe(line: CommandLine) -> None:
         one_each = f"give one number for each kind of {line['moe_router_load_balancing_type']}"
         raise ValueError(f"{line['moe_aux_loss_coeff']}: {one_each}")
     _check_quantiles(line)
-    if line.moe_router_num_groups and line.moe_router_group_score_topk is not None:
-        flag = line["moe_router_group_score_topk"]
-        groups = line.moe_router_num_groups
-        if not 1 <= line.moe_router_group_score_topk <= experts // groups:
-            size = f"1 to {experts // groups}, the number of experts of each of {groups} groups"
-            raise ValueError(f"{flag}: choose {size}")
-        if line.moe_router_fusion:
-            raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
+    if line.moe_router_num_groups:
+        _check_groups(line)
     if line.moe_router_enable_expert_bias and line.moe_router_score_function == "softmax":
         for name in ("moe_router_fusion", "moe_router_num_groups"):
             if getattr(line, name):
@@ -92,6 +86,27 @@ def check_moe(line: CommandLine) -> None:
         line.notices.append("--moe-ffn-hidden-size not given: the experts use --ffn-hidden-size")
         line.moe_ffn_hidden_size = line.ffn_hidden_size
     line.moe_token_dispatcher_type = _token_dispatcher(line)
+
+
+def _check_groups(line: CommandLine) -> None:
+    """Check group-limited routing. megatron-core scores a group by its topk / group-topk best experts, rounded down."""
+    flag = line["moe_router_group_score_topk"]
+    groups = line.moe_router_num_groups
+    size = line.num_moe_experts // groups
+    chosen = line.moe_router_group_topk
+    if chosen is not None and line.moe_router_topk > chosen * size:
+        room = f"the {chosen * size} experts in {chosen} of {groups} groups ({line['moe_router_group_topk']})"
+        raise ValueError(f"{line['moe_router_topk']}: more than {room}; choose fewer experts, or more groups")
+    if line.moe_router_group_score_topk is None:
+        if chosen is not None and line.moe_router_topk < chosen:
+            reason = f"more than {line['moe_router_topk']}, so no expert would score the groups"
+            remedy = "choose fewer groups, or give --moe-router-group-score-topk 1"
+            raise ValueError(f"{line['moe_router_group_topk']}: {reason}; {remedy}")
+        return
+    if not 1 <= line.moe_router_group_score_topk <= size:
+        raise ValueError(f"{flag}: choose 1 to {size}, the number of experts of each of {groups} groups")
+    if line.moe_router_fusion:
+        raise ValueError(f"--moe-router-fusion: not with {flag}; leave out one of them")
 
 
 def _check_given_choices(line: CommandLine) -> None:
