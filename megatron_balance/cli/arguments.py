@@ -326,7 +326,9 @@ def _check_recomputed_layers(config: TransformerConfig) -> None:
         else:
             layers = layout.layout[stage][chunk].count(LayerType.decoder)
         if layers % config.recompute_num_layers:
-            must = f"with --recompute-method uniform it must divide the {layers} layers of each stage or model chunk"
+            must = (
+                f"with --recompute-method uniform it must divide the layers of each stage or model chunk, here {layers}"
+            )
             raise ValueError(f"--recompute-num-layers {config.recompute_num_layers}: {must}; use 1, or block")
 
 
