@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer, moe_layers
 from megatron_balance.flow.plan import Split, certified_rows
-from megatron_balance.job.groups import new_group_by_value, new_twin, world
+from megatron_balance.job.groups import gather, new_group, new_twin
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import tokens_loop
@@ -98,11 +99,14 @@ def build_balancer(
         number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
         for number, layer in layers.items()
     }
-    twin = new_twin(groups.ep, world(), minutes)
+    twin = new_twin(groups.ep, minutes)
     connect(twin)
     mover = None
     if settings.balance_ownership == "transfer":
-        stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
+        own = groups.pp.rank()
+        members = [rank for rank, other in enumerate(gather(own)) if other == own]
+        stage = new_group(members, minutes, "PIPELINE_STAGE")
+        assert stage is not None
         connect(stage)
         mover = ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
     calibration = settings.balance_calibrate
@@ -161,7 +165,7 @@ def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool,
 
 def calibrated_job(config: RunConfig) -> Job:
     """Return the properties that a record of `--balance-calibrate` must share with a run."""
-    return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
+    return Job(dist.get_world_size(), sum(moe_layer_pattern(config.transformer)))
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:

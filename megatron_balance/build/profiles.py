@@ -20,7 +20,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
 from megatron_balance.flow.schedule_choice import choices, ranges
-from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world
+from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank
 from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
 from megatron_balance.measure.operations import Call, codec_passes, expert_passes, schedule_call
 from megatron_balance.measure.stopwatch import Stopwatch
@@ -160,7 +160,7 @@ def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple
 
 def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
     """Create a second tensor-parallel group, for the all-gathers of s2 that overlap with its all-to-all (SAA)."""
-    return new_twin(groups.tp, world(), config.launch.distributed_timeout_minutes)
+    return new_twin(groups.tp, config.launch.distributed_timeout_minutes)
 
 
 def measure_cluster(config: RunConfig, groups: ProcessGroupCollection, node_size: int) -> ClusterProfile:
@@ -189,7 +189,6 @@ def measure_cluster(config: RunConfig, groups: ProcessGroupCollection, node_size
     load = max(MINIMAL_LOAD, layer_shape(config, groups).tokens * transformer.moe_router_topk)
     profile = measure(
         groups.ep,
-        world(),
         node_size,
         passes=functools.partial(expert_passes, experts),
         tokens=[load // 8, load // 4, load // 2, load, 2 * load],
