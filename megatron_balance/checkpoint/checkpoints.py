@@ -25,7 +25,7 @@ from megatron_balance.checkpoint.safe_pickle import COMMON
 from megatron_balance.checkpoint.save_directory import SaveDirectory
 from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
 from megatron_balance.files.writing import write_file
-from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
+from megatron_balance.job.errors import CheckpointError, everywhere, raise_everywhere
 from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.training.logging import RunLog
@@ -110,7 +110,7 @@ class Checkpoints:
         with self._undone_on_failure(save):
             save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
             save.writer = self._plan(save.staged)
-            raise_everywhere(outcome(save.writer.start))
+            everywhere(save.writer.start, CheckpointError)
         return save
 
     def _plan(self, staged: Path) -> PartWriter:
@@ -178,7 +178,7 @@ class Checkpoints:
         if failed:
             self.in_flight = None
             with self._undone_on_failure(save):
-                raise_everywhere(error)
+                raise_everywhere(error, CheckpointError)
         return not writing
 
     def _complete(self, save: _Save) -> None:

@@ -24,15 +24,19 @@ def outcome(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-def raise_everywhere(error: Exception | None) -> None:
-    """Raise the error of the first rank that has one, on every rank. Collective."""
-    for rank, failure in enumerate(gather(None if error is None else f"{type(error).__name__}: {error}")):
+def raise_everywhere(error: Exception | None, kind: type[Exception] = ValueError) -> None:
+    """Raise the error of the first rank that has one, on every rank, as an error of this kind. Collective.
+
+    The text of a ValueError says everything; before the text of other errors stands their type.
+    """
+    text = str(error) if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    for rank, failure in enumerate(gather(None if error is None else text)):
         if failure is not None:
-            raise CheckpointError(f"rank {rank}: {failure}") from error
+            raise kind(f"rank {rank}: {failure}" if rank else failure) from error
 
 
-def everywhere(action: Callable[[], Result]) -> Result:
-    """Return the result of an action; if it fails on a rank, raise the first such error on every rank. Collective."""
+def everywhere(action: Callable[[], Result], kind: type[Exception] = ValueError) -> Result:
+    """Return the result of an action, or raise its error like `raise_everywhere`. Collective."""
     results: list[Result] = []
-    raise_everywhere(outcome(lambda: results.append(action())))
+    raise_everywhere(outcome(lambda: results.append(action())), kind)
     return results[0]
