@@ -1,7 +1,7 @@
 """Runs a command line to the end of its training, on every rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -46,10 +46,10 @@ def pretrain(argv: list[str]) -> None:
         if ready.config.launch.dry_run:
             return dry_run(ready.config, ready.notices, ready.topology)
         store = _join(ready)
-    clock, notice = clocks.compare(ready.launch.rank)
+    now, notice = clocks.compare(ready.launch.rank)
     if notice is not None:
         ready.notices.append(notice)
-    with _guarded(ready, store, clock) as (hangs, save_directory, stopping):
+    with _guarded(ready, store, now) as (hangs, save_directory, stopping):
         run, log, checkpoints = _prepare(ready, hangs, save_directory)
         _train(run, log, checkpoints, stopping)
         _finish_together()
@@ -67,7 +67,7 @@ def _join(ready: Preflight) -> dist.Store:
 
 @contextlib.contextmanager
 def _guarded(
-    ready: Preflight, store: dist.Store, clock: clocks.Clock
+    ready: Preflight, store: dist.Store, now: Callable[[], float]
 ) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
     """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
@@ -80,8 +80,8 @@ def _guarded(
             world_size=launch.world_size,
             limit=ready.config.launch.distributed_timeout_minutes * 60,
             store_rank=launch.store_rank,
-            collectives=stack.enter_context(Collectives(now=clock.now).recorded()),
-            now=clock.now,
+            collectives=stack.enter_context(Collectives(now=now).recorded()),
+            now=now,
         )
         stack.enter_context(hangs)
         save_directory = SaveDirectory(Path(save) if save else None, launch)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.build.profiles import even_rows, microbatch_tokens, routing_of
@@ -94,7 +93,9 @@ def build_balancer(
     overlaps = _overlaps(config, profile, model)
 
     schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, apart, ahead)
-    trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
+    # A number of microbatches that every schedule of the layout accepts
+    usual = config.transformer.microbatch_group_size_per_vp_stage or config.transformer.pipeline_model_parallel_size
+    trans_each = _trans_each(schedule(usual))
     states = {
         number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
         for number, layer in layers.items()
@@ -243,11 +244,6 @@ def _layer_state(
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
-
-
-def _usual_microbatches(config: TransformerConfig) -> int:
-    """Return a number of microbatches that every schedule of the layout accepts."""
-    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
 
 
 def _trans_each(schedule: Schedule) -> dict[int, int]:

@@ -12,7 +12,6 @@ from megatron_balance.build.profiles import (
     Profiles,
     first_rank_log,
     layer_shape,
-    new_saa_group,
     routing_of,
     schedule_choices,
 )
@@ -27,7 +26,7 @@ from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, Chunk
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.schedule_choice import ScheduleModel
-from megatron_balance.job.groups import Topology, new_node_groups
+from megatron_balance.job.groups import Topology, new_node_groups, new_twin
 from megatron_balance.planning.policies import load_policy, policy_options
 from megatron_balance.training.progress import Progress
 
@@ -82,7 +81,8 @@ def _dispatch(profiles: Profiles) -> ParallelDispatch:
     if schedule == "auto":
         schedule = _faster_schedule(profiles)
     overlaps = schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config)
-    saa_group = new_saa_group(config, groups) if overlaps else None
+    # All-gathers of s2 overlap with its all-to-all (SAA), so they have a group of their own
+    saa_group = new_twin(groups.tp, config.launch.distributed_timeout_minutes) if overlaps else None
     return ParallelDispatch(SCHEDULES[schedule], groups, config.transformer.sequence_parallel, saa_group)
 
 
