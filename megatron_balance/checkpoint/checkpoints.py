@@ -21,9 +21,9 @@ from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, sources
-from megatron_balance.checkpoint.safe_pickle import COMMON
+from megatron_balance.checkpoint.safe_pickle import COMMON, CONFIG, METADATA
 from megatron_balance.checkpoint.save_directory import SaveDirectory
-from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
+from megatron_balance.checkpoint.writer import PartWriter, ShardStrategy, common_state_in_memory
 from megatron_balance.files.writing import write_file
 from megatron_balance.job.errors import CheckpointError, everywhere, raise_everywhere
 from megatron_balance.job.groups import gather, on_first_rank
@@ -34,7 +34,7 @@ from megatron_balance.training.schedule import scheduler_settings
 
 POLL_SECONDS = 0.02
 COMMON_FILES = (COMMON, CONFIG, METADATA, saved_flags.FILE)
-"""Files that rank 0 writes in addition to the shards."""
+"""Files that rank 0 writes in addition to the shards. Since megatron-core 0.19, its shards contain COMMON."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
     deleted = True
     candidates = []
     while deleted:
-        # Each search finds the newer checkpoints that the run which deletes older ones has saved in the meantime
+        # Another run may delete checkpoints while it saves newer ones, which the next search finds
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")

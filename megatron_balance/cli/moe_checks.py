@@ -280,23 +280,16 @@ def _check_certificate(line: CommandLine) -> None:
     if line.balance_load != "exact" and line.balance_inner_policy == "none":
         reason = "a plan for a predicted load proves nothing about the rows that arrive"
         raise ValueError(f"{flag}: {reason}; also give --balance-load exact or --balance-inner-policy quota")
-    given = "moe_token_dispatcher_type" in line.given
     allocates = "allocates the memory for rows itself"
-    for name, conflicts, reason in (
-        (
-            "moe_token_dispatcher_type",
-            given and line.moe_token_dispatcher_type != "alltoall",
-            f"{allocates}; use alltoall",
-        ),
-        (
-            "moe_comm_alltoall",
-            ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup",
-            f"{allocates}; use pipe",
-        ),
-        ("moe_comm_chunks", line.moe_comm_chunks != "1", "splits the rows whose number a plan bounds; use 1"),
-    ):
-        if conflicts:
-            raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
+    conflicts = {}
+    if "moe_token_dispatcher_type" in line.given and line.moe_token_dispatcher_type != "alltoall":
+        conflicts["moe_token_dispatcher_type"] = f"{allocates}; use alltoall"
+    if ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup":
+        conflicts["moe_comm_alltoall"] = f"{allocates}; use pipe"
+    if line.moe_comm_chunks != "1":
+        conflicts["moe_comm_chunks"] = "splits the rows whose number a plan bounds; use 1"
+    for name, reason in conflicts.items():
+        raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
 
 
 def _check_transfer(line: CommandLine) -> None:

@@ -27,7 +27,7 @@ def outcome(action: Callable[[], object]) -> Exception | None:
 def raise_everywhere(error: Exception | None, kind: type[Exception] = ValueError) -> None:
     """Raise the error of the first rank that has one, on every rank, as an error of this kind. Collective.
 
-    The text of a ValueError says everything; before the text of other errors stands their type.
+    The message of a ValueError stands alone; other messages begin with the error's type.
     """
     text = str(error) if error is None or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     for rank, failure in enumerate(gather(None if error is None else text)):

@@ -37,7 +37,7 @@ Batch = dict[str, torch.Tensor]
 each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
 PER_SAMPLE = ("cu_seqlens", "max_seqlen")
-"""What newer versions of megatron-core add to a sample whose documents are kept apart, in place of `documents`."""
+"""Entries that newer versions of megatron-core add if documents are kept apart; `documents` replaces them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def build_data(
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
+    """Raise ValueError on every rank if rank 0, or a rank that reads samples, has invalid or different files."""
     prefixes = data_files.paths(data)
     rank = torch.distributed.get_rank()
 
