@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.build.profiles import even_rows, microbatch_tokens, routing_of
@@ -102,14 +103,6 @@ def build_balancer(
     }
     twin = new_twin(groups.ep, minutes)
     connect(twin)
-    mover = None
-    if settings.balance_ownership == "transfer":
-        own = groups.pp.rank()
-        members = [rank for rank, other in enumerate(gather(own)) if other == own]
-        stage = new_group(members, minutes, "PIPELINE_STAGE")
-        assert stage is not None
-        connect(stage)
-        mover = ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
     calibration = settings.balance_calibrate
     balancer = Balancer(
         group=groups.ep,
@@ -120,7 +113,7 @@ def build_balancer(
         guest_bytes=guest_bytes,
         ring=GuestRing.of(experts, ring) if each else None,
         ahead=ahead,
-        mover=mover,
+        mover=_mover(groups, minutes) if settings.balance_ownership == "transfer" else None,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
@@ -130,6 +123,15 @@ def build_balancer(
     )
     hooks.install(balancer, layers, model, config.transformer)
     return balancer
+
+
+def _mover(groups: ProcessGroupCollection, minutes: float) -> ExpertMover:
+    """Return what moves experts to other owners, among all ranks of the pipeline stage; every rank calls it."""
+    own = groups.pp.rank()
+    stage = new_group([rank for rank, other in enumerate(gather(own)) if other == own], minutes, "PIPELINE_STAGE")
+    assert stage is not None
+    connect(stage)
+    return ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 
 
 def _schedules(
