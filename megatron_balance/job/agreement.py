@@ -8,6 +8,7 @@ processes, a missing rank, its own mistake) decides at once.
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -205,7 +206,10 @@ def _listed(parts: Sequence[str], separator: str = ", ") -> str:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as words, such as `rank 3` or `ranks 3, 7-15`."""
+    """Return ascending ranks as words, such as `rank 3`, `ranks 3, 7-15` or `ranks 0, 8 ... 56`."""
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    if len(ranks) > 4 and len(steps) == 1 and steps != {1}:
+        return f"ranks {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][-1] == rank - 1:
