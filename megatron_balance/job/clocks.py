@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_balance.job.agreement import listed
 from megatron_balance.job.groups import gather
 from megatron_balance.messages import cleaned
 
@@ -31,6 +32,6 @@ def difference(read: Sequence[tuple[str, float]]) -> tuple[list[float], str | No
     apart = {host: f"{seconds:+.0f} s on {host}" for (host, _), seconds in zip(read, ahead, strict=True) if seconds}
     if not apart:
         return ahead, None
-    listed = ", ".join([*apart.values()][:8]) + (f" and {len(apart) - 8} more" if len(apart) > 8 else "")
     problem = "logs and timelines of different machines cannot be compared"
-    return ahead, f"clocks differ from that of {read[0][0]}: {listed}; {problem}; let NTP or chrony set the clocks"
+    told = f"clocks differ from that of {read[0][0]}: {listed([*apart.values()])}; {problem}"
+    return ahead, f"{told}; let NTP or chrony set the clocks"
