@@ -18,6 +18,7 @@ from megatron_balance.job import clocks, job, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
 from megatron_balance.job.errors import CheckpointError, everywhere
+from megatron_balance.job.groups import gather
 from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.observe.routing import LoadRecorder
 from megatron_balance.training.logging import RunLog
@@ -127,6 +128,4 @@ def _train(run: Run, log: RunLog, checkpoints: Checkpoints, stopping: Stopping) 
 
 def _finish_together() -> None:
     """Wait for all ranks: a rank that exits early would look dead. `dist.barrier` would print a warning."""
-    finished = torch.zeros(1, device=torch.cuda.current_device())
-    dist.all_reduce(finished)
-    finished.item()
+    gather(None)
