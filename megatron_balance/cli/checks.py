@@ -105,7 +105,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if line.sequence_parallel and line.tensor_model_parallel_size == 1:
         line.sequence_parallel = False
         line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
-    refuse_idle(line)
+    refuse_idle_balancing(line)
     _check_conditions(line)
     machine_checks.choose_backend(line)
     machine_checks.check_packages(line)
@@ -172,7 +172,7 @@ def at_least(line: CommandLine, least: int, names: Collection[str]) -> None:
             raise ValueError(f"{line[name]}: give at least {least}")
 
 
-def refuse_idle(line: CommandLine) -> None:
+def refuse_idle_balancing(line: CommandLine) -> None:
     """Refuse flags of balancing that have no effect."""
     chunks = line.moe_comm_chunks != "1"
     decides = chunks or "auto" in (line.moe_comm_alltoall, line.moe_parallel_schedule)
