@@ -30,6 +30,7 @@ from megatron_balance.device import cpu
 from megatron_balance.flow.device_dispatcher import most_rows
 from megatron_balance.flow.layer import moe_layers
 from megatron_balance.flow.plan import certified_rows
+from megatron_balance.job.agreement import in_words
 from megatron_balance.job.groups import Topology, imagined_job
 from megatron_balance.job.layout import destroy_groups
 from megatron_balance.profile.cluster import Cluster, is_cluster, read
@@ -244,18 +245,6 @@ def _groups(collection: ProcessGroupCollection, topology: Topology) -> list[str]
         lines.append(f"  {name:22} {len(ranks):5}  {in_words(ranks)}{f', on {nodes} nodes' if nodes > 1 else ''}")
     lines.append(f"  {'node':22} {topology.node_size:5}  {in_words(range(topology.node_size))}")
     return lines
-
-
-def in_words(ranks: Sequence[int]) -> str:
-    """Return a text such as `ranks 0-7`, `ranks 0, 8 ... 56` or `ranks 0, 1, 4, 5`."""
-    steps = {after - before for before, after in itertools.pairwise(ranks)}
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if steps == {1}:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    if len(ranks) > 4:
-        return f"ranks {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _pipeline(run: Run) -> list[str]:

@@ -31,7 +31,7 @@ from megatron_balance.build.run import balanced_layer_spec as build_layer_spec
 from megatron_balance.build.run import finalizer
 from megatron_balance.build.wiring import Wiring, build_wiring
 from megatron_balance.cli.arguments import run_config
-from megatron_balance.cli.checks import at_least, refuse_idle
+from megatron_balance.cli.checks import at_least, refuse_idle_balancing
 from megatron_balance.cli.command_line import CommandLine
 from megatron_balance.cli.flag_groups import OUR_GROUPS, field_help
 from megatron_balance.cli.machine_checks import check_expert_gemm
@@ -259,7 +259,7 @@ def _check(values: Mapping[str, Any]) -> list[str]:
     line = CommandLine(values, given, machine)
     line.distributed_backend = line.get("distributed_backend") or ("nccl" if machine.cuda else "gloo")
     at_least(line, 1, ("balance_interval", "balance_guest_ring", "moe_comm_refit_interval"))
-    refuse_idle(line)
+    refuse_idle_balancing(line)
     for name in ONLY_IN_OUR_LOOP:
         if name in given:
             raise ValueError(f"{flag_of(name)}: only pretrain_gpt_moe.py has it; leave it out")

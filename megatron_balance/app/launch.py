@@ -1,7 +1,7 @@
 """Runs a command line to the end of its training, on every rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from megatron_balance.job import clocks, job, limits
 from megatron_balance.job.collectives import Collectives
 from megatron_balance.job.endings import Ending, guarded_exit, unbreakable_output
 from megatron_balance.job.errors import CheckpointError, everywhere
+from megatron_balance.job.groups import gather
 from megatron_balance.job.hang_guard import HangGuard
 from megatron_balance.observe.routing import LoadRecorder
 from megatron_balance.training.logging import RunLog
@@ -46,10 +47,10 @@ def pretrain(argv: list[str]) -> None:
         if ready.config.launch.dry_run:
             return dry_run(ready.config, ready.notices, ready.topology)
         store = _join(ready)
-    clock, notice = clocks.compare(ready.launch.rank)
+    now, notice = clocks.compare(ready.launch.rank)
     if notice is not None:
         ready.notices.append(notice)
-    with _guarded(ready, store, clock) as (hangs, save_directory, stopping):
+    with _guarded(ready, store, now) as (hangs, save_directory, stopping):
         run, log, checkpoints = _prepare(ready, hangs, save_directory)
         _train(run, log, checkpoints, stopping)
         _finish_together()
@@ -67,7 +68,7 @@ def _join(ready: Preflight) -> dist.Store:
 
 @contextlib.contextmanager
 def _guarded(
-    ready: Preflight, store: dist.Store, clock: clocks.Clock
+    ready: Preflight, store: dist.Store, now: Callable[[], float]
 ) -> Iterator[tuple[HangGuard, SaveDirectory, Stopping]]:
     """Report ranks that stall or fail, note requests to stop, and lock `--save` against other jobs."""
     launch = ready.launch
@@ -80,8 +81,8 @@ def _guarded(
             world_size=launch.world_size,
             limit=ready.config.launch.distributed_timeout_minutes * 60,
             store_rank=launch.store_rank,
-            collectives=stack.enter_context(Collectives(now=clock.now).recorded()),
-            now=clock.now,
+            collectives=stack.enter_context(Collectives(now=now).recorded()),
+            now=now,
         )
         stack.enter_context(hangs)
         save_directory = SaveDirectory(Path(save) if save else None, launch)
@@ -127,6 +128,4 @@ def _train(run: Run, log: RunLog, checkpoints: Checkpoints, stopping: Stopping) 
 
 def _finish_together() -> None:
     """Wait for all ranks: a rank that exits early would look dead. `dist.barrier` would print a warning."""
-    finished = torch.zeros(1, device=torch.cuda.current_device())
-    dist.all_reduce(finished)
-    finished.item()
+    gather(None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_balance.build.balancer import calibrated_job
 from megatron_balance.config.training_config import LogConfig
 from megatron_balance.device import memory
-from megatron_balance.job.errors import everywhere
+from megatron_balance.job.errors import CheckpointError, everywhere
 from megatron_balance.observe.calibration_log import CalibrationLog
 from megatron_balance.observe.load_log import LoadLog
 from megatron_balance.observe.optional import Attempts
@@ -30,7 +30,7 @@ def watching(run: Run) -> Iterator[Callable[[StepReport], None]]:
     done = run.progress.iteration
     rank = dist.get_rank()
     with contextlib.ExitStack() as closing:
-        records = everywhere(lambda: list(_open_records(run, closing)))
+        records = everywhere(lambda: list(_open_records(run, closing)), CheckpointError)
         profiler = build_profiler(config.profiling, config.log.tensorboard_dir, rank, done)
         if profiler is not None:
             closing.callback(profiler.close)

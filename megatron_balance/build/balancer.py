@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_balance.build.profiles import even_rows, microbatch_tokens, routing_of
@@ -24,7 +25,7 @@ from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer, moe_layers
 from megatron_balance.flow.plan import Split, certified_rows
-from megatron_balance.job.groups import new_group_by_value, new_twin, world
+from megatron_balance.job.groups import gather, new_group, new_twin
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import tokens_loop
@@ -93,18 +94,15 @@ def build_balancer(
     overlaps = _overlaps(config, profile, model)
 
     schedule = _schedules(config, by_chunk, groups.pp.rank(), ring, apart, ahead)
-    trans_each = _trans_each(schedule(_usual_microbatches(config.transformer)))
+    # A number of microbatches that every schedule of the layout accepts
+    usual = config.transformer.microbatch_group_size_per_vp_stage or config.transformer.pipeline_model_parallel_size
+    trans_each = _trans_each(schedule(usual))
     states = {
         number: _layer_state(wiring, layer, overlaps[number], policy, owners, optimizer, trans_each.get(number, 0))
         for number, layer in layers.items()
     }
-    twin = new_twin(groups.ep, world(), minutes)
+    twin = new_twin(groups.ep, minutes)
     connect(twin)
-    mover = None
-    if settings.balance_ownership == "transfer":
-        stage = new_group_by_value(groups.pp.rank(), minutes, "PIPELINE_STAGE")
-        connect(stage)
-        mover = ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
     calibration = settings.balance_calibrate
     balancer = Balancer(
         group=groups.ep,
@@ -115,7 +113,7 @@ def build_balancer(
         guest_bytes=guest_bytes,
         ring=GuestRing.of(experts, ring) if each else None,
         ahead=ahead,
-        mover=mover,
+        mover=_mover(groups, minutes) if settings.balance_ownership == "transfer" else None,
         explain=settings.balance_explain,
         shards=groups.tp_ep,
         planner=planner,
@@ -125,6 +123,15 @@ def build_balancer(
     )
     hooks.install(balancer, layers, model, config.transformer)
     return balancer
+
+
+def _mover(groups: ProcessGroupCollection, minutes: float) -> ExpertMover:
+    """Return what moves experts to other owners, among all ranks of the pipeline stage; every rank calls it."""
+    own = groups.pp.rank()
+    stage = new_group([rank for rank, other in enumerate(gather(own)) if other == own], minutes, "PIPELINE_STAGE")
+    assert stage is not None
+    connect(stage)
+    return ExpertMover(stage, Place(groups.ep.rank(), groups.expt_dp.rank()))
 
 
 def _schedules(
@@ -161,7 +168,7 @@ def _allocate_guests(experts: Sequence[GroupedExperts], slots: int, ahead: bool,
 
 def calibrated_job(config: RunConfig) -> Job:
     """Return the properties that a record of `--balance-calibrate` must share with a run."""
-    return Job(world().size(), sum(moe_layer_pattern(config.transformer)))
+    return Job(dist.get_world_size(), sum(moe_layer_pattern(config.transformer)))
 
 
 def _planning(config: RunConfig, policy: Policy | None) -> tuple[Policy, Planner]:
@@ -239,11 +246,6 @@ def _layer_state(
         each = replace(cost, trans_each=trans_each, split="proportional")
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
-
-
-def _usual_microbatches(config: TransformerConfig) -> int:
-    """Return a number of microbatches that every schedule of the layout accepts."""
-    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
 
 
 def _trans_each(schedule: Schedule) -> dict[int, int]:

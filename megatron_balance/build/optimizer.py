@@ -154,11 +154,8 @@ def _muon(
 
 def _wrapped(inner: torch.optim.Optimizer, settings: OptimizerConfig) -> MegatronOptimizer:
     """Return megatron-core's wrapper of an optimizer, which has main parameters in half precision."""
-
-    def allocate(inner: Any, config: object = None) -> None:
-        for parameter in (one for group in inner.param_groups for one in group["params"]):
-            inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
-
+    # Losses are not scaled, and `optimizer_state.allocate` allocates the state
+    absent: Any = None
     if settings.bf16:
-        return Float16OptimizerWithFloat16Params(inner, settings, None, allocate)  # pyright: ignore[reportArgumentType]
-    return FP32Optimizer(inner, settings, allocate)
+        return Float16OptimizerWithFloat16Params(inner, settings, absent, absent)
+    return FP32Optimizer(inner, settings, absent)

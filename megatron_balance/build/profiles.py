@@ -20,7 +20,7 @@ from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import expert_gemm
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch, Shape
 from megatron_balance.flow.schedule_choice import choices, ranges
-from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank, world
+from megatron_balance.job.groups import Topology, expert_node_size, new_twin, on_first_rank
 from megatron_balance.measure.measure import LARGE_SIZES, REPEATS, SIZES, measure, measure_parallel, measured_once
 from megatron_balance.measure.operations import Call, codec_passes, expert_passes, schedule_call
 from megatron_balance.measure.stopwatch import Stopwatch
@@ -158,11 +158,6 @@ def schedule_choices(config: RunConfig, groups: ProcessGroupCollection) -> tuple
     return tuple(name for name in found if name != "s2")
 
 
-def new_saa_group(config: RunConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Create a second tensor-parallel group, for the all-gathers of s2 that overlap with its all-to-all (SAA)."""
-    return new_twin(groups.tp, world(), config.launch.distributed_timeout_minutes)
-
-
 def measure_cluster(config: RunConfig, groups: ProcessGroupCollection, node_size: int) -> ClusterProfile:
     """Measure this job's cluster with experts of the run's shape and precision; every rank calls it.
 
@@ -189,7 +184,6 @@ def measure_cluster(config: RunConfig, groups: ProcessGroupCollection, node_size
     load = max(MINIMAL_LOAD, layer_shape(config, groups).tokens * transformer.moe_router_topk)
     profile = measure(
         groups.ep,
-        world(),
         node_size,
         passes=functools.partial(expert_passes, experts),
         tokens=[load // 8, load // 4, load // 2, load, 2 * load],
@@ -208,7 +202,8 @@ def measure_schedules(config: RunConfig, groups: ProcessGroupCollection) -> Para
     """Measure the terms in which `schedule_choices` differ (Parm, section V-A); every rank of the job calls it."""
     transformer = config.transformer
     shape = layer_shape(config, groups)
-    saa_group = new_saa_group(config, groups) if "s2" in schedule_choices(config, groups) else None
+    overlaps = "s2" in schedule_choices(config, groups)
+    saa_group = new_twin(groups.tp, config.launch.distributed_timeout_minutes) if overlaps else None
     direct, gathering = (
         ParallelDispatch(SCHEDULES[name], groups, transformer.sequence_parallel, saa_group)
         for name in ("s1" if saa_group is None else "s2", "megatron")

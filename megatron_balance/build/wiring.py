@@ -5,13 +5,13 @@ configuration, groups -> Profiles -> ParallelDispatch -> TokenExchange -> ChunkC
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_balance.build.profiles import (
     Profiles,
     first_rank_log,
     layer_shape,
-    new_saa_group,
     routing_of,
     schedule_choices,
 )
@@ -26,7 +26,7 @@ from megatron_balance.flow.chunks.choice import ByMiniTasks, ByPrediction, Chunk
 from megatron_balance.flow.chunks.order import find_order
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
 from megatron_balance.flow.schedule_choice import ScheduleModel
-from megatron_balance.job.groups import Topology, new_node_groups, world
+from megatron_balance.job.groups import Topology, new_node_groups, new_twin
 from megatron_balance.planning.policies import load_policy, policy_options
 from megatron_balance.training.progress import Progress
 
@@ -58,7 +58,7 @@ class Wiring:
 
 def build_wiring(config: RunConfig, groups: ProcessGroupCollection, progress: Progress) -> Wiring:
     """Build the wiring; every rank calls it. ValueError: an all-to-all, codec, order or profile does not fit."""
-    world_size = world().size()
+    world_size = dist.get_world_size()
     profiles = Profiles(config, groups, Topology(world_size, config.comm.moe_comm_node_size or world_size))
     dispatch = _dispatch(profiles)
     exchange = _exchange(profiles, dispatch)
@@ -81,7 +81,8 @@ def _dispatch(profiles: Profiles) -> ParallelDispatch:
     if schedule == "auto":
         schedule = _faster_schedule(profiles)
     overlaps = schedule == "s2" and groups.tp.size() > 1 and _is_simultaneous(config)
-    saa_group = new_saa_group(config, groups) if overlaps else None
+    # All-gathers of s2 overlap with its all-to-all (SAA), so they have a group of their own
+    saa_group = new_twin(groups.tp, config.launch.distributed_timeout_minutes) if overlaps else None
     return ParallelDispatch(SCHEDULES[schedule], groups, config.transformer.sequence_parallel, saa_group)
 
 
@@ -124,7 +125,7 @@ def _exchange(profiles: Profiles, dispatch: ParallelDispatch) -> TokenExchange:
         comm.moe_comm_alltoall,
         group,
         # Lazy: only some all-to-alls need the groups of nodes or a profile, and creating either is collective
-        nodes=lambda: new_node_groups(group, world(), profiles.node_size(group), minutes),
+        nodes=lambda: new_node_groups(group, profiles.node_size(group), minutes),
         profile=lambda: profiles.of(group),
         log=first_rank_log(),
         copies=(lambda: _copies_case(profiles, dispatch)) if can_copy else None,

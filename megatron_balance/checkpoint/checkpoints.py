@@ -21,11 +21,11 @@ from megatron_balance.checkpoint import manifest, run_state, saved_flags
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.lease import LeaseLost
 from megatron_balance.checkpoint.loading import find_sound, load_checkpoint, missing, sources
-from megatron_balance.checkpoint.safe_pickle import COMMON
+from megatron_balance.checkpoint.safe_pickle import COMMON, CONFIG, METADATA
 from megatron_balance.checkpoint.save_directory import SaveDirectory
-from megatron_balance.checkpoint.writer import CONFIG, METADATA, PartWriter, ShardStrategy, common_state_in_memory
+from megatron_balance.checkpoint.writer import PartWriter, ShardStrategy, common_state_in_memory
 from megatron_balance.files.writing import write_file
-from megatron_balance.job.errors import CheckpointError, outcome, raise_everywhere
+from megatron_balance.job.errors import CheckpointError, everywhere, raise_everywhere
 from megatron_balance.job.groups import gather, on_first_rank
 from megatron_balance.observe.progress_log import ProgressLog
 from megatron_balance.training.logging import RunLog
@@ -34,7 +34,7 @@ from megatron_balance.training.schedule import scheduler_settings
 
 POLL_SECONDS = 0.02
 COMMON_FILES = (COMMON, CONFIG, METADATA, saved_flags.FILE)
-"""Files that rank 0 writes in addition to the shards."""
+"""Files that rank 0 writes in addition to the shards. Since megatron-core 0.19, its shards contain COMMON."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Checkpoints:
         with self._undone_on_failure(save):
             save.staged = on_first_rank(lambda: self._still_held(directory).stage(iteration))
             save.writer = self._plan(save.staged)
-            raise_everywhere(outcome(save.writer.start))
+            everywhere(save.writer.start, CheckpointError)
         return save
 
     def _plan(self, staged: Path) -> PartWriter:
@@ -178,7 +178,7 @@ class Checkpoints:
         if failed:
             self.in_flight = None
             with self._undone_on_failure(save):
-                raise_everywhere(error)
+                raise_everywhere(error, CheckpointError)
         return not writing
 
     def _complete(self, save: _Save) -> None:

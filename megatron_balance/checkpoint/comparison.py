@@ -14,7 +14,7 @@ from megatron_balance.config.flags import flag_of, in_words
 
 
 class Kind(enum.Enum):
-    """What follows from a difference: the first three are errors, and of the others, the log has both values."""
+    """Consequence of a difference. The first three are errors; for the others, the log shows both values."""
 
     WEIGHTS = "the checkpoint is of another model"
     """An error, because the weights have other shapes, or another meaning."""

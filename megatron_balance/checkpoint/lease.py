@@ -31,6 +31,7 @@ import psutil
 
 from megatron_balance.checkpoint.manifest import utc_now
 from megatron_balance.files.writing import writing
+from megatron_balance.job.launcher import STARTED, STATE, process_field
 from megatron_balance.messages import cleaned
 
 NAME = re.compile(r"lease\.(\d{6,15})")
@@ -74,11 +75,10 @@ class Owner:
     def here(cls, run: str, job: str | None = None, attempt: int = 0) -> "Owner":
         """Return this process as an owner."""
         own = cls(run, host=socket.gethostname(), process=os.getpid(), since=utc_now(), job=job, attempt=attempt)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-            _, started = process_state(own.process)
-            return dataclasses.replace(own, machine=machine, started=started)
+            return dataclasses.replace(own, machine=machine, started=int(process_field(own.process, STARTED)))
         return own
 
     def __str__(self) -> str:
@@ -89,18 +89,10 @@ class Owner:
         """Return whether `other` still runs; None if this process cannot find out."""
         if not self.machine or self.machine != other.machine:
             return None
-        try:
-            state, started = process_state(other.process)
-        except OSError:
+        state = process_field(other.process, STATE)
+        if not state:
             return None if psutil.pid_exists(other.process) else False
-        return state not in "ZX" and started == other.started
-
-
-def process_state(number: int) -> tuple[str, int]:
-    """Return the state and the start time of a process as in /proc; raise OSError if they cannot be read."""
-    # The second field, in parentheses, may contain any character
-    fields = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[19])
+        return state not in "ZX" and process_field(other.process, STARTED) == str(other.started)
 
 
 @dataclass(frozen=True)

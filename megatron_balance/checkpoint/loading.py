@@ -19,8 +19,8 @@ from megatron_balance.checkpoint.comparison import Differences, Loaded, compare
 from megatron_balance.checkpoint.directory import CheckpointDirectory
 from megatron_balance.checkpoint.safe_pickle import check_pickles, read_common
 from megatron_balance.config.run_config import CheckpointConfig, RunConfig
-from megatron_balance.job.errors import CheckpointError, outcome
-from megatron_balance.job.groups import gather, on_first_rank
+from megatron_balance.job.errors import CheckpointError, everywhere
+from megatron_balance.job.groups import on_first_rank
 from megatron_balance.training.logging import RunLog
 from megatron_balance.training.run import Run
 from megatron_balance.training.schedule import Length, scheduler_settings
@@ -60,7 +60,7 @@ def find_sound(directory: CheckpointDirectory, step: int | None, log: RunLog) ->
     deleted = True
     candidates = []
     while deleted:
-        # Each search finds the newer checkpoints that the run which deletes older ones has saved in the meantime
+        # Another run may delete checkpoints while it saves newer ones, which the next search finds
         candidates, notices = on_first_rank(lambda: _candidates(directory, step))
         for notice in notices:
             log.message(f"WARNING: {notice}")
@@ -118,11 +118,13 @@ def _damage(path: Path) -> str | None:
         by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
         manifest.verify(path, by_size[dist.get_rank() :: dist.get_world_size()])
 
-    errors = [error for error in gather(outcome(check)) if error is not None]
-    if not errors:
+    try:
+        everywhere(check)
         # Only after the digests match, because a large .metadata takes seconds
-        errors = [error] if (error := on_first_rank(lambda: outcome(lambda: check_pickles(path)))) else []
-    return str(errors[0]) if errors else None
+        on_first_rank(lambda: check_pickles(path))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def load_checkpoint(run: Run, path: Path, log: RunLog, weights_only: bool) -> tuple[manifest.Origin, bool]:

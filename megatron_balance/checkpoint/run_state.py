@@ -153,8 +153,8 @@ def _optimizer_patched(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def balancer_state(run: Run) -> ShardedStateDict:
-    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts. Of
-    the ranks with one placement, which also predict the same loads, the first saves both for all."""
+    """Return the placements and predictions of this rank's layers, which are loaded first: they place the experts.
+    Ranks that share a placement also predict the same loads, so the first of them saves both for all."""
     assert run.balancer is not None
     group = run.balancer.deciders
     first = min(dist.get_process_group_ranks(group))

@@ -39,6 +39,9 @@ from megatron_balance.messages import cleaned
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 """The file, and since 0.19 the object, that all ranks share."""
 
+METADATA, CONFIG = ".metadata", "metadata.json"
+"""Files that describe the whole checkpoint."""
+
 _CONFIG_WITHOUT_COMMON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _CONFIG = _CONFIG_WITHOUT_COMMON | {"common_backend": "torch", "common_backend_version": 1}
 """Content of metadata.json: with a common.pt, and without one, as megatron-core 0.19 writes it."""
@@ -104,7 +107,7 @@ def read_metadata(directory: Path) -> Metadata:
     """Return the content of .metadata, after checking that the files have room for all entries. Raise Damaged if a file
     is absent or not in torch_dist's format, or .metadata contains what no checkpoint needs."""
     _read_config(directory)
-    path = directory / ".metadata"
+    path = directory / METADATA
     content = _read(path)
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
@@ -121,7 +124,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _read_config(directory: Path) -> Any:
-    path = directory / "metadata.json"
+    path = directory / CONFIG
     content = _read(path)
     try:
         config = json.loads(content)
@@ -138,10 +141,10 @@ def check_places(directory: Path, metadata: Metadata) -> None:
     for index, info in metadata.storage_data.items():
         # Descriptors would let a reader decode the bytes into others than those that are checked here
         if getattr(info, "transform_descriptors", None):
-            raise Damaged(directory / ".metadata", f"{index.fqn} is encoded, which no checkpoint needs")
+            raise Damaged(directory / METADATA, f"{index.fqn} is encoded, which no checkpoint needs")
         if info.relative_path not in sizes:
             if not is_plain_name(info.relative_path):
-                raise Damaged(directory / ".metadata", f"{index.fqn} is in {info.relative_path!r}, elsewhere")
+                raise Damaged(directory / METADATA, f"{index.fqn} is in {info.relative_path!r}, elsewhere")
             with reading(directory / info.relative_path) as path:
                 sizes[info.relative_path] = path.stat().st_size
         if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
@@ -165,7 +168,7 @@ def _object(directory: Path, metadata: Metadata, name: str) -> tuple[Path, str, 
     """Return the file with an object, the object's name and its content."""
     info = metadata.storage_data.get(MetadataIndex(name))
     if info is None:
-        raise Damaged(directory / ".metadata", f"does not say where {name} is")
+        raise Damaged(directory / METADATA, f"does not say where {name} is")
     path = directory / info.relative_path
     return path, name, _read(path, info.offset, info.length)
 

@@ -116,7 +116,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
 
 
 def as_flag(action: argparse.Action, value: Any) -> Any:
-    """Convert a checkpoint's value as if it had been given with its flag; raise ValueError if that refuses it."""
+    """Convert a checkpoint's value as if it had been given with its flag; raise ValueError if the flag refuses it."""
     left_out = value is None and (action.default is None or not (action.choices or action.type in (int, float)))
     if left_out or (action.nargs == 0 and type(value) is bool):
         return value

@@ -32,15 +32,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_balance.checkpoint import manifest
-from megatron_balance.checkpoint.safe_pickle import COMMON
+from megatron_balance.checkpoint.safe_pickle import COMMON, CONFIG, METADATA
 from megatron_balance.files.writing import system_error, writing
 
 # megatron-core would start a server process for this queue, which is not used here
 filesystem_async._results_queue = queue.SimpleQueue()
-
-
-METADATA, CONFIG = ".metadata", "metadata.json"
-"""Files that rank 0 writes, next to COMMON. Since megatron-core 0.19, rank 0's shards hold the content of COMMON."""
 
 
 @contextlib.contextmanager

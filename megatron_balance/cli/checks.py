@@ -114,7 +114,7 @@ def check(values: Mapping[str, Any], given: Collection[str], machine: Machine) -
     if line.sequence_parallel and line.tensor_model_parallel_size == 1:
         line.sequence_parallel = False
         line.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
-    refuse_idle(line)
+    refuse_idle_balancing(line)
     _check_conditions(line)
     machine_checks.choose_backend(line)
     machine_checks.check_packages(line)
@@ -183,14 +183,14 @@ def at_least(line: CommandLine, least: int, names: Collection[str]) -> None:
             raise ValueError(f"{line[name]}: give at least {least}")
 
 
-def refuse_idle(line: CommandLine) -> None:
+def refuse_idle_balancing(line: CommandLine) -> None:
     """Refuse flags of balancing that have no effect."""
     chunks = line.moe_comm_chunks != "1"
     decides = chunks or "auto" in (line.moe_comm_alltoall, line.moe_parallel_schedule)
     read = {"balance_profile": decides, "balance_explain": chunks}
-    for name in NO_EFFECT_WITHOUT_POLICY:
-        if name in line.given and line.balance_policy == "none" and not read.get(name):
-            raise ValueError(f"{flag_of(name)}: has no effect with --balance-policy none; leave it out")
+    if line.balance_policy == "none":
+        idle = (name for name in NO_EFFECT_WITHOUT_POLICY if not read.get(name))
+        line.refuse_idle(idle, "--balance-policy none")
 
 
 def _check_conditions(line: CommandLine) -> None:
@@ -322,9 +322,8 @@ def _check_latent_attention(line: CommandLine) -> None:
     for name, width in widths.items():
         if width % tensor:
             raise ValueError(f"{name} {width}: must be a multiple of {line['tensor_model_parallel_size']}")
-    for name in ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size"):
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: does not go with --multi-latent-attention; leave it out")
+    names = ("qk_layernorm_across_heads", "qk_l2_norm", "group_query_attention", "window_size")
+    line.refuse(names, "does not go with --multi-latent-attention; leave it out")
 
 
 def _virtual_pipeline_size(line: CommandLine) -> int | None:
@@ -367,9 +366,7 @@ def _layout_chunks(line: CommandLine) -> int | None:
     text = line.pipeline_model_parallel_layout
     stages = line.pipeline_model_parallel_size
     flag = line["pipeline_model_parallel_layout"]
-    for name in OTHER_LAYOUTS:
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: not with {flag}; leave one of them out")
+    line.refuse(OTHER_LAYOUTS, f"not with {flag}; leave one of them out")
     # megatron-core expands repetitions, however many
     if re.search(r"\d{5}", text):
         raise ValueError(f"{flag[:200]}: repeats a part more often than any model has layers; give smaller numbers")
@@ -428,9 +425,8 @@ def _check_data(line: CommandLine) -> None:
         raise ValueError("give one of --data-path, --train-data-path (with --valid-/--test-data-path) and --mock-data")
     if per_split and line.split:
         raise ValueError("--split: goes with --data-path; leave it out with --train-data-path")
-    for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
-        if getattr(line, name) and line.data_cache_path is None:
-            raise ValueError(f"{line[name]}: also give --data-cache-path")
+    if line.data_cache_path is None:
+        line.refuse(("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"), "also give --data-cache-path")
     if line.data_path and line.dataloader_fast_cache_load:
         raise ValueError("--dataloader-fast-cache-load: not with --data-path; use --train-data-path")
     if line.data_path and line.split is None:
@@ -444,9 +440,7 @@ def _check_data(line: CommandLine) -> None:
 
 def _check_conversations(line: CommandLine) -> None:
     """Check the requirements of `--sft`."""
-    for name in NOT_WITH_SFT:
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: does not go with --sft, which reads JSON lines; leave one of them out")
+    line.refuse(NOT_WITH_SFT, "does not go with --sft, which reads JSON lines; leave one of them out")
     if line.tokenizer_type != "HuggingFaceTokenizer":
         remedy = "use HuggingFaceTokenizer and a model with a chat template"
         raise ValueError(f"{line['tokenizer_type']}: with --sft, {remedy}")

@@ -1,7 +1,7 @@
 """CommandLine: the values of all flags, which checks read, complete and name in their messages."""
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatron_balance.config.flags import flag_of, in_words
@@ -29,6 +29,18 @@ class CommandLine(argparse.Namespace):
     def get(self, name: str) -> Any:
         """Return a field's value; None if this version of megatron-core does not have the field."""
         return getattr(self, name, None)
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Refuse a flag of these fields that has any value but None, False or 0."""
+        for name in names:
+            if self.get(name):
+                raise ValueError(f"{flag_of(name)}: {reason}")
+
+    def refuse_idle(self, names: Iterable[str], other: str) -> None:
+        """Refuse a flag of these fields that the user wrote, although it has no effect with another flag."""
+        for name in names:
+            if name in self.given:
+                raise ValueError(f"{flag_of(name)}: has no effect with {other}; leave it out")
 
     @property
     def expert_tp(self) -> int:

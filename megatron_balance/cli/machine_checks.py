@@ -42,14 +42,10 @@ def check_packages(line: CommandLine) -> None:
     if machine.cuda and unbuilt and (line.transformer_impl == "local" or absent):
         absent = f"apex has no {' and no '.join(unbuilt)}, which megatron-core would use"
         raise ValueError(f"{absent}: build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it")
-    needs_engine = {
-        "fp32_residual_connection": line.transformer_impl == "local" and (line.bf16 or line.fp16),
-        "moe_router_fusion": absent,
-        "moe_permute_fusion": absent,
-    }
-    for name, missing in needs_engine.items():
-        if getattr(line, name) and missing:
-            raise ValueError(f"{flag_of(name)}: {NEEDS_ENGINE}; leave it out")
+    if line.transformer_impl == "local" and (line.bf16 or line.fp16):
+        line.refuse(["fp32_residual_connection"], f"{NEEDS_ENGINE}; leave it out")
+    if absent:
+        line.refuse(("moe_router_fusion", "moe_permute_fusion"), f"{NEEDS_ENGINE}; leave it out")
     selective = (line.recompute_granularity == "selective" and line.recompute_modules) or ()
     # megatron-core's recomputation of these modules imports Transformer Engine to ask whether FP8 is in use
     again = ("layernorm", "moe_act") if line.moe_layer_impl == "megatron" else ("layernorm",)

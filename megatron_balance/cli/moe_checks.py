@@ -50,9 +50,7 @@ def check_moe(line: CommandLine) -> None:
         remedy = "megatron-core's shared experts have no biases; also give --disable-bias-linear"
         raise ValueError(f"{line['moe_shared_expert_intermediate_size']}: {remedy}")
     if line.moe_layer_impl == "balanced":
-        for name in NOT_BALANCED:
-            if line.get(name):
-                raise ValueError(f"{flag_of(name)}: not available with --moe-layer-impl balanced; leave it out")
+        line.refuse(NOT_BALANCED, "not available with --moe-layer-impl balanced; leave it out")
         idle = {name: instead for name, instead in IDLE_IN_BALANCED.items() if line.get(name)}
         line.notices += [f"{flag_of(name)} has no effect with --moe-layer-impl balanced: {idle[name]}" for name in idle]
         # megatron-core accepts recomputation of moe_act only together with this flag
@@ -126,9 +124,7 @@ def _check_given_choices(line: CommandLine) -> None:
     elif not workload:
         return
     flag = line["moe_router_force_workload" if workload else "moe_routing_replay_path"]
-    for name in ("moe_router_force_load_balancing", "moe_router_fusion"):
-        if getattr(line, name):
-            raise ValueError(f"{flag_of(name)}: not with {flag}; leave out one of them")
+    line.refuse(("moe_router_force_load_balancing", "moe_router_fusion"), f"not with {flag}; leave out one of them")
     # The value is a string or a list
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in line.moe_router_load_balancing_type:
@@ -187,9 +183,8 @@ def _check_rows_bound(line: CommandLine) -> None:
     }
     for missing in (need for need, met in needs.items() if not met):
         raise ValueError(f"--moe-flex-rows bound: needs {missing}; or use counted")
-    for name in ("moe_expert_rank_capacity_factor", "moe_hybridep_pad_uneven_dispatch_inputs"):
-        if line.get(name):
-            raise ValueError(f"{flag_of(name)}: not with --moe-flex-rows bound, which has room for all; leave it out")
+    names = ("moe_expert_rank_capacity_factor", "moe_hybridep_pad_uneven_dispatch_inputs")
+    line.refuse(names, "not with --moe-flex-rows bound, which has room for all; leave it out")
 
 
 def _check_schedule(line: CommandLine) -> None:
@@ -259,8 +254,7 @@ def _check_policy(line: CommandLine) -> None:
         limit = f"{flag} needs 1 to {others}, the number of experts that a rank does not own"
         raise ValueError(f"--balance-guest-slots {slots}: {limit}; or use --balance-policy none")
     read = () if policy is None else policy.options.values()
-    for option in sorted(option_fields().intersection(line.given).difference(read)):
-        raise ValueError(f"{flag_of(option)}: has no effect with {flag}; leave it out")
+    line.refuse_idle(sorted(option_fields().difference(read)), flag)
     if line.balance_capacities is not None:
         capacities = line.balance_capacities
         low, high, _ = RANGES["rates"]
@@ -290,15 +284,13 @@ def _check_load(line: CommandLine) -> None:
     if inner not in ("none", *able):
         raise ValueError(f"--balance-inner-policy {inner}: choose from none, {', '.join(able)}")
     if line.balance_load != "exact":
-        if "balance_guest_ring" in line.given and inner == "none":
-            raise ValueError("--balance-guest-ring: has no effect with --balance-load predicted; leave it out")
+        if inner == "none":
+            line.refuse_idle(["balance_guest_ring"], "--balance-load predicted")
         return
     if inner != "none":
         reason = f"not with {line['balance_inner_policy']}, which adds exact plans to predicted ones"
         raise ValueError(f"--balance-load exact: {reason}; leave one of them out")
-    for name in ("balance_interval", "balance_predictor"):
-        if name in line.given:
-            raise ValueError(f"{flag_of(name)}: has no effect with --balance-load exact; leave it out")
+    line.refuse_idle(("balance_interval", "balance_predictor"), "--balance-load exact")
     if ":" in line.balance_policy:
         reason = f"not with {line['balance_policy']}, whose plans the ranks compare once per iteration"
         raise ValueError(f"--balance-load exact: {reason}; use --balance-load predicted, or a policy of this package")
@@ -312,23 +304,16 @@ def _check_certificate(line: CommandLine) -> None:
     if line.balance_load != "exact" and line.balance_inner_policy == "none":
         reason = "a plan for a predicted load proves nothing about the rows that arrive"
         raise ValueError(f"{flag}: {reason}; also give --balance-load exact or --balance-inner-policy quota")
-    given = "moe_token_dispatcher_type" in line.given
     allocates = "allocates the memory for rows itself"
-    for name, conflicts, reason in (
-        (
-            "moe_token_dispatcher_type",
-            given and line.moe_token_dispatcher_type != "alltoall",
-            f"{allocates}; use alltoall",
-        ),
-        (
-            "moe_comm_alltoall",
-            ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup",
-            f"{allocates}; use pipe",
-        ),
-        ("moe_comm_chunks", line.moe_comm_chunks != "1", "splits the rows whose number a plan bounds; use 1"),
-    ):
-        if conflicts:
-            raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
+    conflicts = {}
+    if "moe_token_dispatcher_type" in line.given and line.moe_token_dispatcher_type != "alltoall":
+        conflicts["moe_token_dispatcher_type"] = f"{allocates}; use alltoall"
+    if ":" in line.moe_comm_alltoall or line.moe_comm_alltoall == "dedup":
+        conflicts["moe_comm_alltoall"] = f"{allocates}; use pipe"
+    if line.moe_comm_chunks != "1":
+        conflicts["moe_comm_chunks"] = "splits the rows whose number a plan bounds; use 1"
+    for name, reason in conflicts.items():
+        raise ValueError(f"{flag}: not with {line[name]}, which {reason}, or leave out --balance-certify")
 
 
 def _check_transfer(line: CommandLine) -> None:
@@ -361,13 +346,12 @@ def _token_dispatcher(line: CommandLine) -> str:
     chosen = [name for name in ways if getattr(line, name) != getattr(CommConfig, name)]
     chosen += ["balance_certify"] * (line.balance_certify is not None)
     chosen += ["overlap_moe_expert_parallel_comm"] * (line.overlap_moe_expert_parallel_comm and wanted != "flex")
-    if "moe_comm_codec_directions" in line.given and "moe_comm_codec" not in chosen:
-        raise ValueError("--moe-comm-codec-directions: has no effect with --moe-comm-codec none; leave it out")
+    if "moe_comm_codec" not in chosen:
+        line.refuse_idle(["moe_comm_codec_directions"], "--moe-comm-codec none")
     chunks = line.moe_comm_chunks
     find_degrees(chunks)
-    for name in ("moe_comm_order", "moe_comm_refit_interval"):
-        if name in line.given and chunks == "1":
-            raise ValueError(f"{flag_of(name)}: has no effect with --moe-comm-chunks 1; leave it out")
+    if chunks == "1":
+        line.refuse_idle(("moe_comm_order", "moe_comm_refit_interval"), "--moe-comm-chunks 1")
     if find_order(line.moe_comm_order) is None and chunks != "auto":
         flag = line["moe_comm_order"]
         raise ValueError(f"--moe-comm-chunks {chunks}: with {flag} the schedule decides the number; use auto")

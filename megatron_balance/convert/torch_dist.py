@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_balance.checkpoint.manifest import Damaged
-from megatron_balance.checkpoint.safe_pickle import read_metadata
-from megatron_balance.checkpoint.writer import CONFIG, METADATA
+from megatron_balance.checkpoint.safe_pickle import CONFIG, METADATA, read_metadata
 from megatron_balance.convert.pieces import Piece, PieceSource
 from megatron_balance.files.writing import writing
 from megatron_balance.messages import cleaned
@@ -48,7 +47,7 @@ class Reader:
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
-        _check_extents(directory / ".metadata", weights, metadata.storage_data)
+        _check_extents(directory / METADATA, weights, metadata.storage_data)
         self._storage = FileSystemReader(directory)
         self._storage.set_up_storage_reader(metadata, is_coordinator=True)
         self.weights = weights

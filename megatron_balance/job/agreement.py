@@ -8,6 +8,7 @@ processes, a missing rank, its own mistake) decides at once.
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -150,7 +151,7 @@ def _missing(store: dist.Store, world_size: int, where: str, limit: str) -> str:
     hosts = dict.fromkeys(store.get(key).decode().rpartition(" on ")[2] for key in members.values())
     return (
         f"{in_words(missing)} of {world_size} {'have' if len(missing) > 1 else 'has'} not joined at {where} {limit}; "
-        f"{in_words([*members])} came from {_listed([*hosts])}: look at the output of the missing ones, and check that "
+        f"{in_words([*members])} came from {listed([*hosts])}: look at the output of the missing ones, and check that "
         "all were started with this address"
     )
 
@@ -179,9 +180,9 @@ def difference(reference: Facts, others: Differing, world_size: int) -> str:
     # Most informative first, like the reference
     names = [*(name for name in reference if name in differing), *sorted(differing - reference.keys())]
     causes = [name for name in names if not name.startswith(CONSEQUENCE)] or names
-    listed = _listed([_values(name, reference.get(name), others, world_size) for name in causes], "; ")
+    told = listed([_values(name, reference.get(name), others, world_size) for name in causes], "; ")
     return (
-        f"the ranks of this job differ: {listed}; start all with the same flags, packages, program and files "
+        f"the ranks of this job differ: {told}; start all with the same flags, packages, program and files "
         "(docs/running.md says what may differ)"
     )
 
@@ -192,24 +193,28 @@ def _values(name: str, reference: str | None, others: Differing, world_size: int
     for rank in range(world_size):
         ranks_of.setdefault(others.get(rank, {}).get(name, reference), []).append(rank)
     ordered = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    listed = [
+    told = [
         f"{'absent' if value is None else cleaned(value, MAX_CHARACTERS) or 'empty'} on {in_words(ranks)}"
         for value, ranks in ordered
     ]
-    return f"{cleaned(name, 2 * MAX_CHARACTERS)} is {listed[0]}, but {_listed(listed[1:])}"
+    return f"{cleaned(name, 2 * MAX_CHARACTERS)} is {told[0]}, but {listed(told[1:])}"
 
 
-def _listed(parts: Sequence[str], separator: str = ", ") -> str:
+def listed(parts: Sequence[str], separator: str = ", ") -> str:
+    """Return at most MAX_LISTED parts as one text, and how many more there are."""
     more = [f"and {len(parts) - MAX_LISTED} more"] if len(parts) > MAX_LISTED else []
     return separator.join([*parts[:MAX_LISTED], *more])
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as words, such as `rank 3` or `ranks 3, 7-15`."""
+    """Return ascending ranks as words, such as `rank 3`, `ranks 3, 7-15` or `ranks 0, 8 ... 56`."""
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    if len(ranks) > 4 and len(steps) == 1 and steps != {1}:
+        return f"ranks {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][-1] == rank - 1:
             ranges[-1][1:] = [rank]
         else:
             ranges.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(['-'.join(map(str, bounds)) for bounds in ranges])}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(['-'.join(map(str, bounds)) for bounds in ranges])}"

@@ -2,9 +2,9 @@
 
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from megatron_balance.job.agreement import listed
 from megatron_balance.job.groups import gather
 from megatron_balance.messages import cleaned
 
@@ -12,24 +12,13 @@ APART_SECONDS = 1.0
 """Smallest difference that is reported: ranks read their clocks within a second of each other."""
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Tells the time of rank 0's machine, from this machine's own clock."""
-
-    ahead: float = 0.0
-    """Seconds by which this machine's clock is ahead of it."""
-
-    def now(self) -> float:
-        """Return the Unix time in seconds on rank 0's machine."""
-        return time.time() - self.ahead
-
-
-def compare(rank: int) -> tuple[Clock, str | None]:
-    """Return this rank's clock, and a notice if clocks differ. Collective, of the whole job."""
+def compare(rank: int) -> tuple[Callable[[], float], str | None]:
+    """Return a function that returns the Unix time in seconds of rank 0's machine, from this machine's own clock, and a
+    notice if clocks differ. Collective, of the whole job."""
     # Ranks leave a collective at nearly the same time
     gather(None)
     ahead, notice = difference(gather((cleaned(socket.gethostname(), 80), time.time())))
-    return Clock(ahead[rank]), notice
+    return lambda: time.time() - ahead[rank], notice
 
 
 def difference(read: Sequence[tuple[str, float]]) -> tuple[list[float], str | None]:
@@ -43,6 +32,6 @@ def difference(read: Sequence[tuple[str, float]]) -> tuple[list[float], str | No
     apart = {host: f"{seconds:+.0f} s on {host}" for (host, _), seconds in zip(read, ahead, strict=True) if seconds}
     if not apart:
         return ahead, None
-    listed = ", ".join([*apart.values()][:8]) + (f" and {len(apart) - 8} more" if len(apart) > 8 else "")
     problem = "logs and timelines of different machines cannot be compared"
-    return ahead, f"clocks differ from that of {read[0][0]}: {listed}; {problem}; let NTP or chrony set the clocks"
+    told = f"clocks differ from that of {read[0][0]}: {listed([*apart.values()])}; {problem}"
+    return ahead, f"{told}; let NTP or chrony set the clocks"

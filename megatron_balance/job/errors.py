@@ -15,24 +15,26 @@ class CheckpointError(RuntimeError):
     """
 
 
-def outcome(action: Callable[[], object]) -> Exception | None:
-    """Run an action and return its exception, or None."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
+def raise_everywhere(error: Exception | None, kind: type[Exception] = ValueError) -> None:
+    """Raise the error of the first rank that has one, on every rank, as an error of this kind. Collective.
 
-
-def raise_everywhere(error: Exception | None) -> None:
-    """Raise the error of the first rank that has one, on every rank. Collective."""
-    for rank, failure in enumerate(gather(None if error is None else f"{type(error).__name__}: {error}")):
+    The message of a ValueError stands alone; other messages begin with the error's type.
+    """
+    own = None
+    if error is not None:
+        own = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    for rank, failure in enumerate(gather(own)):
         if failure is not None:
-            raise CheckpointError(f"rank {rank}: {failure}") from error
+            raise kind(f"rank {rank}: {failure}" if rank else failure) from error
 
 
-def everywhere(action: Callable[[], Result]) -> Result:
-    """Return the result of an action; if it fails on a rank, raise the first such error on every rank. Collective."""
+def everywhere(action: Callable[[], Result], kind: type[Exception] = ValueError) -> Result:
+    """Return the result of an action, or raise its error like `raise_everywhere`. Collective."""
+    error = None
     results: list[Result] = []
-    raise_everywhere(outcome(lambda: results.append(action())))
+    try:
+        results.append(action())
+    except Exception as own:
+        error = own
+    raise_everywhere(error, kind)
     return results[0]

@@ -3,16 +3,13 @@
 import contextlib
 import datetime
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 Result = TypeVar("Result")
-
-Members = tuple[int, ...]
-"""A subset of an expert-parallel group, as ascending ranks within the group."""
 
 BACKSTOP_SECONDS = 6.0
 """Time by which the backend's timeout exceeds `--distributed-timeout-minutes`, for the hang guard to act first."""
@@ -63,12 +60,6 @@ def sequence_chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def world() -> dist.ProcessGroup:
-    """Return the default process group: every rank of the job."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 @contextlib.contextmanager
 def imagined_job(rank: int, world_size: int) -> Iterator[None]:
     """Inside the block, act as one rank of a job whose other ranks do not exist.
@@ -102,56 +93,30 @@ def backend_minutes(timeout_minutes: float) -> float:
     return timeout_minutes + BACKSTOP_SECONDS / 60
 
 
-def new_twin(
-    group: dist.ProcessGroup, job: dist.ProcessGroup, timeout_minutes: float | None = None
-) -> dist.ProcessGroup:
-    """Create a second group of the same ranks, whose operations have their own order. Every rank of the job calls it.
+def new_group(members: Sequence[int], timeout_minutes: float | None, name: str) -> dist.ProcessGroup | None:
+    """Create a group of these ranks. Every rank of the job calls it with the members of its own group; a rank without a
+    group passes none, and gets None.
+
+    All ranks create all groups in the same order. (`use_local_synchronization` would involve only members. But it names
+    a group after the number of groups that a rank is in, which differs between pipeline stages.)
 
     Args:
-        job: the default process group.
         timeout_minutes: `--distributed-timeout-minutes`; None: the backend's default.
+        name: for people.
     """
-    everyone = tuple(range(group.size()))
-    return _new_groups(group, job, [everyone], timeout_minutes=timeout_minutes, suffix="TWIN")[everyone]
-
-
-def new_group_by_value(value: object, timeout_minutes: float, name: str) -> dist.ProcessGroup:
-    """Create a group of the ranks that pass an equal value. Every rank of the job calls it. `name` is for people."""
-    values = gather(value)
-    created = {
-        kind: _new_group([rank for rank, other in enumerate(values) if other == kind], timeout_minutes, name)
-        for kind in dict.fromkeys(values)
-    }
-    return created[value]
-
-
-def _new_groups(
-    ep_group: dist.ProcessGroup,
-    job: dist.ProcessGroup,
-    shapes: Iterable[Members],
-    *,
-    timeout_minutes: float | None,
-    suffix: str,
-) -> dict[Members, dist.ProcessGroup]:
-    """Create subgroups of all expert-parallel groups; return those with this rank.
-
-    All ranks of the job create all groups in the same order. (`use_local_synchronization` would involve only members.
-    But it names a group after the number of groups that a rank is in, which differs between pipeline stages.)
-    """
-    created: dict[Members, dist.ProcessGroup] = {}
-    for ranks in sorted(set(gather(tuple(dist.get_process_group_ranks(ep_group))))):
-        for members in shapes:
-            chosen = [ranks[member] for member in members]
-            group = _new_group(chosen, timeout_minutes, f"{ep_group.group_desc}_{suffix}")
-            if job.rank() in chosen:
-                created[members] = group
-    return created
-
-
-def _new_group(ranks: list[int], timeout_minutes: float | None, name: str | None) -> dist.ProcessGroup:
-    """Create a group; a rank outside `ranks` cannot use the result."""
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=backend_minutes(timeout_minutes))
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout, group_desc=name))
+    own = tuple(members)
+    created = {
+        ranks: dist.new_group(list(ranks), timeout=timeout, group_desc=name) for ranks in sorted({*gather(own)} - {()})
+    }
+    return cast(dist.ProcessGroup | None, created.get(own))
+
+
+def new_twin(group: dist.ProcessGroup, timeout_minutes: float | None = None) -> dist.ProcessGroup:
+    """Create a second group of the same ranks, whose operations have their own order; called like `new_group`."""
+    twin = new_group(dist.get_process_group_ranks(group), timeout_minutes, f"{group.group_desc}_TWIN")
+    assert twin is not None
+    return twin
 
 
 @dataclass(frozen=True)
@@ -178,18 +143,18 @@ class NodeGroups:
         return self.ep.rank() % self.node_size
 
 
-def new_node_groups(
-    ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None
-) -> NodeGroups:
-    """Create the groups within and across nodes of `node_size` expert-parallel ranks; arguments as in `new_twin`."""
-    everyone = tuple(range(ep_group.size()))
-    nodes = [everyone[first : first + node_size] for first in everyone[::node_size]]
-    counterparts = [everyone[local::node_size] for local in range(node_size)]
-    wanted = sorted({members for members in (*nodes, *counterparts) if 1 < len(members) < len(everyone)})
-    created = _new_groups(ep_group, job, wanted, timeout_minutes=timeout_minutes, suffix="PART")
-    created[everyone] = ep_group
+def new_node_groups(ep_group: dist.ProcessGroup, node_size: int, timeout_minutes: float | None = None) -> NodeGroups:
+    """Create the groups within and across nodes of `node_size` expert-parallel ranks; called like `new_group`."""
+    ranks = dist.get_process_group_ranks(ep_group)
     node, local = divmod(ep_group.rank(), node_size)
-    return NodeGroups(ep_group, node_size, created.get(nodes[node]), created.get(counterparts[local]))
+
+    def part(members: list[int]) -> dist.ProcessGroup | None:
+        if len(members) == len(ranks):
+            return ep_group
+        return new_group(members if len(members) > 1 else (), timeout_minutes, f"{ep_group.group_desc}_PART")
+
+    within = part(ranks[node * node_size : (node + 1) * node_size])
+    return NodeGroups(ep_group, node_size, within, part(ranks[local::node_size]))
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_balance.job import agreement, launcher, limits
 from megatron_balance.job.endings import Ending
-from megatron_balance.job.groups import Topology, backend_minutes, world
+from megatron_balance.job.groups import Topology, backend_minutes
 from megatron_balance.messages import cleaned, described
 
 AGREEMENT = "agreement"
@@ -159,7 +159,8 @@ def start(launch: Launch, backend: str, timeout_minutes: float, facts: agreement
         if torch.cuda.is_available():
             _pick_device(launch.local_rank)
     if dist.is_initialized():
-        return world().get_group_store()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD.get_group_store()
     timeout = datetime.timedelta(minutes=backend_minutes(timeout_minutes))
     store = dist.PrefixStore(launch.name, _meet(launch, timeout_minutes))
     if launch.world_size > 1:

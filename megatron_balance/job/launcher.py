@@ -25,6 +25,9 @@ AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 
 PR_SET_PDEATHSIG = 1
 
+STATE, PARENT, STARTED = 3, 4, 22
+"""Numbers of fields in proc(5): the state's letter, the parent, and the start in the kernel's ticks since boot."""
+
 SIGNAL = signal.SIGSTKFLT
 """Signal that the kernel sends when the parent ends. Nothing else uses it. `_ask_the_kernel` needs its number, 16."""
 
@@ -50,7 +53,7 @@ def find() -> Launcher | None:
     while process > 1 and _has_our_variables(process) and (parent := _parent(process)):
         child = process
         process = parent
-    return Launcher(process, _field(process, 22), child)
+    return Launcher(process, process_field(process, STARTED), child)
 
 
 def follow() -> None:
@@ -97,11 +100,11 @@ def _has_our_variables(process: int) -> bool:
 
 def _parent(process: int) -> int:
     """Return the number of a process's parent; 0 if there is no parent or no such process."""
-    return os.getppid() if process == os.getpid() else int(_field(process, 4) or 0)
+    return os.getppid() if process == os.getpid() else int(process_field(process, PARENT) or 0)
 
 
-def _field(process: int, number: int) -> str:
-    """Return a field of /proc/PROCESS/stat by its number in proc(5), from 3; empty if there is no such process."""
+def process_field(process: int, number: int) -> str:
+    """Return a field of /proc/PROCESS/stat by its number, from 3; empty if it cannot be read."""
     try:
         # The second field, the program's name in parentheses, may contain any character
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[number - 3]

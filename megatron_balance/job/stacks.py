@@ -53,15 +53,15 @@ def _started_by_python(frame: FrameType) -> bool:
     return outermost.f_code.co_filename == threading.__file__
 
 
-def waits_in(frame: FrameType, line: int | None = None) -> str | None:
+def waits_in(frame: FrameType) -> str | None:
     """Name the collective or wait for the device that a thread with this innermost frame is in; None if there is none.
 
-    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its line
-    (default: the current one) waits for a handle or copies a tensor from the device.
+    Waits happen below Python, so the innermost Python frame shows them: it is in torch.distributed, or its current line
+    waits for a handle or copies a tensor from the device.
     """
-    collective = _collective(frame, line)
-    if collective is None and _WAITS_FOR_DEVICE.search(_source(frame, line)):
-        return code_place(frame, line)
+    collective = _collective(frame, None)
+    if collective is None and _WAITS_FOR_DEVICE.search(_source(frame)):
+        return code_place(frame)
     return collective
 
 

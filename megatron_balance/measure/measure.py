@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron_balance.comm.registry import members_of
 from megatron_balance.cost.exchange import DEFAULT
-from megatron_balance.job.groups import Members, NodeGroups, on_first_rank
+from megatron_balance.job.groups import NodeGroups, on_first_rank
 from megatron_balance.measure.operations import Call, Load, Passes
-from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, middle, node_groups
+from megatron_balance.measure.stopwatch import GroupBench, Members, Stopwatch, middle, node_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
     GROUPS,
@@ -62,7 +62,6 @@ MOST_SENT = 64 << 20
 
 def measure(
     ep_group: dist.ProcessGroup,
-    job: dist.ProcessGroup,
     node_size: int,
     *,
     passes: Callable[[int], Passes],
@@ -79,7 +78,6 @@ def measure(
     All expert-parallel groups measure at the same time, because they communicate at the same time in training.
 
     Args:
-        job: the default process group, whose ranks must create all sub-groups together.
         node_size, passes, dtype, shares, codecs: as in GroupBench.
         tokens: at least four numbers of tokens per rank to time the passes with.
         device: device of the messages.
@@ -94,7 +92,7 @@ def measure(
         raise ValueError(
             f"--expert-model-parallel-size {num_ranks}: there is no other rank; use --balance-profile builtin"
         )
-    with node_groups(ep_group, job, node_size) as nodes:
+    with node_groups(ep_group, node_size) as nodes:
         bench = GroupBench(
             stopwatch=Stopwatch(ep_group, device, repeats),
             groups=kinds_of(nodes),

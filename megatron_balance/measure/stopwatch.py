@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.comm.alltoall import AllToAll
-from megatron_balance.job.groups import Members, NodeGroups, new_node_groups
+from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.measure.operations import (
     OPERATIONS,
     Call,
@@ -27,6 +27,9 @@ from megatron_balance.measure.operations import (
     transfer,
 )
 from megatron_balance.profile.cluster_profile import ROUNDS
+
+Members = tuple[int, ...]
+"""A subset of an expert-parallel group, as ascending ranks within the group."""
 
 SMALL_BYTES = 256
 """Bytes of a message whose latency is measured."""
@@ -181,9 +184,9 @@ class GroupBench:
 
 
 @contextlib.contextmanager
-def node_groups(ep_group: dist.ProcessGroup, job: dist.ProcessGroup, node_size: int) -> Iterator[NodeGroups]:
+def node_groups(ep_group: dist.ProcessGroup, node_size: int) -> Iterator[NodeGroups]:
     """Yield `new_node_groups`, and destroy the new groups at the end."""
-    nodes = new_node_groups(ep_group, job, node_size)
+    nodes = new_node_groups(ep_group, node_size)
     try:
         yield nodes
     finally:

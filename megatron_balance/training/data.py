@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 from megatron_balance.config.run_config import DataConfig, RunConfig
 from megatron_balance.device.documents import document_numbers, documents_of
 from megatron_balance.files.reading import MIB, content_digest
+from megatron_balance.job.errors import everywhere
 from megatron_balance.job.groups import gather, sequence_chunks
 from megatron_balance.messages import described
 from megatron_balance.training import data_files
@@ -36,7 +37,7 @@ Batch = dict[str, torch.Tensor]
 each depth, and `predictable` [depths], the sums of these masks over whole sequences."""
 
 PER_SAMPLE = ("cu_seqlens", "max_seqlen")
-"""What newer versions of megatron-core add to a sample whose documents are kept apart, in place of `documents`."""
+"""Entries that newer versions of megatron-core add if documents are kept apart; `documents` replaces them."""
 
 
 @dataclass(frozen=True)
@@ -107,30 +108,26 @@ def build_data(
 
 
 def _check_files(data: DataConfig, reads: bool) -> None:
-    """Raise ValueError on every rank if rank 0, or one that reads samples, has invalid files or others than rank 0."""
+    """Raise ValueError on every rank if rank 0, or a rank that reads samples, has invalid or different files."""
     prefixes = data_files.paths(data)
-    problem = None
-    contents: dict[str, str] = {}
     rank = torch.distributed.get_rank()
-    if reads or rank == 0:
-        try:
-            data_files.check_caches(prefixes, data.data_cache_path)
-            paths = prefixes
-            if not data.sft:
-                # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
-                data_files.check_indices(prefixes, thorough=rank == 0)
-                paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
-            # There may be hundreds of files, so large ones are compared by size and a few samples
-            contents = {path: content_digest(Path(path), MIB) for path in paths}
-        except ValueError as error:
-            problem = str(error)
+
+    def checked() -> dict[str, str]:
+        if not reads and rank:
+            return {}
+        data_files.check_caches(prefixes, data.data_cache_path)
+        paths = prefixes
+        if not data.sft:
+            # One thorough check suffices for shared files. But a rank may lack a mount that rank 0 has
+            data_files.check_indices(prefixes, thorough=rank == 0)
+            paths = [f"{prefix}.{ending}" for prefix in prefixes for ending in ("idx", "bin")]
+        # There may be hundreds of files, so large ones are compared by size and a few samples
+        return {path: content_digest(Path(path), MIB) for path in paths}
+
+    contents = everywhere(checked)
     # Gather one digest per rank first: thousands of ranks may read hundreds of files
     digest = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest() if contents else None
-    answers = gather((problem, digest))
-    for rank, (problem, _) in enumerate(answers):
-        if problem is not None:
-            raise ValueError(f"rank {rank}: {problem}" if rank else problem)
-    if len({digest for _, digest in answers if digest}) > 1:
+    if len({*gather(digest)} - {None}) > 1:
         of_first, *others = gather(contents)
         for rank, own in enumerate(others, 1):
             for path in (path for path in own if own[path] != of_first[path]):
@@ -141,16 +138,16 @@ def _build_datasets(builder: BlendedMegatronDatasetBuilder, data: DataConfig) ->
     """Build the data sets; raise ValueError on every rank if a rank lacks an index that the fast load expects."""
     if not data.dataloader_fast_cache_load:
         return builder.build()
-    datasets = []
-    problem = None
-    try:
-        datasets = builder.build()
-    except Exception as error:
-        problem = described(error.__cause__ or error)
-    for first in filter(None, gather(problem)):
-        remedy = "run once without the flag, which writes the indices to --data-cache-path"
-        raise ValueError(f"--dataloader-fast-cache-load: {first}; {remedy}")
-    return datasets
+
+    def built() -> list[TopLevelDataset | None]:
+        try:
+            return builder.build()
+        except Exception as error:
+            remedy = "run once without the flag, which writes the indices to --data-cache-path"
+            problem = described(error.__cause__ or error)
+            raise ValueError(f"--dataloader-fast-cache-load: {problem}; {remedy}") from error
+
+    return everywhere(built)
 
 
 def _num_samples(config: RunConfig, length: Length) -> list[int]:
@@ -164,17 +161,13 @@ def _num_samples(config: RunConfig, length: Length) -> list[int]:
 
 def _conversations(config: RunConfig, tokenizer: MegatronTokenizerBase) -> dict[str, Conversations]:
     """Read all files of conversations; raise ValueError on every rank if one of them is invalid."""
-    files = {}
-    problem = None
-    try:
-        for path in data_files.paths(config.data):
-            files[path] = Conversations(path, tokenizer, config.model.seq_length)
-            data_files.check_split(path, len(files[path]), config.data.split)
-    except ValueError as error:
-        problem = str(error)
-    for first in filter(None, gather(problem)):
-        raise ValueError(first)
-    return files
+
+    def read(path: str) -> Conversations:
+        found = Conversations(path, tokenizer, config.model.seq_length)
+        data_files.check_split(path, len(found), config.data.split)
+        return found
+
+    return everywhere(lambda: {path: read(path) for path in data_files.paths(config.data)})
 
 
 def _dataset_config(config: RunConfig, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:

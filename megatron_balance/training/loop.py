@@ -304,7 +304,7 @@ def forward_step(
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
-        # In the place of a mask, as our attention takes it
+        # Our attention takes the documents in place of a mask
         batch.get("documents"),
         labels=batch.get("labels"),
         # Only multi-token prediction reads the mask here

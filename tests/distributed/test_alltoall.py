@@ -52,7 +52,7 @@ def load(name: str, nodes: NodeGroups) -> AllToAll:
 
 
 def all_of(names: list[str], node_size: int) -> dict[str, AllToAll]:
-    nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, node_size)
+    nodes = new_node_groups(dist.group.WORLD, node_size)
     return {name: load(name, nodes) for name in names}
 
 
@@ -165,7 +165,7 @@ def test_several_at_a_time(ranks, world_size: int, node_size: int) -> None:
 def choose() -> list[str]:
     """Return the log lines of `auto` for two exchanges of short rows and two of long rows, in nodes of two ranks."""
     said: list[str] = []
-    nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, 2)
+    nodes = new_node_groups(dist.group.WORLD, 2)
     profile = replace(builtin(4, 2, 64, 128), all_to_alls={"2dh": Fit(20e-6, 1e-9, 0, 0)})
     member = load_all_to_all("auto", nodes.ep, nodes=lambda: nodes, profile=lambda: profile, log=said.append)
     for width in (1, 1, 500_000, 500_000):
@@ -306,7 +306,7 @@ def in_two_groups() -> None:
     """Use two expert-parallel groups, the even and the odd ranks, with two ranks of each group per node."""
     rank = dist.get_rank()
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
-    nodes = new_node_groups(halves[rank % 2], dist.group.WORLD, 2)
+    nodes = new_node_groups(halves[rank % 2], 2)
     assert dist.get_process_group_ranks(nodes.intra) == [rank % 2 + 4 * (rank // 4), rank % 2 + 4 * (rank // 4) + 2]
     assert dist.get_process_group_ranks(nodes.inter) == [rank % 4, rank % 4 + 4]
     rows = torch.arange(4) + 10 * rank

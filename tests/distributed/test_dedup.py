@@ -51,7 +51,7 @@ LAYOUTS = {
 
 
 def dedup(node_size: int, group: dist.ProcessGroup) -> AllToAll:
-    return DedupAllToAll(new_node_groups(group, dist.group.WORLD, node_size))
+    return DedupAllToAll(new_node_groups(group, node_size))
 
 
 @pytest.mark.parametrize("tokens", ["uneven", "empty"])
@@ -76,7 +76,7 @@ def test_experts_with_many_hosts_equal_the_oracle(ranks, split: str, chunks: int
 
 def kinds_of_auto(node_size: int) -> list[str]:
     """Return what `auto` is for tokens that choose one and eight of 64 experts."""
-    nodes = new_node_groups(dist.group.WORLD, dist.group.WORLD, node_size)
+    nodes = new_node_groups(dist.group.WORLD, node_size)
     line = Throughput(1e-7, 0.0, 0.0, 0.0)
     near = Fit(1e-6, 1e-11, 0.0, 0.0)
     far = Fit(5e-6, 1 / 20e9, 0.0, 0.0)

@@ -82,7 +82,7 @@ def scheduled_layer(
         **ACTIVATIONS[activation] | {"add_bias_linear": False},
     )
     groups = build_groups(config, seed=7)
-    twin = new_twin(groups.tp, dist.group.WORLD) if saa else None
+    twin = new_twin(groups.tp) if saa else None
     path = ParallelDispatch(SCHEDULES[schedule], groups, sequence_parallel, twin)
     wire = wire or (FlatAllToAll if chunks == 1 else P2PAllToAll)
     layer = build_layer(config, groups, wire(path.exchange_group), path)
@@ -227,7 +227,7 @@ def spans_of_results(schedule_saa: bool) -> tuple[tuple[float, float], tuple[flo
         add_bias_linear=False,
     )
     groups = build_groups(config, seed=7)
-    twin = new_twin(groups.tp, dist.group.WORLD) if schedule_saa else None
+    twin = new_twin(groups.tp) if schedule_saa else None
     path = ParallelDispatch(SCHEDULES["s2"], groups, False, twin)
     layer = build_layer(config, groups, P2PAllToAll(path.exchange_group), path)
     times: dict[dist.ProcessGroup, list[float]] = {}

@@ -20,12 +20,11 @@ from megatron_balance.cli.checks import Machine
 from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.comm.hierarchical import OneDimensionalAllToAll, TwoDimensionalAllToAll
 from megatron_balance.comm.pipelined import PipelinedAllToAll
-from megatron_balance.job.groups import Members
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import kinds_of, measure, measured_once
 from megatron_balance.measure.operations import OPERATIONS, Load, Passes
-from megatron_balance.measure.stopwatch import node_groups
+from megatron_balance.measure.stopwatch import Members, node_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin, load
 from tests.distributed.runs import BASE
 
@@ -48,7 +47,7 @@ def measured(
 ) -> ClusterProfile:
     """Measure quickly."""
     settings |= {"passes": passes, "tokens": TOKENS, "device": torch.device("cpu"), "dtype": dtype}
-    return measure(ep_group, dist.group.WORLD, node_size, **settings, sizes_bytes=SIZES, repeats=3)
+    return measure(ep_group, node_size, **settings, sizes_bytes=SIZES, repeats=3)
 
 
 @contextlib.contextmanager
@@ -197,7 +196,7 @@ def test_every_line_is_of_its_own_collective_and_group_and_of_the_slowest_rank(r
 def membership() -> dict[Members, list[int]]:
     """Return this rank's groups by members, for expert-parallel groups (0, 2, 4, 6) and (1, 3, 5, 7)."""
     halves = [dist.new_group(range(start, 8, 2)) for start in (0, 1)]
-    with node_groups(halves[dist.get_rank() % 2], dist.group.WORLD, 2) as nodes:
+    with node_groups(halves[dist.get_rank() % 2], 2) as nodes:
         found = {members: dist.get_process_group_ranks(group) for members, group in kinds_of(nodes).items()}
         for group in kinds_of(nodes).values():
             dist.all_reduce(torch.ones(1), group=group)

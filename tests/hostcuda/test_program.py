@@ -78,7 +78,7 @@ def leave(kept: bool) -> list[str]:
     from megatron_balance.job.groups import new_node_groups
 
     record = torch.Tensor.record_stream if kept else (lambda tensor, stream: None)
-    exchange = TwoDimensionalAllToAll(new_node_groups(dist.group.WORLD, dist.group.WORLD, 2))
+    exchange = TwoDimensionalAllToAll(new_node_groups(dist.group.WORLD, 2))
     with mock.patch.object(torch.Tensor, "record_stream", record), watching() as checker:
         exchange.start(torch.ones(8, 4, device="cuda"), torch.full((4, 4), 2))
         return checker.complaints()

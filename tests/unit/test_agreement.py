@@ -177,11 +177,29 @@ def test_every_difference_is_told_with_its_values_and_ranks(every: list[dict[str
 @given(st.sets(st.integers(0, 40), min_size=1, max_size=12))
 def test_in_words_are_those_ranks(ranks: set[int]) -> None:
     words = in_words(sorted(ranks))
+    if " ... " in words:
+        first, second, last = map(int, re.findall(r"\d+", words))
+        assert ranks == {*range(first, last + 1, second - first)}
+        return
     if " more" in words:
         assert words.count(", ") == MAX_LISTED
         return
     runs = [run.split("-") for run in words.removeprefix("ranks ").removeprefix("rank ").split(", ")]
     assert {rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)} == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([5], "rank 5"),
+        (range(8), "ranks 0-7"),
+        (range(0, 64, 8), "ranks 0, 8 ... 56"),
+        (range(0, 32, 8), "ranks 0, 8, 16, 24"),
+        ([0, 1, 4, 5], "ranks 0-1, 4-5"),
+    ],
+)
+def test_in_words(ranks: Sequence[int], words: str) -> None:
+    assert in_words(ranks) == words
 
 
 def test_a_sentence_stays_short_whatever_differs() -> None:

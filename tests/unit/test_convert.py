@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 import convert_checkpoint
 from megatron_balance.app.dry_run import imagined_run
 from megatron_balance.checkpoint.directory import CheckpointDirectory
-from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner, process_state
+from megatron_balance.checkpoint.lease import Lease, LeaseRecord, Owner
 from megatron_balance.checkpoint.manifest import read as read_manifest
 from megatron_balance.convert.conversion import checked_model, export_model, import_model
 from megatron_balance.convert.model import Model
 from megatron_balance.convert.pieces import HALVES, Piece, query_key_value
 from megatron_balance.convert.safetensors_files import INDEX, SINGLE, Weights, write
 from megatron_balance.convert.settings import run_config
+from megatron_balance.job.launcher import STARTED, process_field
 from tests import hf_models
 from tests.disks import small_disk
 from tests.hf_models import change, quiet, read_json, reconfigure
@@ -310,7 +311,7 @@ def test_an_import_removes_what_a_killed_one_has_left(models, tmp_path) -> None:
 def test_a_directory_that_somebody_saves_to_is_left_alone(models, tmp_path, capsys) -> None:
     # Another process that runs is this one's parent
     parent = os.getppid()
-    owner = dataclasses.replace(Owner.here("first"), process=parent, started=process_state(parent)[1])
+    owner = dataclasses.replace(Owner.here("first"), process=parent, started=int(process_field(parent, STARTED)))
     holder = Lease(tmp_path, owner, "")
     holder.acquire(quiet)
     arguments = ["import", "--load-dir", str(models("mixtral")), "--save-dir", str(tmp_path)]

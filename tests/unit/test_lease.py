@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.checkpoint import lease
-from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner, process_state
+from megatron_balance.checkpoint.lease import RESTART_SECONDS, STALE_SECONDS, Lease, LeaseLost, Owner
+from megatron_balance.job.launcher import STARTED, process_field
 from tests.disks import fill, small_disk
 
 
@@ -214,13 +215,13 @@ def test_on_one_host_the_process_tells(tmp_path: Path) -> None:
 
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path: Path) -> None:
-    state = process_state(os.getppid())
-    parent = dataclasses.replace(Owner.here("first"), process=os.getppid(), started=state[1])
+    started = int(process_field(os.getppid(), STARTED))
+    parent = dataclasses.replace(Owner.here("first"), process=os.getppid(), started=started)
     wanted(tmp_path, parent).attempt()
     with pytest.raises(ValueError, match=f"run first, process {os.getppid()}"):
         wanted(tmp_path, Owner.here("second")).attempt()
     (tmp_path / "lease.000001").unlink()
-    assert wanted(tmp_path, dataclasses.replace(parent, started=state[1] - 1)).attempt()
+    assert wanted(tmp_path, dataclasses.replace(parent, started=started - 1)).attempt()
     assert wanted(tmp_path, Owner.here("second")).attempt()
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import profile_cluster as tool
-from megatron_balance.job.groups import Members
 from megatron_balance.measure.measure import (
     LOAD_SHAPES,
     SIZES,
@@ -19,7 +18,7 @@ from megatron_balance.measure.measure import (
     loads,
 )
 from megatron_balance.measure.operations import Load, plan
-from megatron_balance.measure.stopwatch import middle
+from megatron_balance.measure.stopwatch import Members, middle
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, builtin, load
 
 TOKENS = (16, 32, 64, 128)

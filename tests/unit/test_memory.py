@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_balance.app.dry_run import in_words
 from megatron_balance.app.memory import ChunkParts, Kept, Tokens, chunk_activations, layer, peak
 from megatron_balance.cli.arguments import parse_args
 from megatron_balance.cli.checks import Machine
@@ -82,16 +81,3 @@ def test_paired_passes_keep_one_more_microbatch(ahead: int, microbatches: int) -
 def test_chunks_count_by_their_own_sizes() -> None:
     passes = [Pass(0, 0, True), Pass(1, 0, True), Pass(1, 0, False), Pass(0, 0, False)]
     assert peak(passes, [Kept(10, 50), Kept(1, 2)]) == (60, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([5], "rank 5"),
-        (range(8), "ranks 0-7"),
-        (range(0, 64, 8), "ranks 0, 8 ... 56"),
-        ([0, 1, 4, 5], "ranks 0, 1, 4, 5"),
-    ],
-)
-def test_in_words(ranks, words: str) -> None:
-    assert in_words(ranks) == words

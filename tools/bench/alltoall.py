@@ -135,7 +135,7 @@ def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile
     """Return a profile with measured messages and all-to-alls; everything else is the builtin one."""
     base = builtin(group.size(), node_size, 64, 64)
     kinds = group_kinds(group.size(), node_size)
-    with node_groups(group, group, node_size) as nodes:
+    with node_groups(group, node_size) as nodes:
         bench = GroupBench(
             stopwatch=Stopwatch(group, torch.device("cpu"), PROFILE_REPEATS),
             groups=kinds_of(nodes),
@@ -161,7 +161,7 @@ def measure(case: Case) -> dict[str, list[Sample]]:
     splits_DD = torch.from_numpy(case.rows(group.size()))
     generator = torch.Generator().manual_seed(group.rank())
     rows = torch.randint(1 << 30, (int(splits_DD[group.rank()].sum()), ROW_BYTES // 4), generator=generator).int()
-    nodes = new_node_groups(group, group, case.node_size)
+    nodes = new_node_groups(group, case.node_size)
     members: dict[str, AllToAll] = {}
     for name in case.implementations:
         found = IMPLEMENTATIONS[name]
