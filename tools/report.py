@@ -13,7 +13,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import report_charts as charts
 from megatron_balance.files.writing import staged
-from megatron_balance.flow.plan import Split
+from megatron_balance.placement.splits import SPLITS
 from report_runs import LoggedRun, Series, aligned, read_run
 from textfiles import positive_int
 from timeline_picture import picture
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--balance-timeline", type=Path, metavar="DIR", help="timelines of the ranks; the latest iteration is drawn")
     add("--before-tensorboard-dir", type=Path, metavar="DIR", help="events of a run without balancing")
     split = "as in the run (default: proportional, which pro_prophet and flexmoe prefer)"
-    add("--balance-token-split", choices=get_args(Split), default="proportional", help=split)
+    add("--balance-token-split", choices=SPLITS, default="proportional", help=split)
     add("--token-bytes", type=positive_int, metavar="BYTES", help="hidden size times bytes per number; gives megabytes")
     add("--title", metavar="TEXT", default="Balance report", help="title of the page (default: Balance report)")
     add("--output", type=Path, metavar="FILE", required=True, help="the HTML file to write")

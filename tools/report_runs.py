@@ -16,11 +16,12 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-from megatron_balance.flow.plan import DispatchPlan, Split
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import LoggedLoads, read_loads
 from megatron_balance.observe.trace import TraceEvent
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 from timeline_picture import load_timeline
 
 RANKS_SHOWN = 4
@@ -48,7 +49,7 @@ class LayerLoads:
     counts_RNDE: np.ndarray
     """Tokens of each source rank for each expert."""
     placements_RN: list[list[Placement]]
-    split: Split
+    split: SplitName
 
     @property
     def tokens_NE(self) -> np.ndarray:
@@ -134,7 +135,7 @@ class LoggedRun:
         return Series(iterations_N, factor * (np.mean(values, axis=0) if mean else np.sum(values, axis=0)))
 
 
-def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: Split) -> LoggedRun:
+def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: SplitName) -> LoggedRun:
     """Read a run from the given directories of --tensorboard-dir, --balance-log-dir and --balance-timeline.
 
     Args:
@@ -188,7 +189,7 @@ def _events(path: Path) -> Iterator[Event]:
             raise ValueError(f"{path}: is damaged ({error.message.removeprefix(f'{path} ')}); remove it") from error
 
 
-def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Split) -> dict[int, LayerLoads]:
+def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: SplitName) -> dict[int, LayerLoads]:
     """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged. ValueError if
     groups have no iteration in common or differ in size, or if a placement is invalid."""
     layers: dict[int, LayerLoads] = {}

@@ -156,6 +156,11 @@ def post(
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
+    return post_operations(operations)
+
+
+def post_operations(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start the operations as one batch; there may be none."""
     return dist.batch_isend_irecv(operations) if operations else []
 
 

@@ -194,7 +194,8 @@ class DedupAllToAll(NodeAllToAll):
             sends[step].update(zip(steps.own_sources(step), sums.split(steps.copies(step)), strict=True))
             far.post_until(step + 1)
             far.wait(step - MESSAGES_AT_ONCE)
-        far.wait_all()
+        for step in order:
+            far.wait(step)
 
     def _post_near(
         self, received: torch.Tensor, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -234,7 +235,3 @@ class _FarMessages:
         """Wait for the messages of a step; below 0, for nothing."""
         if step >= 0:
             wait_for(self.works[step])
-
-    def wait_all(self) -> None:
-        for works in self.works:
-            wait_for(works)

@@ -194,8 +194,8 @@ class ParallelDispatch:
         return split_evenly(counts_E.unsqueeze(0), len(self.members))[self.groups.tp.rank(), 0]
 
     def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the layer's output for all of its input, from the output for the tokens of `share`. `shape` is the
-        shape of the tensor that this rank routed."""
+        """Undo `share` and `enter`: return this rank's output in the shape of the layer's input, given the output for
+        the tokens of `share`, and the shape of the tensor that `enter` returned."""
         if self.gathers_tokens:
             output_TH = scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
         # Divide the gradients, so that repeated rows count once in the weights' gradients

@@ -48,10 +48,6 @@ class GroupedWeights(torch.nn.Module):
         new = functools.partial(torch.zeros, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(new(slots, outputs, inputs))
         self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
-        same_shards = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-        for parameter in self.parameters():
-            # DDP and the optimizer group parameters by this mark: whether they are replicated like other parameters
-            parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
         self.guests: list[Projection] = []
         """Guest slots: plain tensors, unknown to the optimizer, checkpoints and module conversions. They collect
         gradients, and backward passes compute with their weights."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
+from megatron_balance.comm.alltoall import AllToAll, default_all_to_all, post_operations, wait_for
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.flow.experts import GroupedExperts
@@ -49,7 +49,7 @@ def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
     if peer >= size:
         return idle
     verb, tensor = (dist.isend, buffer) if sends else (dist.irecv, received)
-    return lambda: _finish([dist.P2POp(verb, tensor, group=group, group_peer=peer)])
+    return lambda: wait_for(post_operations([dist.P2POp(verb, tensor, group=group, group_peer=peer)]))
 
 
 def messages(group: dist.ProcessGroup, buffer: torch.Tensor, steps: Sequence[int]) -> Call:
@@ -67,14 +67,9 @@ def messages(group: dist.ProcessGroup, buffer: torch.Tensor, steps: Sequence[int
             dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size, tag=tag)
             for tag, step in enumerate(steps)
         ]
-        _finish([*receives, *sends])
+        wait_for(post_operations([*receives, *sends]))
 
     return run
-
-
-def _finish(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
 
 
 def idle() -> None:
