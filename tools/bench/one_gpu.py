@@ -98,30 +98,38 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         # These simulate while this process measures
         started = {cluster.stem: _simulation(cluster, flags, Path(directory)) for cluster in args.cluster}
-        output = args.output or Path(directory) / "result.json"
-        task = {"flags": lines, "iterations": args.iterations, "tokens": args.tokens, "parts": args.parts}
-        ranks.work(json.dumps(task | {"output": str(output.resolve())}), _measure)
-        result = json.loads(output.read_text())
+        result = _measure(lines, args)
         result["predicted"] = {name: _predicted(process, Path(directory) / name) for name, process in started.items()}
     for name, found in result["predicted"].items():
         print(_compared(name, found, result))
     if args.output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["failed"] else 0
 
 
-def _measure(task: ranks.Task, machine: "Machine") -> Result:
-    """Measure all parts; print each when it is there, and write it, because a time limit may end the process."""
+def _measure(lines: Mapping[str, str], args: argparse.Namespace) -> Result:
+    """Measure all parts of the runs with these flags; print each when it is there, and write it, because a time limit
+    may end the process."""
+    from megatron_balance.device import cpu, quiet
+
+    quiet.silence_expected_warnings()
+    cpu.install()
     import torch
 
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job import job
+
+    launch = job.Launch.from_environment()
+    machine = Machine.here(launch.world_size)
+    job.start(launch, "nccl" if machine.cuda else "gloo", 10)
     begin = time.monotonic()
     name = torch.cuda.get_device_name() if machine.cuda else "CPU"
     facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "time": time.ctime()}
-    result: Result = {"flags": task["flags"], "machine": facts, "failed": []}
+    result: Result = {"flags": lines, "machine": facts, "failed": []}
     print("{device}, torch {torch}".format(**result["machine"]), flush=True)
     runs = {}
     kept = {}
-    for name, flags in task["flags"].items():
+    for name, flags in lines.items():
         before = torch.cuda.memory_allocated() if machine.cuda else 0
         runs |= ranks.build({name: flags}, machine)
         # Adam's state exists after the first step
@@ -130,23 +138,25 @@ def _measure(task: ranks.Task, machine: "Machine") -> Result:
     shape = result["shape"] = _shape(runs[OURS])
     print("{layers} MoE layers, {microbatches} microbatches of {tokens} tokens".format(**shape), flush=True)
     parts: dict[str, Callable[[], tuple[Any, Iterable[str]]]] = {
-        "time": lambda: _time(runs, task["iterations"]),
+        "time": lambda: _time(runs, args.iterations),
         "memory": lambda: _memory(runs, kept, machine),
         "profile": lambda: _profiles(runs, machine, shape),
-        "layer": lambda: _layer(runs, task["iterations"]),
-        "experts": lambda: _experts(runs[OURS], task["tokens"]),
+        "layer": lambda: _layer(runs, args.iterations),
+        "experts": lambda: _experts(runs[OURS], args.tokens),
     }
-    for part in task["parts"]:
+    for part in args.parts:
         try:
-            result[part], lines = parts[part]()
+            result[part], texts = parts[part]()
         except Exception:
             # What follows may still be measured: time on a GPU is short
             result["failed"].append(part)
-            result[part], lines = None, [f"{part}: failed\n{traceback.format_exc()}"]
-        Path(task["output"]).write_text(json.dumps(result, indent=1))
-        print(*lines, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
+            result[part], texts = None, [f"{part}: failed\n{traceback.format_exc()}"]
+        if args.output is not None:
+            args.output.write_text(json.dumps(result, indent=1))
+        print(*texts, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
     if not machine.cuda:
         print("not measured without CUDA: waits, launches, kernels, copies, gaps, memory")
+    torch.distributed.destroy_process_group()
     return result
 
 

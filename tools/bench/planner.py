@@ -86,9 +86,9 @@ def _synthetic(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Loa
     }
 
 
-def cost_model(num_ranks: int, split: str = "local_first", node_size: int = NODE) -> CostModel:
+def cost_model(num_ranks: int, split: str) -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
-    profile = builtin(num_ranks, node_size, HIDDEN, FFN, DTYPE_BYTES)
+    profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
     return CostModel(profile, token_bytes=HIDDEN * DTYPE_BYTES, param_bytes=expert, grad_bytes=expert, split=split)
 
 

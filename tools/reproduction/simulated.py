@@ -44,11 +44,11 @@ class Job:
 
 @dataclass(frozen=True)
 class System:
-    """What trains the job."""
+    """One of the systems that are compared: the flags and changes with which it trains the job."""
 
     flags: str = ""
-    loads: "Callable[[LoadSource], LoadSource]" = lambda loads: loads
-    """What becomes of the loads."""
+    loads: Callable[[np.ndarray], np.ndarray] = lambda counts_BDE: counts_BDE
+    """Returns what becomes of the loads [B, D, E] of a layer."""
     adapt: "Callable[[SimulatedJob], None]" = lambda job: None
     """Changes the job before its first iteration."""
 
@@ -68,16 +68,21 @@ class Seconds(NamedTuple):
         return sum(self.parts.get(part, 0.0) for part in LAYER_PARTS)
 
 
+def padded(counts_BDE: np.ndarray) -> np.ndarray:
+    """Return loads in which every source sends each expert as many rows as the most popular expert gets from any."""
+    return np.broadcast_to(counts_BDE.max((1, 2), keepdims=True), counts_BDE.shape).copy()
+
+
 @dataclass(frozen=True, eq=False)
-class PaddedLoads:
-    """Loads in which every source sends each expert as many rows as the most popular expert gets from any of them."""
+class _ChangedLoads:
+    """The loads of a job, as a system has them."""
 
     loads: "LoadSource"
+    system: System
 
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+    def draw(self, *which: int) -> np.ndarray:
         """See `LoadSource.draw`."""
-        counts_BDE = self.loads.draw(iteration, layer, team, microbatches)
-        return np.broadcast_to(counts_BDE.max((1, 2), keepdims=True), counts_BDE.shape).copy()
+        return self.system.loads(self.loads.draw(*which))
 
 
 def simulated(job: Job, system: System, iterations: int) -> Seconds:
@@ -106,7 +111,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
         loads = DrawnLoads(job.load, topk, microbatch_tokens(config), job.seed)
     described, _ = simulated_job(config, target, PLAN_SECONDS)
     system.adapt(described)
-    simulation = Simulation(described, system.loads(loads))
+    simulation = Simulation(described, _ChangedLoads(loads, system))
     results = [simulation.iteration(number, (0,)) for number in range(iterations)][1:]
     parts = defaultdict[str, float](float)
     layers = defaultdict[int, float](float)
