@@ -166,8 +166,7 @@ class GroupedExperts(MegatronModule):
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
 
     def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None, apart: bool = False) -> int:
-        """Add guest slots, after DDP has wrapped the model, or the latest ones of another layer; return the new
-        bytes. `apart`: forward passes have others than backward passes."""
+        """See `GroupedWeights.allocate_guests`; `shared` is another layer, whose latest guest slots are used."""
         self._ahead = ForwardSlots(self) if apart else None
         first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1, apart)
         return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2, apart)
@@ -183,7 +182,7 @@ class GroupedExperts(MegatronModule):
         self.home_experts = tuple(home_experts)
 
     def ready(self) -> None:
-        """Wait on the model's thread until this layer's weights are up to date; see `GroupedWeights.forward`."""
+        """Let DDP finish this layer's weights, on the model's thread; see `GroupedWeights.forward`."""
         self.linear_fc1()
         self.linear_fc2()
 

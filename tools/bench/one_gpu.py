@@ -7,14 +7,15 @@ Two runs that differ only in the layer are in one process and take turns, one it
 
 time      milliseconds of an iteration, on the device's clock, and CPU time of the process; medians and quartiles, and
           of ratios those of pairs. Waiting for the device may use CPU time as well.
-memory    what the device keeps between iterations, and the most in an iteration, of each run without the other one.
+memory    what each run alone keeps on the device between iterations, and its peak in an iteration.
 profile   some iterations under torch.profiler: the host's waits (calls of CUDA that return when the device is done),
           kernel launches, kernels, how long the device is busy; the same for parts of an iteration. The profiler slows
           the host down, but both runs equally. `host busy` is the time of an iteration in which the host does not wait.
 layer     the same MoE layer alone, forward and backward.
 experts   the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank.
-predicted with --cluster, what tools/simulate.py expects of ours. It simulates no job of one rank, so this is a job of
-          four, without exchange and reduction; the optimizer's step is extrapolated from 1/4 and 1/2 of the experts.
+predicted with --cluster, the time that tools/simulate.py predicts for ours. It simulates no job of one rank, so this is
+          a job of four, without exchange and reduction; the optimizer's step is extrapolated from 1/4 and 1/2 of the
+          experts.
 
 `--mixtral` is one layer of Mixtral-8x7B, whose two runs take about 70 GB. Without Transformer Engine, megatron-core
 computes one expert after the other. Without CUDA, times are the CPU's, and nothing is said of the device.
@@ -375,7 +376,7 @@ def _simulation(cluster: Path, flags: str, directory: Path) -> "subprocess.Popen
 
 
 def _predicted(process: "subprocess.Popen[str]", output: Path) -> Result:
-    """Wait for a simulation; return seconds of an iteration and of its parts, or what went wrong."""
+    """Wait for a simulation; return the seconds of an iteration and of its parts, or the error."""
     _, errors = process.communicate()
     if process.returncode:
         return {"error": errors.strip()[-300:]}
