@@ -117,8 +117,8 @@ def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> lis
     if after.loads:
         factor, unit = (1.0, "tokens") if token_bytes is None else (charts.exchanged(token_bytes), "MB")
         crossing = [
-            sum(float(getattr(loads, name).mean()) for loads in after.loads.values()) * factor
-            for name in ("crossing_before_N", "crossing_N")
+            sum(float(getattr(loads, name).crossing_N.mean()) for loads in after.loads.values()) * factor
+            for name in ("by_owners", "as_computed")
         ]
         rows.append(Row(f"all-to-alls per iteration, {unit}", *(f"{amount:,.1f}" for amount in crossing)))
     series = [after.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
@@ -213,7 +213,7 @@ def _image(figure: Figure, kind: str, dpi: int = 100) -> bytes:
 
 def worst(run: LoggedRun) -> int:
     """Return the layer whose ranks would have the most uneven load if owners computed all tokens."""
-    return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
+    return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].by_owners.computed_NR).max(1).mean())
 
 
 def _print(rows: Sequence[Row], notes: Sequence[str], compared: bool) -> None:
