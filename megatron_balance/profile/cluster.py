@@ -167,10 +167,9 @@ RANGES = {
     **dict.fromkeys(("gb_per_second", "flex_gb_per_second", "flex_one_node_gb_per_second"), (1e-6, 1e5)),
     # The time light takes for 30 cm, to 10 s
     **dict.fromkeys(("latency_us", "flex_latency_us", "start_us", "launch_us", "host_us"), (1e-3, 1e7)),
-    "memory_gb": (1e-3, 1e6),
-    "memory_gb_per_second": (1e-3, 1e6),
-    "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
-    **dict.fromkeys(("half_tflops", "fp8_tflops"), (1e-6, 1e6)),
+    **dict.fromkeys(("memory_gb", "memory_gb_per_second"), (1e-3, 1e6)),
+    # A million to 10^18 operations per second
+    **dict.fromkeys(("fp32_tflops", "half_tflops", "fp8_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
     "exchange_share": (0, 0.9),
