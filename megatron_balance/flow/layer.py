@@ -39,7 +39,7 @@ from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.dedup_dispatcher import DedupDispatcher
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.device_plan import DevicePlan
-from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, RowPlan
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
 from megatron_balance.flow.plan import Choices, DispatchPlan, by_host
 from megatron_balance.job.collectives import start_gather
@@ -210,7 +210,7 @@ class BalancedMoELayer(MoELayer):
             load.by_source()
         return self.placement if self.host is None else self.host(load.by_host, self.training)
 
-    def _plan(self, load: PassLoad) -> Plan:
+    def _plan(self, load: PassLoad) -> RowPlan:
         if not self.dispatcher.plans_on_host:
             return DevicePlan(self.placement, load.on_device, self.split, self.node_size)
         counts_DE = load.by_source()

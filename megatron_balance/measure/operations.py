@@ -21,12 +21,8 @@ Call = Callable[[], object]
 """An operation to time; it can be called any number of times."""
 
 
-class Passes(NamedTuple):
-    """Forward and backward pass of one rank's experts, or both directions of a codec."""
-
-    forward: Call
-    backward: Call
-    """Backward pass of the latest forward pass."""
+BothPasses = tuple[Call, Call]
+"""A forward pass of one rank's experts, and the backward pass of the latest one; or both directions of a codec."""
 
 
 class Load(NamedTuple):
@@ -141,7 +137,7 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
 """Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a distance of ranks."""
 
 
-def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
+def expert_passes(experts: GroupedExperts, tokens: int) -> BothPasses:
     """Return passes over `tokens` rows, shared evenly among the experts, in their dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
     slots = len(weight_SOH)
@@ -164,15 +160,15 @@ def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
     def backward() -> None:
         outputs.pop().backward(gradient_RH)
 
-    return Passes(forward, backward)
+    return forward, backward
 
 
-def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> Passes:
+def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> BothPasses:
     """Return the compression of `tokens` rows, and the decompression of their payload, as passes."""
     generator = torch.Generator(device).manual_seed(0)
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
     payload = codec.encode(rows_RH)
-    return Passes(lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype))
+    return lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype)
 
 
 def schedule_call(

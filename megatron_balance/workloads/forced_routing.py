@@ -75,7 +75,7 @@ class BatchPart:
         return np.arange(first, first + samples)[:, None] * self.seq_length + self.positions()
 
 
-class Chooser(Protocol):
+class ExpertChooser(Protocol):
     """Returns the experts of tokens, [T, K], K different ones for each token.
 
     `tokens` [T] are indices among the `total_tokens` of the global batch of iteration `step`, from 0; `layer` is the
@@ -87,8 +87,8 @@ class Chooser(Protocol):
     ) -> np.ndarray: ...
 
 
-def by_workload(workload: str, seed: int) -> Chooser:
-    """Return the Chooser of a synthetic workload, a name in workloads.synthetic.NAMES."""
+def by_workload(workload: str, seed: int) -> ExpertChooser:
+    """Return the ExpertChooser of a synthetic workload, a name in workloads.synthetic.NAMES."""
     return lambda tokens, *, layer, **sizes: workload_choices(workload, tokens=tokens, seed=seed + layer, **sizes)
 
 
@@ -103,7 +103,7 @@ class ForcedChoices(RouterReplay):
     def __init__(
         self,
         router: TopKRouter,
-        choose: Chooser,
+        choose: ExpertChooser,
         part: BatchPart,
         *,
         step: Callable[[], int],
