@@ -96,9 +96,6 @@ class SyntheticSlots:
     def ready(self) -> None:
         """Nothing to wait for."""
 
-    def own(self, home_experts: Sequence[int]) -> None:
-        """The experts stay."""
-
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
         return self.slots[slot]
 
