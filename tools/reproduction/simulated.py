@@ -80,9 +80,9 @@ class _ChangedLoads:
     loads: "LoadSource"
     system: System
 
-    def draw(self, *which: int) -> np.ndarray:
+    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
         """See `LoadSource.draw`."""
-        return self.system.loads(self.loads.draw(*which))
+        return self.system.loads(self.loads.draw(iteration, layer, team, microbatches))
 
 
 def simulated(job: Job, system: System, iterations: int) -> Seconds:
