@@ -9,7 +9,7 @@ import reproduce
 from reproduction import demi, flexmoe, parm, pro_prophet, schemoe, simulated
 from reproduction.simulated import Job, Seconds, System, padded
 from reproduction.tables import ANY, Found, Table, found, summary
-from simulated_loads import DrawnLoads, EvenLoads, Popularity, distribution
+from simulated_loads import Popularity, distribution, drawn_loads, even_loads
 
 PAPERS = (pro_prophet, flexmoe, demi, schemoe, parm)
 
@@ -37,12 +37,12 @@ def faked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[Job, Sy
 
 
 def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
-    plain_BDE = DrawnLoads(distribution("zipf:1", 4, 8), topk=2, tokens=100).draw(1, 1, 0, 3)
+    plain_BDE = drawn_loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)(1, 1, 0, 3)
     assert (padded(plain_BDE) == plain_BDE.max((1, 2))[:, None, None]).all()
 
 
 def test_a_capacity_multiplies_rows() -> None:
-    even_BDE = EvenLoads(4, 8, topk=2, tokens=100).draw(0, 1, 0, 2)
+    even_BDE = even_loads(4, 8, topk=2, tokens=100)(0, 1, 0, 2)
     assert (parm._system("s1", 1.2).loads(even_BDE) == 30).all()
 
 

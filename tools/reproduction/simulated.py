@@ -73,18 +73,6 @@ def padded(counts_BDE: np.ndarray) -> np.ndarray:
     return np.broadcast_to(counts_BDE.max((1, 2), keepdims=True), counts_BDE.shape).copy()
 
 
-@dataclass(frozen=True, eq=False)
-class _ChangedLoads:
-    """The loads of a job, as a system has them."""
-
-    loads: "LoadSource"
-    system: System
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `LoadSource.draw`."""
-        return self.system.loads(self.loads.draw(iteration, layer, team, microbatches))
-
-
 def simulated(job: Job, system: System, iterations: int) -> Seconds:
     """Return the seconds of iterations; the first one, which has no plan, does not count.
 
@@ -96,7 +84,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
-    from simulated_loads import DrawnLoads
+    from simulated_loads import drawn_loads
 
     model = (CONFIGS / "models" / f"{job.model}.args").read_text(encoding="utf-8").splitlines()
     flags = [word for line in model if not line.startswith("#") for word in line.split()]
@@ -108,10 +96,10 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
         loads = loads_of(config, job.load, job.seed)
     else:
         topk = config.transformer.moe_router_topk
-        loads = DrawnLoads(job.load, topk, microbatch_tokens(config), job.seed)
+        loads = drawn_loads(job.load, topk, microbatch_tokens(config), job.seed)
     described, _ = simulated_job(config, target, PLAN_SECONDS)
     system.adapt(described)
-    simulation = Simulation(described, _ChangedLoads(loads, system))
+    simulation = Simulation(described, lambda *which: system.loads(loads(*which)))
     results = [simulation.iteration(number, (0,)) for number in range(iterations)][1:]
     parts = defaultdict[str, float](float)
     layers = defaultdict[int, float](float)
