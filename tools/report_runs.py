@@ -63,7 +63,7 @@ class LayerLoads(NamedTuple):
     hosts_NE: np.ndarray
     """Number of ranks that compute each expert, as a mean over the groups."""
     by_owners: Traffic
-    """What the traffic would have been if every expert were on its initial owner only."""
+    """The traffic if every expert had been on its initial owner only."""
     as_computed: Traffic
 
 

@@ -31,12 +31,12 @@ ONE = SourcedNumber(1.0, "not given")
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What kernels of training reach on a GPU; see profile/kernel_times.py."""
+    """Rates and times that kernels of training reach on a GPU; see profile/kernel_times.py."""
 
     half_products: SourcedNumber
     """Fraction of `half_tflops` that large products reach."""
     fp8_products: SourcedNumber | None = None
-    """The same of `fp8_tflops`."""
+    """Fraction of `fp8_tflops` that large products reach."""
     fp8_casts: SourcedNumber = NONE
     """See `Kernels.casts`."""
     half_width: SourcedNumber
@@ -74,9 +74,9 @@ class Gpu:
     half_tflops: SourcedNumber | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
     fp8_tflops: SourcedNumber | None = None
-    """The same of 8-bit numbers."""
+    """Dense matrix products of 8-bit numbers, accumulated in 32 bits."""
     reached: Reached | None = None
-    """What kernels of training reach; None: products run at the rates above, and other kernels take no time."""
+    """None: products run at the rates above, and other kernels take no time."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Link:
     adapters: SourcedNumber = ONE
     """Number of network adapters per node."""
     flex_gb_per_second: SourcedNumber | None = None
-    """What the flex dispatcher reaches; default: `gb_per_second`."""
+    """Rate that the flex dispatcher reaches; default: `gb_per_second`."""
     flex_one_node_gb_per_second: SourcedNumber | None = None
-    """The same where all ranks of a group are on one node; default: `flex_gb_per_second`."""
+    """Its rate if all ranks of a group are on one node; default: `flex_gb_per_second`."""
     flex_latency_us: SourcedNumber | None = None
     """Its latency; default: that of a message."""
 

@@ -67,7 +67,7 @@ class Sample(NamedTuple):
     """Times of one exchange on one rank, in seconds."""
 
     start: float
-    """Of the clock that all ranks share, like `end`."""
+    """Start and end are read from a clock that all ranks share."""
     end: float
     process: float
     """CPU time of this rank."""

@@ -149,7 +149,7 @@ def _measure(lines: Mapping[str, str], args: argparse.Namespace) -> Result:
         try:
             result[part], texts = parts[part]()
         except Exception:
-            # What follows may still be measured: time on a GPU is short
+            # The remaining parts may still be measured: time on a GPU is short
             result["failed"].append(part)
             result[part], texts = None, [f"{part}: failed\n{traceback.format_exc()}"]
         if args.output is not None:
