@@ -13,7 +13,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import report_charts as charts
 from megatron_balance.files.writing import staged
-from megatron_balance.flow.plan import Split
+from megatron_balance.placement.splits import SPLITS
 from report_runs import LoggedRun, Series, aligned, read_run
 from textfiles import positive_int
 from timeline_picture import picture
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--balance-timeline", type=Path, metavar="DIR", help="timelines of the ranks; the latest iteration is drawn")
     add("--before-tensorboard-dir", type=Path, metavar="DIR", help="events of a run without balancing")
     split = "as in the run (default: proportional, which pro_prophet and flexmoe prefer)"
-    add("--balance-token-split", choices=get_args(Split), default="proportional", help=split)
+    add("--balance-token-split", choices=SPLITS, default="proportional", help=split)
     add("--token-bytes", type=positive_int, metavar="BYTES", help="hidden size times bytes per number; gives megabytes")
     add("--title", metavar="TEXT", default="Balance report", help="title of the page (default: Balance report)")
     add("--output", type=Path, metavar="FILE", required=True, help="the HTML file to write")
@@ -117,8 +117,8 @@ def summary(before: LoggedRun, after: LoggedRun, token_bytes: int | None) -> lis
     if after.loads:
         factor, unit = (1.0, "tokens") if token_bytes is None else (charts.exchanged(token_bytes), "MB")
         crossing = [
-            sum(float(getattr(loads, name).mean()) for loads in after.loads.values()) * factor
-            for name in ("crossing_before_N", "crossing_N")
+            sum(float(getattr(loads, name).crossing_N.mean()) for loads in after.loads.values()) * factor
+            for name in ("by_owners", "as_computed")
         ]
         rows.append(Row(f"all-to-alls per iteration, {unit}", *(f"{amount:,.1f}" for amount in crossing)))
     series = [after.over_layers(f"{kind}_seconds") for kind in ("predicted", "measured")]
@@ -213,7 +213,7 @@ def _image(figure: Figure, kind: str, dpi: int = 100) -> bytes:
 
 def worst(run: LoggedRun) -> int:
     """Return the layer whose ranks would have the most uneven load if owners computed all tokens."""
-    return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].computed_by_owners_NR).max(1).mean())
+    return max(run.loads, key=lambda layer: charts.relative(run.loads[layer].by_owners.computed_NR).max(1).mean())
 
 
 def _print(rows: Sequence[Row], notes: Sequence[str], compared: bool) -> None:

@@ -106,7 +106,7 @@ def ranks(loads: Mapping[int, LayerLoads], layer: int) -> Figure:
 
 def rank_maps(drawn: Figure, both: Sequence[Axes], own: LayerLoads, titles: Sequence[str]) -> None:
     """Draw heat maps of ranks in the same colors: if owners had computed all tokens, and as computed."""
-    tables = [relative(table_NR) for table_NR in (own.computed_by_owners_NR, own.computed_NR)]
+    tables = [relative(table_NR) for table_NR in (own.by_owners.computed_NR, own.as_computed.computed_NR)]
     highest = max(1.5, float(max(table.max() for table in tables)))
     for axes, table, title in zip(both, tables, titles, strict=True):
         image = heat(axes, own.iterations_N, table, highest)
@@ -170,8 +170,8 @@ def traffic(run: LoggedRun, token_bytes: int | None) -> Figure | None:
         line(weights, run.over_layers(name, factor=1e-6), label, color, style=style)
     if run.loads:
         factor = 1.0 if token_bytes is None else exchanged(token_bytes)
-        for name, label, color in (("crossing_before_N", "owners only", BEFORE), ("crossing_N", "as computed", AFTER)):
-            sent = [Series(own.iterations_N, getattr(own, name) * factor) for own in run.loads.values()]
+        for name, label, color in (("by_owners", "owners only", BEFORE), ("as_computed", "as computed", AFTER)):
+            sent = [Series(own.iterations_N, getattr(own, name).crossing_N * factor) for own in run.loads.values()]
             iterations_N, rows = aligned(sent)
             line(tokens, Series(iterations_N, np.sum(rows, axis=0)), label, color)
     if not weights.lines and not tokens.lines:
@@ -233,11 +233,9 @@ def overview(run: LoggedRun, layer: int) -> Figure:
     drawn = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     (*above, below) = drawn.subplot_mosaic([["before", "after"], ["below", "below"]]).values()
     rank_maps(drawn, above, run.loads[layer], (f"layer {layer}, before balancing", f"layer {layer}, after"))
-    for name, label, color in (
-        ("computed_by_owners_NR", "before balancing", BEFORE),
-        ("computed_NR", "after", AFTER),
-    ):
-        ratios = [Series(loads.iterations_N, relative(getattr(loads, name)).max(1)) for loads in run.loads.values()]
+    for name, label, color in (("by_owners", "before balancing", BEFORE), ("as_computed", "after", AFTER)):
+        each = [(own.iterations_N, getattr(own, name).computed_NR) for own in run.loads.values()]
+        ratios = [Series(iterations_N, relative(computed_NR).max(1)) for iterations_N, computed_NR in each]
         iterations_N, ratios_LN = aligned(ratios)
         line(below, Series(iterations_N, np.mean(ratios_LN, axis=0)), label, color)
     titled(below, "heaviest rank over the mean, mean of all layers (1 is even)")

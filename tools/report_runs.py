@@ -6,21 +6,19 @@ Shape suffixes: N iterations, R expert-parallel groups with the same layers, D r
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-from megatron_balance.flow.plan import DispatchPlan, Split
 from megatron_balance.messages import cleaned
 from megatron_balance.observe.load_log import LoggedLoads, read_loads
 from megatron_balance.observe.trace import TraceEvent
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName, traffic_of
 from timeline_picture import load_timeline
 
 RANKS_SHOWN = 4
@@ -40,71 +38,33 @@ def aligned(all_series: Sequence[Series]) -> tuple[np.ndarray, list[np.ndarray]]
     return common, [series.values_N[np.isin(series.iterations_N, common)] for series in all_series]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerLoads:
-    """The routers' choices in one MoE layer, and the placements under which they were computed."""
+class Traffic(NamedTuple):
+    """Tokens of one MoE layer under some placements; the ranks of all groups are concatenated."""
+
+    computed_NR: np.ndarray
+    """Tokens that each rank computes."""
+    crossing_N: np.ndarray
+    """Tokens that are sent to another rank."""
+
+    @classmethod
+    def of(cls, counts_RNDE: np.ndarray, placements_RN: list[list[Placement]], split: SplitName) -> "Traffic":
+        groups = zip(counts_RNDE, placements_RN, strict=True)
+        traffic_RNDD = np.array([[_traffic(*one, split) for one in zip(*group, strict=True)] for group in groups])
+        crossing_N = (traffic_RNDD.sum((2, 3)) - np.trace(traffic_RNDD, axis1=2, axis2=3)).sum(0)
+        return cls(np.concatenate(traffic_RNDD.sum(2), axis=1), crossing_N)
+
+
+class LayerLoads(NamedTuple):
+    """The routers' choices in one MoE layer, and where they were computed."""
 
     iterations_N: np.ndarray
-    counts_RNDE: np.ndarray
-    """Tokens of each source rank for each expert."""
-    placements_RN: list[list[Placement]]
-    split: Split
-
-    @property
-    def tokens_NE(self) -> np.ndarray:
-        """Tokens of all ranks for each expert."""
-        return self.counts_RNDE.sum((0, 2))
-
-    @property
-    def hosts_NE(self) -> np.ndarray:
-        """Number of ranks that compute each expert, as a mean over the groups."""
-        hosts = [[[len(set(ranks)) for ranks in p.hosts] for p in group] for group in self.placements_RN]
-        return np.mean(hosts, axis=0)
-
-    @cached_property
-    def computed_by_owners_NR(self) -> np.ndarray:
-        """Tokens that each rank would have computed if every expert were on its initial owner only."""
-        return self._computed(self._traffic_owners)
-
-    @cached_property
-    def computed_NR(self) -> np.ndarray:
-        """Tokens that each rank computed, with the ranks of all groups concatenated."""
-        return self._computed(self._traffic)
-
-    @property
-    def crossing_before_N(self) -> np.ndarray:
-        """Tokens that would have been sent to another rank if owners had computed all tokens."""
-        return _off_diagonal(self._traffic_owners)
-
-    @property
-    def crossing_N(self) -> np.ndarray:
-        """Tokens that were sent to another rank."""
-        return _off_diagonal(self._traffic)
-
-    def _computed(self, traffic_RNDD: np.ndarray) -> np.ndarray:
-        return traffic_RNDD.sum(-2).swapaxes(0, 1).reshape(len(self.iterations_N), -1)
-
-    @cached_property
-    def _traffic(self) -> np.ndarray:
-        """Tokens from each rank to each rank [R, N, D, D]."""
-        return np.array(
-            [
-                [self._sent(*pair) for pair in zip(counts_NDE, placements_N, strict=True)]
-                for counts_NDE, placements_N in zip(self.counts_RNDE, self.placements_RN, strict=True)
-            ]
-        )
-
-    @cached_property
-    def _traffic_owners(self) -> np.ndarray:
-        some = self.placements_RN[0][0]
-        owners = Placement.identity(some.num_experts, some.num_ranks)
-        return np.array([[self._sent(counts_DE, owners) for counts_DE in group] for group in self.counts_RNDE])
-
-    def _sent(self, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
-        """Return the tokens from each host to each host; sources that share a host reach others over its links."""
-        splits_DW = DispatchPlan(torch.from_numpy(counts_DE), placement, self.split).splits_DW.numpy()
-        hosts = splits_DW.shape[1]
-        return splits_DW.reshape(hosts, -1, hosts).sum(1)
+    tokens_NE: np.ndarray
+    """Tokens of all ranks for each expert."""
+    hosts_NE: np.ndarray
+    """Number of ranks that compute each expert, as a mean over the groups."""
+    by_owners: Traffic
+    """The traffic if every expert had been on its initial owner only."""
+    as_computed: Traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +94,7 @@ class LoggedRun:
         return Series(iterations_N, factor * (np.mean(values, axis=0) if mean else np.sum(values, axis=0)))
 
 
-def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: Split) -> LoggedRun:
+def read_run(events: Path | None, loads: Path | None, timeline: Path | None, split: SplitName) -> LoggedRun:
     """Read a run from the given directories of --tensorboard-dir, --balance-log-dir and --balance-timeline.
 
     Args:
@@ -188,7 +148,7 @@ def _events(path: Path) -> Iterator[Event]:
             raise ValueError(f"{path}: is damaged ({error.message.removeprefix(f'{path} ')}); remove it") from error
 
 
-def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Split) -> dict[int, LayerLoads]:
+def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: SplitName) -> dict[int, LayerLoads]:
     """Return, by layer, the loads of all groups that have it, in the iterations that all of them logged. ValueError if
     groups have no iteration in common or differ in size, or if a placement is invalid."""
     layers: dict[int, LayerLoads] = {}
@@ -204,7 +164,17 @@ def layer_loads(by_rank: Mapping[int, LoggedLoads], directory: Path, split: Spli
             placements = [[Placement.parse(text) for text in texts_N] for texts_N in texts]
         except ValueError as error:
             raise ValueError(f"{directory}: layer {layer} has an invalid placement ({cleaned(error)})") from error
-        layers[layer] = LayerLoads(common, np.stack(counts), placements, split)
+        some = placements[0][0]
+        owners = Placement.identity(some.num_experts, some.num_ranks)
+        counts_RNDE = np.stack(counts)
+        hosts = [[[len(set(ranks)) for ranks in one.hosts] for one in placements_N] for placements_N in placements]
+        layers[layer] = LayerLoads(
+            iterations_N=common,
+            tokens_NE=counts_RNDE.sum((0, 2)),
+            hosts_NE=np.mean(hosts, axis=0),
+            by_owners=Traffic.of(counts_RNDE, [[owners] * len(common)] * len(placements), split),
+            as_computed=Traffic.of(counts_RNDE, placements, split),
+        )
     return layers
 
 
@@ -225,5 +195,7 @@ def _series(values: Mapping[int, float]) -> Series:
     return Series(np.array(steps), np.array([values[step] for step in steps]))
 
 
-def _off_diagonal(traffic_RNDD: np.ndarray) -> np.ndarray:
-    return (traffic_RNDD.sum((2, 3)) - np.trace(traffic_RNDD, axis1=2, axis2=3)).sum(0)
+def _traffic(counts_DE: np.ndarray, placement: Placement, split: SplitName) -> np.ndarray:
+    """Return the tokens from each host to each host; sources that share a host reach others over its links."""
+    hosts = placement.num_ranks
+    return traffic_of(split, counts_DE, placement, hosts).reshape(hosts, -1, hosts).sum(1)

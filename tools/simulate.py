@@ -156,14 +156,14 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0, spread: 
 
     Args:
         first: index of the recorded iteration to begin with.
-        spread: see `DrawnLoads`.
+        spread: see `drawn_loads`.
 
     Raises:
         ValueError: there are no such loads.
     """
     from megatron_balance.build.profiles import microbatch_tokens
     from megatron_balance.observe.load_log import read_loads
-    from simulated_loads import DrawnLoads, EvenLoads, distribution, recorded
+    from simulated_loads import distribution, drawn_loads, even_loads, recorded
 
     transformer = config.transformer
     ranks = transformer.expert_model_parallel_size
@@ -174,14 +174,14 @@ def loads_of(config: "RunConfig", load: str, seed: int, first: int = 0, spread: 
     shards = transformer.expert_tensor_parallel_size or 1
     tokens = microbatch_tokens(config) * shards // transformer.tensor_model_parallel_size
     if load == "even":
-        return EvenLoads(ranks, experts, topk, tokens)
+        return even_loads(ranks, experts, topk, tokens)
     if Path(load).is_dir():
         _, found = next(iter(read_loads(Path(load)).items()))
         popularity = recorded(found.counts, ranks, experts, first)
     else:
         popularity = distribution(load, ranks, experts, seed)
     sharing = transformer.tensor_model_parallel_size * transformer.context_parallel_size // shards
-    return DrawnLoads(popularity, topk, tokens, seed, spread, max(1, sharing))
+    return drawn_loads(popularity, topk, tokens, seed, spread, max(1, sharing))
 
 
 def _simulate(args: argparse.Namespace, label: str, load: str, flags: Sequence[str]) -> dict[str, Any]:

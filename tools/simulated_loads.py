@@ -5,12 +5,14 @@ loads from the same distribution, as replicas of a run do.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_balance.workloads.synthetic import NAMES, load_matrix
+
+if TYPE_CHECKING:
+    from megatron_balance.simulate.job import LoadSource
 
 DISTRIBUTIONS = {
     "zipf": lambda rank_E, generator, value: (1.0 + rank_E) ** -value,
@@ -25,31 +27,28 @@ Popularity = Callable[[int, int], np.ndarray]
 """Iteration, layer -> [D, E] share of each expert in each source rank's choices."""
 
 
-@dataclass(frozen=True, eq=False)
-class DrawnLoads:
-    """Loads of an expert-parallel group, drawn from the popularity of its experts."""
+def drawn_loads(
+    popularity: Popularity, topk: int, tokens: int, seed: int = 0, spread: float = 0.0, sharing: int = 1
+) -> "LoadSource":
+    """Return loads of an expert-parallel group, drawn from the popularity of its experts.
 
-    popularity: Popularity
-    topk: int
-    tokens: int
-    """Tokens of one source rank in a microbatch."""
-    seed: int = 0
-    spread: float = 0.0
-    """Standard deviation of the logarithm of an expert's popularity among microbatches, because the tokens of a
-    sequence are alike."""
-    sharing: int = 1
-    """Number of consecutive ranks that have parts of the same sequences."""
+    Args:
+        tokens: tokens of one source rank in a microbatch; a token never chooses an expert twice.
+        spread: standard deviation of the logarithm of an expert's popularity among microbatches, because the tokens of
+            a sequence are alike.
+        sharing: number of consecutive ranks that have parts of the same sequences.
+    """
 
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """Return [B, D, E] int64: the load of each microbatch of a team. A token never chooses an expert twice."""
-        shares_DE = self.popularity(iteration, layer)
+    def draw(iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
+        shares_DE = popularity(iteration, layer)
         ranks, experts = shares_DE.shape
-        generator = np.random.default_rng((self.seed, iteration, layer, team))
-        drawn_BDE = generator.standard_normal((microbatches, -(-ranks // self.sharing), experts))
-        weights_BDE = shares_DE * np.exp(self.spread * drawn_BDE.repeat(self.sharing, 1)[:, :ranks])
+        generator = np.random.default_rng((seed, iteration, layer, team))
+        drawn_BDE = generator.standard_normal((microbatches, -(-ranks // sharing), experts))
+        weights_BDE = shares_DE * np.exp(spread * drawn_BDE.repeat(sharing, 1)[:, :ranks])
         shares_BDE = weights_BDE / weights_BDE.sum(2, keepdims=True)
-        chosen = generator.multinomial(self.tokens * self.topk, shares_BDE)
-        return _at_most(chosen, self.tokens)
+        return _at_most(generator.multinomial(tokens * topk, shares_BDE), tokens)
+
+    return draw
 
 
 def _at_most(counts_BDE: np.ndarray, most: int) -> np.ndarray:
@@ -96,24 +95,12 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
     return popularity
 
 
-@dataclass(frozen=True, eq=False)
-class EvenLoads:
-    """Loads in which every expert gets the same from every source rank, up to whole tokens."""
-
-    num_ranks: int
-    num_experts: int
-    topk: int
-    tokens: int
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `DrawnLoads.draw`."""
-        return np.broadcast_to(self._counts_DE, (microbatches, *self._counts_DE.shape)).copy()
-
-    @cached_property
-    def _counts_DE(self) -> np.ndarray:
-        whole, rest = divmod(self.tokens * self.topk, self.num_experts)
-        first_D = np.arange(self.num_ranks)[:, None] * rest
-        return whole + ((np.arange(self.num_experts) - first_D) % self.num_experts < rest).astype(np.int64)
+def even_loads(num_ranks: int, num_experts: int, topk: int, tokens: int) -> "LoadSource":
+    """Return loads in which every expert gets the same from every source rank, up to whole tokens."""
+    whole, rest = divmod(tokens * topk, num_experts)
+    first_D = np.arange(num_ranks)[:, None] * rest
+    counts_DE = whole + ((np.arange(num_experts) - first_D) % num_experts < rest).astype(np.int64)
+    return lambda iteration, layer, team, microbatches: np.tile(counts_DE, (microbatches, 1, 1))
 
 
 def recorded(counts: Mapping[int, np.ndarray], num_ranks: int, num_experts: int, first: int = 0) -> Popularity:

@@ -24,11 +24,11 @@ from megatron_balance.device.versions import number_of
 from megatron_balance.flow.chunks.choice import find_degrees
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer, moe_layers
-from megatron_balance.flow.plan import Split, certified_rows
+from megatron_balance.flow.plan import certified_rows
 from megatron_balance.job.groups import gather, new_group, new_twin
 from megatron_balance.observe.calibration_log import Job, read_record
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import tokens_loop
+from megatron_balance.placement.splits import SplitName, tokens_loop
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies import load_policy, policy_options, split_of
 from megatron_balance.planning.policies.interface import Policy
@@ -200,7 +200,7 @@ def _layer_state(
     flex = transformer.moe_token_dispatcher_type == "flex"
     dedup = isinstance(exchange.probs, DedupAllToAll)
     split = settings.balance_token_split
-    chosen = cast(Split, split_of(policy)) if split == "policy" else split
+    chosen = cast(SplitName, split_of(policy)) if split == "policy" else split
     # Exact plans set quotas
     layer.split = chosen if settings.balance_inner_policy == "none" else "proportional"
     layer.node_size = profile.node_size

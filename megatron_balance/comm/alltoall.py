@@ -121,9 +121,7 @@ class P2PAllToAll(AllToAll):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
         rows, received = self._prepare(rows, splits_DD, room)
         rank = self.group.rank()
-        output_splits = splits_DD[:, rank].tolist()
-        input_splits = splits_DD[rank].tolist()
-        works = post_rows(self.group, rank, received, rows, output_splits=output_splits, input_splits=input_splits)
+        works = post_rows(self.group, rank, received, rows, splits_DD[:, rank].tolist(), splits_DD[rank].tolist())
         return exchange_of(works, received, rows)
 
 
@@ -156,6 +154,11 @@ def post(
         for peer, tensor in tensors.items()
         if tensor.numel()
     ]
+    return post_operations(operations)
+
+
+def post_operations(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start the operations as one batch; there may be none."""
     return dist.batch_isend_irecv(operations) if operations else []
 
 
@@ -164,7 +167,6 @@ def post_rows(
     rank: int,
     received: torch.Tensor,
     rows: torch.Tensor,
-    *,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     tag: int = 0,

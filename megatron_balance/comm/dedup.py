@@ -161,27 +161,27 @@ class DedupAllToAll(NodeAllToAll):
             receives.append(dict(zip(steps.own_sources(step), entered[step].split(sizes), strict=True)))
             sends.append({steps.entry(step): leaving[steps.target(step)]})
         far = _FarMessages(self.group, receives, sends, self.tag)
+        post_near = functools.partial(post_rows, self.nodes.intra, self.nodes.local, tag=self.tag)
         near = []
         relayed = []
         for step in range(len(steps.nodes)):
             far.post_until(step + MESSAGES_AT_ONCE)
             far.wait(step)
             relayed.append(relay(step, entered[step]))
-            near += self._post_near(
-                received[steps.place(step)], relayed[step], steps.from_ranks(step), steps.to_ranks(step)
-            )
+            near += post_near(received[steps.place(step)], relayed[step], steps.from_ranks(step), steps.to_ranks(step))
         wait_for(near)
 
     def _collect(self, rows: torch.Tensor, received: torch.Tensor, steps: NodeSteps, relay: Relay) -> None:
         arriving = received.split(steps.copies_by_node)
         # Rows of the own node last: the others travel farther
         order = [*range(1, len(steps.nodes)), 0]
+        post_near = functools.partial(post_rows, self.nodes.intra, self.nodes.local, tag=self.tag)
         gathered = {}
         near = {}
         for step in order:
             sizes = steps.to_ranks(step)
             gathered[step] = rows.new_empty((sum(sizes), *rows.shape[1:]))
-            near[step] = self._post_near(gathered[step], rows[steps.place(step)], sizes, steps.from_ranks(step))
+            near[step] = post_near(gathered[step], rows[steps.place(step)], sizes, steps.from_ranks(step))
         receives = [{}] + [{steps.entry(step): arriving[steps.target(step)]} for step in order[:-1]]
         sends: list[dict[int, torch.Tensor]] = [{} for _ in order]
         far = _FarMessages(self.group, receives, sends, self.tag)
@@ -194,13 +194,8 @@ class DedupAllToAll(NodeAllToAll):
             sends[step].update(zip(steps.own_sources(step), sums.split(steps.copies(step)), strict=True))
             far.post_until(step + 1)
             far.wait(step - MESSAGES_AT_ONCE)
-        far.wait_all()
-
-    def _post_near(
-        self, received: torch.Tensor, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> list[dist.Work]:
-        splits = {"output_splits": output_splits, "input_splits": input_splits}
-        return post_rows(self.nodes.intra, self.nodes.local, received, rows, **splits, tag=self.tag)
+        for step in order:
+            far.wait(step)
 
 
 class _FarMessages:
@@ -234,7 +229,3 @@ class _FarMessages:
         """Wait for the messages of a step; below 0, for nothing."""
         if step >= 0:
             wait_for(self.works[step])
-
-    def wait_all(self) -> None:
-        for works in self.works:
-            wait_for(works)

@@ -51,22 +51,22 @@ class OneDimensionalAllToAll(StagedAllToAll):
         gathered = rows.new_empty((int(sent_YN.sum()) if leads else 0, *rows.shape[1:]))
         from_ranks = sent_YN.sum(1).tolist() if leads else nothing
         to_leader = [len(rows), *nothing[1:]]
-        splits = {"output_splits": from_ranks, "input_splits": to_leader}
-        yield post_rows(self.nodes.intra, local, gathered, rows, **splits, tag=self.tag)
+        yield post_rows(self.nodes.intra, local, gathered, rows, from_ranks, to_leader, self.tag)
 
         # Step 2: between leaders, one message for each pair of nodes
         crossed = rows.new_empty((int(received_DY.sum()) if leads else 0, *rows.shape[1:]))
         if leads:
             packed = transposed(gathered, sent_YN, (1, 0))
             from_nodes = [int(block.sum()) for block in received_DY.split(size)]
-            splits = {"output_splits": from_nodes, "input_splits": sent_YN.sum(0).tolist()}
-            yield post_rows(self.nodes.inter, self.nodes.node, crossed, packed, **splits, tag=self.tag)
+            to_nodes = sent_YN.sum(0).tolist()
+            yield post_rows(self.nodes.inter, self.nodes.node, crossed, packed, from_nodes, to_nodes, self.tag)
             crossed = transposed(crossed, received_DY, (1, 0))
 
         # Step 3: from the leader
         received_Y = received_DY.sum(0).tolist()
-        splits = {"output_splits": [received_Y[local], *nothing[1:]], "input_splits": received_Y if leads else nothing}
-        yield post_rows(self.nodes.intra, local, received, crossed, **splits, tag=self.tag)
+        from_leader = [received_Y[local], *nothing[1:]]
+        to_ranks = received_Y if leads else nothing
+        yield post_rows(self.nodes.intra, local, received, crossed, from_leader, to_ranks, self.tag)
 
 
 class TwoDimensionalAllToAll(StagedAllToAll):
@@ -101,13 +101,13 @@ class TwoDimensionalAllToAll(StagedAllToAll):
         # Step 1: within the node, to the rank with the destination's local rank
         aligned = rows.new_empty((int(aligned_YN.sum()), *rows.shape[1:]))
         packed = transposed(rows, sent_NY, (1, 0))
-        splits = {"output_splits": aligned_YN.sum(1).tolist(), "input_splits": sent_NY.sum(0).tolist()}
-        yield post_rows(self.nodes.intra, local, aligned, packed, **splits, tag=self.tag)
+        splits = aligned_YN.sum(1).tolist(), sent_NY.sum(0).tolist()
+        yield post_rows(self.nodes.intra, local, aligned, packed, *splits, self.tag)
 
         # Step 2: between nodes, to the destination
         packed = transposed(aligned, aligned_YN, (1, 0))
-        splits = {"output_splits": received_NY.sum(1).tolist(), "input_splits": aligned_YN.sum(0).tolist()}
-        yield post_rows(self.nodes.inter, node, received, packed, **splits, tag=self.tag)
+        splits = received_NY.sum(1).tolist(), aligned_YN.sum(0).tolist()
+        yield post_rows(self.nodes.inter, node, received, packed, *splits, self.tag)
 
 
 def _finish(stages: Iterator[Posted]) -> None:

@@ -129,7 +129,7 @@ def exchange_models(
 
 
 class CopiesCase(NamedTuple):
-    """What `auto` needs to know about `dedup`."""
+    """`dedup` as a candidate of `auto`."""
 
     model: FlexModel
     row_bytes: float

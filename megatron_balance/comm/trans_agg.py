@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE, wait_for
+from megatron_balance.comm.alltoall import MESSAGES_AT_ONCE, post_operations, wait_for
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.trans_plan import TransPlan
 
@@ -175,7 +175,7 @@ class TransAgg:
             _run_overlapped(rounds)
             return
         for part in rounds:
-            wait_for(_post(part.receives + part.sends))
+            wait_for(post_operations(part.receives + part.sends))
             _add(part)
 
 
@@ -197,7 +197,7 @@ def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
         # Staging buffers are reused after AHEAD more rounds
         finish(number - AHEAD)
         if number < len(rounds):
-            arriving.append((rounds[number], _post(rounds[number].receives)))
+            arriving.append((rounds[number], post_operations(rounds[number].receives)))
 
     for number in range(AHEAD):
         receive(number)
@@ -207,14 +207,10 @@ def _run_overlapped(rounds: Sequence[_PostedRound]) -> None:
         for operation in part.sends:
             if len(leaving) == MESSAGES_AT_ONCE:
                 leaving.popleft().wait()
-            leaving += _post([operation])
+            leaving += post_operations([operation])
     finish(len(rounds))
     for work in leaving:
         work.wait()
-
-
-def _post(operations: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _add(part: _PostedRound) -> None:

@@ -15,7 +15,7 @@ experts of a node, U copies, M received tokens, and B the bytes of a bitmap.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -193,27 +193,20 @@ class ChunkCopies:
         self._bitmaps_UB = None
 
 
-class _Copies(AllToAll):
-    """An all-to-all of one chunk's rows, as a Sharding uses it."""
+class _ChunkAllToAll(AllToAll):
+    """An all-to-all of one chunk's rows, as a Sharding uses it: `spread` or `collect` of its ChunkCopies."""
 
-    def __init__(self, all_to_all: AllToAll, copies: ChunkCopies) -> None:
+    def __init__(self, all_to_all: AllToAll, run: Callable[[DedupAllToAll, Codec | None, torch.Tensor], Exchange]):
         super().__init__(all_to_all.group)
-        self.copies = copies
+        self.run = run
         compressed = isinstance(all_to_all, CompressedAllToAll)
         self.codec = all_to_all.codec if compressed else None
         found = all_to_all.all_to_all if compressed else all_to_all
         assert isinstance(found, DedupAllToAll)
         self.all_to_all = found
 
-
-class _ToExperts(_Copies):
     def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
-        return self.copies.spread(self.all_to_all, self.codec, rows)
-
-
-class _ToSources(_Copies):
-    def start(self, rows: torch.Tensor, splits_DD: torch.Tensor, room: int = 0) -> Exchange:
-        return self.copies.collect(self.all_to_all, self.codec, rows)
+        return self.run(self.all_to_all, self.codec, rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -240,9 +233,9 @@ class CopiesRoute(ChunkedRoute):
         return combine(results[0] if len(results) == 1 else torch.cat([*results]), self.copies)
 
     def spread(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
-        to_experts = _ToExperts(all_to_all, self.chunk_copies[chunk])
+        to_experts = _ChunkAllToAll(all_to_all, self.chunk_copies[chunk].spread)
         return self.among_shards.spread(to_experts, rows, self.cut.splits[chunk])
 
     def collect(self, all_to_all: AllToAll, chunk: int, rows: torch.Tensor) -> Exchange:
-        to_sources = _ToSources(all_to_all, self.chunk_copies[chunk])
+        to_sources = _ChunkAllToAll(all_to_all, self.chunk_copies[chunk].collect)
         return self.among_shards.collect(to_sources, rows, self.cut.splits[chunk])

@@ -20,10 +20,11 @@ from megatron_balance.flow.device_plan import DevicePlan, DeviceTables, tokens_u
 from megatron_balance.flow.dispatcher import ArrivedRows, AtOnceDispatcher, PendingRows, Route
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.grouped_gemm import grouped_mm_is_fast
-from megatron_balance.flow.plan import Choices, Split
+from megatron_balance.flow.plan import Choices
 from megatron_balance.flow.reroute import fixed_targets, reroute_in_order, reroute_to
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 
 OPTIONS = {
     "num_sms_dispatch_api": ("moe_flex_dispatcher_num_sms", "moe_hybridep_num_sms"),
@@ -38,7 +39,8 @@ first."""
 
 
 def check_device(experts: GroupedExperts) -> None:
-    """Raise ValueError if a package or kernel for these experts is missing; experts of a dry run pass."""
+    """Raise ValueError if megatron-core found no HybridEP, or if torch has no grouped kernel for the experts' weights
+    (their precision and sizes) on this GPU. Weights that are not on a GPU, as in a dry run, are not checked."""
     weights = [linear.weight for linear in (experts.linear_fc1, experts.linear_fc2)]
     if not weights[0].is_cuda:
         return
@@ -75,7 +77,7 @@ class DeviceDispatcher(AtOnceDispatcher):
         self.group = groups.tp_ep
         chosen = {name: [field for field in fields if hasattr(config, field)] for name, fields in OPTIONS.items()}
         self.options = {name: getattr(config, fields[0]) for name, fields in chosen.items() if fields}
-        self._placed: tuple[Placement, Split, torch.Tensor | DeviceTables] | None = None
+        self._placed: tuple[Placement, SplitName, torch.Tensor | DeviceTables] | None = None
         """Latest placement and split and, on the device, each expert's only target, or the tables for
         `tokens_until`."""
 

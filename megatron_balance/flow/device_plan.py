@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.plan import Split
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 from megatron_balance.placement.tables import MOST_TOKENS
 
 
@@ -23,7 +23,7 @@ class DevicePlan:
     placement: Placement
     load: Callable[[], torch.Tensor]
     """Returns the load matrix [D, E]; called only if the plan depends on the load."""
-    split: Split
+    split: SplitName
     node_size: int
 
 

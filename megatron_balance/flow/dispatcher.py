@@ -41,7 +41,7 @@ from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import sums_by_host
 
-Plan = DispatchPlan | DevicePlan
+RowPlan = DispatchPlan | DevicePlan
 
 
 Route = Callable[[torch.Tensor, Choices], "SentChunks | ArrivedRows"]
@@ -56,7 +56,7 @@ class PendingRows:
         self._route: Route
         self._placement: Placement
 
-    def dispatch(self, plan: Plan, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks | ArrivedRows":
+    def dispatch(self, plan: RowPlan, tokens_TH: torch.Tensor, choices: Choices) -> "SentChunks | ArrivedRows":
         """Send the rows by the plan of the first pass; recomputation repeats its route. Nothing here waits for the
         device. `tokens_TH` and `choices` are as in `Dispatcher.prepare`; recomputation passes equal values."""
         with record_function("dispatch"):

@@ -22,15 +22,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_balance.device.shards import mark_shards
+from megatron_balance.device.shards import mark_experts, mark_shards
 from megatron_balance.flow.grouped_gemm import GroupedGemm, TorchGemm, split_of
 from megatron_balance.flow.slot_linear import SlotLinear
 from megatron_balance.flow.slot_weights import GroupedWeights, LinearGradients, main_grad
-
-
-def recomputes(config: TransformerConfig, module: str) -> bool:
-    """Return whether `--recompute-modules` names a module."""
-    return config.recompute_granularity == "selective" and module in (config.recompute_modules or [])
+from megatron_balance.profile.computation import recomputed
 
 
 class GroupedExperts(MegatronModule):
@@ -58,14 +54,15 @@ class GroupedExperts(MegatronModule):
         self.shard, self.shards = shards.rank(), shards.size()
         self.replica = pg_collection.expt_dp.rank()
         num_local_experts = len(self.home_experts)
-        self.activation_recompute = recomputes(config, "moe_act")
+        self.activation_recompute = "moe_act" in recomputed(config)
         inner = config.moe_ffn_hidden_size // self.shards
         width = 2 * inner if config.gated_linear_unit else inner
         self.linear_fc1 = GroupedWeights(num_local_experts, config.hidden_size, width, config)
         self.linear_fc2 = GroupedWeights(num_local_experts, inner, config.hidden_size, config)
         if config.perform_initialization:
             self._initialize()
-        # In other programs, nothing else calls this before the optimizer reads the marks
+        # In other programs, nothing else makes these marks before DDP and the optimizer read them
+        mark_experts(self, pg_collection)
         mark_shards(self, pg_collection)
 
     def _initialize(self) -> None:
@@ -169,8 +166,7 @@ class GroupedExperts(MegatronModule):
         return (activated * probs_R.unsqueeze(-1)).to(activated.dtype)
 
     def allocate_guests(self, slots: int, shared: "GroupedExperts | None" = None, apart: bool = False) -> int:
-        """Add guest slots, after DDP has wrapped the model, or the latest ones of another layer; return the new
-        bytes. `apart`: forward passes have others than backward passes."""
+        """See `GroupedWeights.allocate_guests`; `shared` is another layer, whose latest guest slots are used."""
         self._ahead = ForwardSlots(self) if apart else None
         first = self.linear_fc1.allocate_guests(slots, shared and shared.linear_fc1, apart)
         return first + self.linear_fc2.allocate_guests(slots, shared and shared.linear_fc2, apart)
@@ -186,7 +182,7 @@ class GroupedExperts(MegatronModule):
         self.home_experts = tuple(home_experts)
 
     def ready(self) -> None:
-        """Wait on the model's thread until this layer's weights are up to date; see `GroupedWeights.forward`."""
+        """Let DDP finish this layer's weights, on the model's thread; see `GroupedWeights.forward`."""
         self.linear_fc1()
         self.linear_fc2()
 

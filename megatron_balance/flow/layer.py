@@ -39,13 +39,14 @@ from megatron_balance.flow.chunks.pipeline import Begin
 from megatron_balance.flow.dedup_dispatcher import DedupDispatcher
 from megatron_balance.flow.device_dispatcher import DeviceDispatcher, check_device
 from megatron_balance.flow.device_plan import DevicePlan
-from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, Plan
-from megatron_balance.flow.experts import recomputes
+from megatron_balance.flow.dispatcher import AllToAllDispatcher, Dispatcher, MegatronDispatcher, PendingRows, RowPlan
 from megatron_balance.flow.parallel_schedule import ParallelDispatch
-from megatron_balance.flow.plan import Choices, DispatchPlan, Split, by_host
+from megatron_balance.flow.plan import Choices, DispatchPlan, by_host
 from megatron_balance.job.collectives import start_gather
 from megatron_balance.observe.profiler import record_function
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
+from megatron_balance.profile.computation import recomputed
 
 Host = Callable[[Reading, bool], Placement]
 """(load matrix [W, E] of the hosts in one forward pass, whether it trains) -> the placement in force."""
@@ -92,8 +93,8 @@ class BalancedMoELayer(MoELayer):
         self.parallel = parallel
         self.submodules = submodules
         self.balance = balance
-        self.moe_layer_recompute = recomputes(config, "moe")
-        self.shared_experts_recompute = recomputes(config, "shared_experts")
+        self.moe_layer_recompute = "moe" in recomputed(config)
+        self.shared_experts_recompute = "shared_experts" in recomputed(config)
         owners = Placement.identity(config.num_moe_experts, self.ep_group.size())
         self.host: Host | None = None
         """None: each expert is hosted by its owner alone, and the load is not requested."""
@@ -103,7 +104,7 @@ class BalancedMoELayer(MoELayer):
         """Returns the decisions of the current pass in this layer: see `PassMemory.of`."""
         self.begin: Begin = lambda work: None
         """See `Begin`."""
-        self.split: Split = "local_first"
+        self.split: SplitName = "local_first"
         self.node_size = self.ep_group.size()
         """Number of consecutive hosts that share a node."""
         self.limit: int | None = None
@@ -209,7 +210,7 @@ class BalancedMoELayer(MoELayer):
             load.by_source()
         return self.placement if self.host is None else self.host(load.by_host, self.training)
 
-    def _plan(self, load: PassLoad) -> Plan:
+    def _plan(self, load: PassLoad) -> RowPlan:
         if not self.dispatcher.plans_on_host:
             return DevicePlan(self.placement, load.on_device, self.split, self.node_size)
         counts_DE = load.by_source()

@@ -46,22 +46,14 @@ class TokenStep(StrEnum):
     MP_ALL_GATHER = "MP-AllGather"
 
 
-S = TokenStep
-
 SCHEDULES: dict[str, tuple[TokenStep, ...]] = {
-    "megatron": (S.GATE, S.EP_ALL_TO_ALL, S.ESP_ALL_GATHER, S.EXPERTS, S.ESP_REDUCE_SCATTER, S.EP_ALL_TO_ALL),
-    "baseline": (
-        *(S.GATE, S.ESP_ALL_GATHER, S.EP_ALL_TO_ALL, S.EXPERTS, S.ESP_ALL_REDUCE),
-        *(S.EP_ALL_TO_ALL, S.ESP_SPLIT),
-    ),
-    "s1": (
-        *(S.MP_SPLIT, S.GATE, S.DUMP, S.EP_ESP_ALL_TO_ALL, S.EXPERTS, S.EP_ESP_ALL_TO_ALL),
-        *(S.LOCAL_COMBINE, S.MP_ALL_GATHER),
-    ),
-    "s2": (
-        *(S.GATE, S.MP_SPLIT, S.DUMP, S.EP_ESP_ALL_TO_ALL, S.EXPERTS, S.EP_ESP_ALL_TO_ALL),
-        *(S.MP_ALL_GATHER, S.LOCAL_COMBINE),
-    ),
+    name: tuple(map(TokenStep, steps.split()))
+    for name, steps in {
+        "megatron": "Gate EP-AlltoAll ESP-AllGather Experts ESP-ReduceScatter EP-AlltoAll",
+        "baseline": "Gate ESP-AllGather EP-AlltoAll Experts ESP-AllReduce EP-AlltoAll ESP-Split",
+        "s1": "MP-Split Gate Dump EP&ESP-AlltoAll Experts EP&ESP-AlltoAll Combine MP-AllGather",
+        "s2": "Gate MP-Split Dump EP&ESP-AlltoAll Experts EP&ESP-AlltoAll MP-AllGather Combine",
+    }.items()
 }
 """Steps by the value of `--moe-parallel-schedule`."""
 
@@ -194,8 +186,8 @@ class ParallelDispatch:
         return split_evenly(counts_E.unsqueeze(0), len(self.members))[self.groups.tp.rank(), 0]
 
     def leave(self, output_TH: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the layer's output for all of its input, from the output for the tokens of `share`. `shape` is the
-        shape of the tensor that this rank routed."""
+        """Undo `share` and `enter`: return this rank's output in the shape of the layer's input, given the output for
+        the tokens of `share`, and the shape of the tensor that `enter` returned."""
         if self.gathers_tokens:
             output_TH = scatter_to_sequence_parallel_region(output_TH, group=self.groups.expt_tp)
         # Divide the gradients, so that repeated rows count once in the weights' gradients

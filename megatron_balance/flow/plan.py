@@ -8,14 +8,12 @@ import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_balance.placement.placement import Placement
-from megatron_balance.placement.splits import SPLITS, HostRules, sums_by_host, tokens_of
-
-Split = Literal["local_first", "proportional"]
+from megatron_balance.placement.splits import SPLITS, HostRules, SplitName, sums_by_host, tokens_of
 
 
 class Choices(NamedTuple):
@@ -39,7 +37,7 @@ class DispatchPlan:
     host; each host has the same number of sources."""
     placement: Placement
     """Hosts of every expert; the same on all ranks."""
-    split: Split = "local_first"
+    split: SplitName = "local_first"
     """How many tokens each host of an expert computes. `local_first` (Pro-Prophet, section IV-A): a host computes its
     own tokens; the primary host also computes the tokens of ranks that are not hosts. `proportional`: tokens are shared
     in proportion to the placement's quotas, or to vExperts (FlexMoE, Algorithm 3). See also `placement/splits.py`."""

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from megatron_balance.device.host_memory import to_device
-from megatron_balance.flow.plan import Choices, DispatchPlan, Split
+from megatron_balance.flow.plan import Choices, DispatchPlan
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 
 
 def reroute(probs_TE: torch.Tensor, map_TE: torch.Tensor, plan: DispatchPlan, source: int) -> Choices:
@@ -39,7 +40,7 @@ def reroute_in_order(
     return _scattered(probs_TE, map_TE, target_TE, num_physical)
 
 
-def fixed_targets(placement: Placement, split: Split, host: int) -> torch.Tensor | None:
+def fixed_targets(placement: Placement, split: SplitName, host: int) -> torch.Tensor | None:
     """Return [E] int64: each expert's only physical target for a host's tokens; None if targets depend on the load."""
     if split != "local_first" and (np.diff(placement.tables.first_E) > 1).any():
         return None

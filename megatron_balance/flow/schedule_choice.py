@@ -35,7 +35,7 @@ def ranges(shape: Shape, element_bytes: int) -> dict[str, tuple[float, float]]:
     rows = shape.rows * shape.hidden * element_bytes
     found: dict[str, tuple[float, float]] = {"all_to_all": (exchanged, exchanged), "gathered": (rows, rows)}
     if shape.mp > 1:
-        low, high = sorted(found[TokenStep.MP_ALL_GATHER] * element_bytes for found in (s1, s2))
+        low, high = sorted(each[TokenStep.MP_ALL_GATHER] * element_bytes for each in (s1, s2))
         found |= {"all_gather": (low, high), "simultaneous": (exchanged, exchanged), "sorting": (rows / shape.mp, rows)}
     return found
 

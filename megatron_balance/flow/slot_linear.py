@@ -15,7 +15,7 @@ class SlotLinear:
     """A linear layer in consecutive slots."""
 
     projections: tuple[Sequence[Projection], Sequence[Projection]]
-    """Of the forward pass, and of the backward pass: equal values, maybe in different memory."""
+    """Weights for the forward pass and for the backward pass: equal values, maybe in different memory."""
     gradients: LinearGradients
 
     def weights(self, backward: bool = False) -> list[torch.Tensor]:

@@ -48,10 +48,6 @@ class GroupedWeights(torch.nn.Module):
         new = functools.partial(torch.zeros, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(new(slots, outputs, inputs))
         self.register_parameter("bias", torch.nn.Parameter(new(slots, outputs)) if config.add_bias_linear else None)
-        same_shards = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-        for parameter in self.parameters():
-            # DDP and the optimizer group parameters by this mark: whether they are replicated like other parameters
-            parameter.allreduce = config.expert_model_parallel_size == 1 and same_shards  # pyright: ignore[reportAttributeAccessIssue]
         self.guests: list[Projection] = []
         """Guest slots: plain tensors, unknown to the optimizer, checkpoints and module conversions. They collect
         gradients, and backward passes compute with their weights."""
@@ -59,8 +55,12 @@ class GroupedWeights(torch.nn.Module):
         """Guest slots whose weights forward passes compute with: the same ones, or others without gradients."""
 
     def allocate_guests(self, slots: int, shared: "GroupedWeights | None" = None, apart: bool = False) -> int:
-        """Add guest slots after DDP has set the parameters' `main_grad`, or the latest ones of another layer; return
-        the new bytes. `apart`: add others for forward passes."""
+        """Add guest slots, and return the bytes of new memory; call this after DDP has set the parameters' `main_grad`.
+
+        Args:
+            shared: a layer whose latest guest slots are added, in place of new ones.
+            apart: whether forward passes compute with guest slots of their own, which have no gradients.
+        """
         if shared is not None:
             self.guests.append(shared.guests[-1])
             self.forward_guests.append(shared.forward_guests[-1])
@@ -74,9 +74,9 @@ class GroupedWeights(torch.nn.Module):
         return sum(guest.nbytes + main_grad(guest).nbytes for guest in new.tensors()) + sum(one.nbytes for one in more)
 
     def forward(self, guests: int = 0, repeats: bool = False) -> tuple[list[Projection], list[Projection]]:
-        """Return the weights of home slots and of the first `guests` guest slots: to compute a forward pass with, which
-        may repeat another one as a part of a backward pass, and its backward pass. This is a forward pass because DDP's
-        `--overlap-param-gather` waits for parameters in a module's forward pre-hook."""
+        """Return the weights of the home slots and of the first `guests` guest slots, for a forward pass and for its
+        backward pass. `repeats`: whether this forward pass repeats another one as a part of a backward pass. The method
+        is called `forward` because DDP's `--overlap-param-gather` waits for parameters before a module's forward."""
         backward = self._first(self.guests, guests)
         return backward if repeats else self._first(self.forward_guests, guests), backward
 
@@ -90,8 +90,8 @@ class GroupedWeights(torch.nn.Module):
         return found
 
     def tensors_of(self, slot: int, forward: bool = False) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them. `forward`: of
-        the slots that forward passes compute with."""
+        """Yield the weight and the bias that contain a home or guest slot, and the slot's index in them. `forward`:
+        whether the slot is one of those that forward passes compute with."""
         for projection in (Projection(self.weight, self.bias), *(self.forward_guests if forward else self.guests)):
             if slot < len(projection.weight):
                 yield from ((tensor, slot) for tensor in projection.tensors())

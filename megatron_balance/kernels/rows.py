@@ -9,8 +9,6 @@ In shapes, B counts blocks of tokens.
 # triton is not a requirement, and pyright does not know how its kernels are launched
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,26 +25,18 @@ HIDDEN_BLOCK = 1024
 """Maximum elements of a row that a program copies or adds up."""
 
 
-class Order(NamedTuple):
-    """The fields of a `flow.rows.RowOrder`, all int32."""
-
-    token_R: torch.Tensor
-    place_R: torch.Tensor
-    by_token_R: torch.Tensor
-    first_T: torch.Tensor
-
-
-def row_order(routing_TE: torch.Tensor, rows: int) -> Order:
-    """Return the order of a routing [T, E] bool by expert, with `rows` true entries. With another number of true
-    entries, the order has no meaning, but its values are valid indices."""
+def row_order(routing_TE: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    """Return the order of a routing [T, E] bool by expert, with `rows` true entries: the token of each row [R] and the
+    three tensors of a `flow.rows.RowPlaces`, all int32. With another number of true entries, the order has no meaning,
+    but its values are valid indices."""
     tokens, experts = routing_TE.shape
     chosen_TE = routing_TE.contiguous().view(torch.uint8)
-    order = Order(*chosen_TE.new_zeros(3 * rows + tokens, dtype=torch.int32).split([rows, rows, rows, tokens]))
+    order = chosen_TE.new_zeros(3 * rows + tokens, dtype=torch.int32).split([rows, rows, rows, tokens])
     blocks = triton.cdiv(tokens, TOKENS_BLOCK)
     if not blocks:
         return order
     counts_EB = chosen_TE.new_empty((experts, blocks), dtype=torch.int32)
-    counts_T = torch.empty_like(order.first_T)
+    counts_T = chosen_TE.new_empty(tokens, dtype=torch.int32)
     constants = order_constants(experts)
     count_kernel[(blocks,)](chosen_TE, counts_EB, counts_T, tokens, blocks, **constants)
     ends_EB, ends_T = (counts.view(-1).cumsum(0, dtype=torch.int32) for counts in (counts_EB, counts_T))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_balance.comm.registry import members_of
 from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.job.groups import NodeGroups, on_first_rank
-from megatron_balance.measure.operations import Call, Load, Passes
+from megatron_balance.measure.operations import BothPasses, Call, Load
 from megatron_balance.measure.stopwatch import GroupBench, Members, Stopwatch, middle, node_groups
 from megatron_balance.profile.cluster_profile import (
     COLLECTIVES,
@@ -64,14 +64,14 @@ def measure(
     ep_group: dist.ProcessGroup,
     node_size: int,
     *,
-    passes: Callable[[int], Passes],
+    passes: Callable[[int], BothPasses],
     tokens: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
     sizes_bytes: Sequence[int] = SIZES,
     repeats: int = TURNS,
     shares: Sequence[float] = (1.0,),
-    codecs: Mapping[str, Callable[[int], Passes]] | None = None,
+    codecs: Mapping[str, Callable[[int], BothPasses]] | None = None,
 ) -> ClusterProfile:
     """Measure this job's cluster; every rank of the job calls it and gets the same profile.
 

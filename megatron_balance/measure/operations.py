@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_balance.comm.alltoall import AllToAll, default_all_to_all
+from megatron_balance.comm.alltoall import AllToAll, default_all_to_all, post_operations, wait_for
 from megatron_balance.comm.codecs import Codec
 from megatron_balance.comm.trans_agg import TransAgg
 from megatron_balance.flow.experts import GroupedExperts
@@ -21,12 +21,8 @@ Call = Callable[[], object]
 """An operation to time; it can be called any number of times."""
 
 
-class Passes(NamedTuple):
-    """Forward and backward pass of one rank's experts, or both directions of a codec."""
-
-    forward: Call
-    backward: Call
-    """Backward pass of the latest forward pass."""
+BothPasses = tuple[Call, Call]
+"""A forward pass of one rank's experts, and the backward pass of the latest one; or both directions of a codec."""
 
 
 class Load(NamedTuple):
@@ -49,7 +45,7 @@ def _one_way(group: dist.ProcessGroup, buffer: torch.Tensor, step: int) -> Call:
     if peer >= size:
         return idle
     verb, tensor = (dist.isend, buffer) if sends else (dist.irecv, received)
-    return lambda: _finish([dist.P2POp(verb, tensor, group=group, group_peer=peer)])
+    return lambda: wait_for(post_operations([dist.P2POp(verb, tensor, group=group, group_peer=peer)]))
 
 
 def messages(group: dist.ProcessGroup, buffer: torch.Tensor, steps: Sequence[int]) -> Call:
@@ -67,14 +63,9 @@ def messages(group: dist.ProcessGroup, buffer: torch.Tensor, steps: Sequence[int
             dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + step) % size, tag=tag)
             for tag, step in enumerate(steps)
         ]
-        _finish([*receives, *sends])
+        wait_for(post_operations([*receives, *sends]))
 
     return run
-
-
-def _finish(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
 
 
 def idle() -> None:
@@ -104,9 +95,6 @@ class SyntheticSlots:
 
     def ready(self) -> None:
         """Nothing to wait for."""
-
-    def own(self, home_experts: Sequence[int]) -> None:
-        """The experts stay."""
 
     def weights_of(self, slot: int) -> Sequence[torch.Tensor]:
         return self.slots[slot]
@@ -146,7 +134,7 @@ OPERATIONS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor, int], Call]] = 
 """Collective -> function of a group, a buffer with the bytes of `ClusterProfile.links`, and a distance of ranks."""
 
 
-def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
+def expert_passes(experts: GroupedExperts, tokens: int) -> BothPasses:
     """Return passes over `tokens` rows, shared evenly among the experts, in their dtype and on their device."""
     weight_SOH = experts.linear_fc1.weight
     slots = len(weight_SOH)
@@ -169,15 +157,15 @@ def expert_passes(experts: GroupedExperts, tokens: int) -> Passes:
     def backward() -> None:
         outputs.pop().backward(gradient_RH)
 
-    return Passes(forward, backward)
+    return forward, backward
 
 
-def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> Passes:
+def codec_passes(codec: Codec, tokens: int, *, hidden: int, dtype: torch.dtype, device: torch.device) -> BothPasses:
     """Return the compression of `tokens` rows, and the decompression of their payload, as passes."""
     generator = torch.Generator(device).manual_seed(0)
     rows_RH = torch.randn(tokens, hidden, device=device, generator=generator).to(dtype)
     payload = codec.encode(rows_RH)
-    return Passes(lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype))
+    return lambda: codec.encode(rows_RH), lambda: codec.decode(payload, hidden, dtype)
 
 
 def schedule_call(

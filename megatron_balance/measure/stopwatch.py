@@ -18,9 +18,9 @@ from megatron_balance.comm.alltoall import AllToAll
 from megatron_balance.job.groups import NodeGroups, new_node_groups
 from megatron_balance.measure.operations import (
     OPERATIONS,
+    BothPasses,
     Call,
     Load,
-    Passes,
     even_exchange,
     idle,
     messages,
@@ -125,7 +125,7 @@ class GroupBench:
     """The stopwatch of the expert-parallel group."""
     groups: Mapping[Members, dist.ProcessGroup]
     """Groups that this rank is in; it idles while other groups measure."""
-    passes: Callable[[int], Passes]
+    passes: Callable[[int], BothPasses]
     """Returns the passes of this rank's experts over a number of tokens."""
     dtype: torch.dtype
     """Data type of the messages."""
@@ -135,7 +135,7 @@ class GroupBench:
     """Each tensor's share of an expert's weights; each tensor is sent in its own message."""
     all_to_alls: Mapping[str, AllToAll] = field(default_factory=dict)
     """All-to-alls of the whole group, by name."""
-    codecs: Mapping[str, Callable[[int], Passes]] = field(default_factory=dict)
+    codecs: Mapping[str, Callable[[int], BothPasses]] = field(default_factory=dict)
     """Codec's name -> function that returns the compression and decompression of a number of rows."""
 
     def seconds(self, operation: str, members: Members, amounts: Sequence[int] | Sequence[Load]) -> list[float]:

@@ -324,7 +324,7 @@ class Placement:
 
 
 class _Owned(NamedTuple):
-    """What follows from home slots."""
+    """Values derived from home slots."""
 
     owners: tuple[int, ...]
     """See `Placement.owners`."""

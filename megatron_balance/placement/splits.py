@@ -13,7 +13,7 @@ ranks. A rank is one source, or several in `tokens_of`.
 """
 
 import functools
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.tables import MOST_TOKENS
 
-SPLITS = ("local_first", "proportional")
+SplitName = Literal["local_first", "proportional"]
 
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 _Numbers = Annotated[np.ndarray, "int64[::1]"]
 

@@ -25,33 +25,37 @@ class SourcedNumber:
     source: str
 
 
+NONE = SourcedNumber(0.0, "not given")
+ONE = SourcedNumber(1.0, "not given")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What kernels of training reach on a GPU; see profile/kernel_times.py."""
+    """Rates and times that kernels of training reach on a GPU; see profile/kernel_times.py."""
 
     half_products: SourcedNumber
     """Fraction of `half_tflops` that large products reach."""
     fp8_products: SourcedNumber | None = None
-    """The same of `fp8_tflops`."""
-    fp8_casts: SourcedNumber | None = None
+    """Fraction of `fp8_tflops` that large products reach."""
+    fp8_casts: SourcedNumber = NONE
     """See `Kernels.casts`."""
     half_width: SourcedNumber
     start_us: SourcedNumber
     backward: SourcedNumber
-    uneven: SourcedNumber | None = None
-    """See `Kernels.uneven`; default: 0."""
+    uneven: SourcedNumber = NONE
+    """See `Kernels.uneven`."""
     attention_forward_tflops: SourcedNumber
     attention_backward_tflops: SourcedNumber
-    attention_half_keys: SourcedNumber | None = None
-    """See `Kernels.half_keys`; default: 0."""
+    attention_half_keys: SourcedNumber = NONE
+    """See `Kernels.half_keys`."""
     memory: SourcedNumber
     """Fraction of `memory_gb_per_second`."""
     launch_us: SourcedNumber
     host_us: SourcedNumber
     exchange_share: SourcedNumber
     """Fraction of the multiprocessors that an exchange takes."""
-    exchange_beside: SourcedNumber | None = None
-    """See `Beside.exchange`; default: 0."""
+    exchange_beside: SourcedNumber = NONE
+    """See `Beside.exchange`."""
     computation_beside: SourcedNumber | None = None
     """See `Beside.computation`; default: what the multiprocessors imply that are left."""
 
@@ -70,9 +74,9 @@ class Gpu:
     half_tflops: SourcedNumber | None = None
     """Dense matrix products of 16-bit numbers, accumulated in 32 bits."""
     fp8_tflops: SourcedNumber | None = None
-    """The same of 8-bit numbers."""
+    """Dense matrix products of 8-bit numbers, accumulated in 32 bits."""
     reached: Reached | None = None
-    """What kernels of training reach; None: products run at the rates above, and other kernels take no time."""
+    """None: products run at the rates above, and other kernels take no time."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,12 @@ class Link:
     gb_per_second: SourcedNumber
     """10^9 bytes per second in each direction."""
     latency_us: SourcedNumber | None = None
-    adapters: SourcedNumber | None = None
-    """Number of network adapters per node; default: 1."""
+    adapters: SourcedNumber = ONE
+    """Number of network adapters per node."""
     flex_gb_per_second: SourcedNumber | None = None
-    """What the flex dispatcher reaches; default: `gb_per_second`."""
+    """Rate that the flex dispatcher reaches; default: `gb_per_second`."""
     flex_one_node_gb_per_second: SourcedNumber | None = None
-    """The same where all ranks of a group are on one node; default: `flex_gb_per_second`."""
+    """Its rate if all ranks of a group are on one node; default: `flex_gb_per_second`."""
     flex_latency_us: SourcedNumber | None = None
     """Its latency; default: that of a message."""
 
@@ -163,10 +167,9 @@ RANGES = {
     **dict.fromkeys(("gb_per_second", "flex_gb_per_second", "flex_one_node_gb_per_second"), (1e-6, 1e5)),
     # The time light takes for 30 cm, to 10 s
     **dict.fromkeys(("latency_us", "flex_latency_us", "start_us", "launch_us", "host_us"), (1e-3, 1e7)),
-    "memory_gb": (1e-3, 1e6),
-    "memory_gb_per_second": (1e-3, 1e6),
-    "fp32_tflops": (1e-6, 1e6),  # a million to 10^18 operations per second
-    **dict.fromkeys(("half_tflops", "fp8_tflops"), (1e-6, 1e6)),
+    **dict.fromkeys(("memory_gb", "memory_gb_per_second"), (1e-3, 1e6)),
+    # A million to 10^18 operations per second
+    **dict.fromkeys(("fp32_tflops", "half_tflops", "fp8_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("attention_forward_tflops", "attention_backward_tflops"), (1e-6, 1e6)),
     **dict.fromkeys(("half_products", "fp8_products", "memory"), (1e-3, 1)),
     "exchange_share": (0, 0.9),
@@ -324,28 +327,28 @@ def _kernels(cluster: Cluster, tflops: float, dtype_bytes: int) -> Kernels | Non
         product=Passes(1.0, found.backward.value).times(1e-12 / (tflops * share.value)),
         half_width=found.half_width.value,
         start=1e-6 * found.start_us.value,
-        uneven=0.0 if found.uneven is None else found.uneven.value,
+        uneven=found.uneven.value,
         attention=Passes(
             1e-12 / found.attention_forward_tflops.value,
             BACKWARD_ATTENTION * 1e-12 / found.attention_backward_tflops.value,
         ),
-        half_keys=0.0 if found.attention_half_keys is None else found.attention_half_keys.value,
+        half_keys=found.attention_half_keys.value,
         memory=bandwidth * found.memory.value,
         launch=1e-6 * found.launch_us.value,
         host=1e-6 * found.host_us.value,
         occupied=occupied,
         beside=Beside(
-            0.0 if found.exchange_beside is None else found.exchange_beside.value,
+            found.exchange_beside.value,
             occupied if found.computation_beside is None else found.computation_beside.value,
         ),
-        casts=found.fp8_casts.value if dtype_bytes == 1 and found.fp8_casts is not None else 0.0,
+        casts=found.fp8_casts.value if dtype_bytes == 1 else 0.0,
     )
 
 
 def _line(link: Link, alpha: float, senders: float = 1) -> Fit:
     """Return the alpha-beta line of a link whose adapters are shared by `senders`; each sender uses one adapter."""
     latency = alpha if link.latency_us is None else link.latency_us.value * 1e-6
-    sharers = max(1.0, senders / (link.adapters.value if link.adapters is not None else 1))
+    sharers = max(1.0, senders / link.adapters.value)
     return Fit(latency, sharers / (link.gb_per_second.value * 1e9), 0.0, 0.0)
 
 

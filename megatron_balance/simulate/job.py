@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,12 +30,9 @@ Key = tuple[int, int, int]
 """Number of the pipeline stage, team in the stage, MoE layer."""
 
 
-class LoadSource(Protocol):
-    """Source of loads."""
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """Return [B, D, E] int64: the load of each microbatch of a team, with a row for each host of its experts."""
-        ...
+LoadSource = Callable[[int, int, int, int], np.ndarray]
+"""(iteration, layer, team, number of microbatches) -> [B, D, E] int64: the load of each microbatch of a team, with a
+row for each host of its experts."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,7 +133,7 @@ class Simulation:
         works = []
         ends = []
         loads = [
-            model.rows.repeated(self.loads.draw(number, layer, team, job.microbatches))
+            model.rows.repeated(self.loads(number, layer, team, job.microbatches))
             for team, model in enumerate(stage.models)
         ]
         keys = [(stage.stage.number, team, layer) for team in range(len(loads))]

@@ -9,7 +9,7 @@ from megatron_balance.timeline.layer_state import PlacementRounds
 
 @dataclass(eq=False)
 class GuestRing:
-    """What the shared buffers of guest slots hold. It is the same on all ranks of an expert-parallel group."""
+    """The contents of the shared buffers of guest slots; equal on all ranks of an expert-parallel group."""
 
     buffer_of: Mapping[WeightSlots, int]
     """The buffer of each layer's guest slots (`lower.each_microbatch`)."""

@@ -143,14 +143,14 @@ class LayerState:
         return self.rounds if microbatch is None else self.passes[microbatch]
 
     def plan_pass(self, counts_DE: np.ndarray) -> tuple[PlacementRounds, str | None]:
-        """Return the rounds of a new plan for the load [D, E] of one pass, and the policy's problem. If it has one,
+        """Return the rounds of a new plan for the load [D, E] of one pass, and the policy's problem. If there is one,
         only owners compute."""
         assert self.within is not None
         placement, plan, problem = self.within(counts_DE, self.placement)
         return PlacementRounds(placement, self.manager.cost.transport, self.overlap[:2], own=plan), problem
 
     def follow(self, sending: Sending, beside: tuple[int, int] | None) -> None:
-        """Use the decisions of the rank that planned the current, new placement: how its experts are sent."""
+        """Send the experts of the current placement, which is new, as the rank that planned it has decided."""
         transport = self.manager.cost.transport
         transport.follow(self.placement, sending)
         self._rounds = PlacementRounds(self.placement, transport, self.overlap[:2], beside)
@@ -176,9 +176,9 @@ class LayerState:
         self.observed = True
 
     def close(self, used: PlacementRounds, planned_ratio: float | None) -> None:
-        """Record the finished iteration, and the placement that all microbatches used unless each had its own, with its
-        `Manager.planned_ratio`. The device has finished the previous iteration, because the host has waited for this
-        iteration's loads."""
+        """Record the finished iteration. `used`: the placement of all microbatches, unless each had its own;
+        `planned_ratio`: its `Manager.planned_ratio`. The device has finished the previous iteration, because the host
+        has waited for this iteration's loads."""
         executed = self.executed
         unreported = {} if self.last is None or self.reported else self.last.sporadic(self.manager.cost)
         self.last = FinishedIteration(
@@ -207,8 +207,7 @@ class LayerState:
         self.plan_seconds = 0.0
 
     def finished(self, rank: int, factors: Factors) -> Callable[[], LayerReport]:
-        """Return a function that makes the finished iteration's report; the device must have finished it by the
-        call."""
+        """Return a function that makes the report; call it when the device has finished the iteration."""
         assert self.last is not None
         self.reported = True
         cost = self.manager.cost

@@ -171,13 +171,14 @@ def blocking(schedule: Schedule, layers: Iterable[int], first: Places) -> Iterat
 
 
 def plan_ahead(schedule: Schedule, layers: Iterable[int], last: Places, late: bool) -> Iterator[Placed]:
-    """Start PLAN(i, j+1) at the last microbatch's FEC(i, j), and wait for it after REDUCE.
+    """Start PLAN(i, j+1) before the iteration's last FEC(i, j), and wait for it before STEP.
 
     Algorithm 2 starts PLAN before A2A(i, j), when the load is known. But the host launches A2A(i, j) then, and the
-    device must not wait while the host observes loads. At FEC, the device is exchanging rows. The policy is asked at
-    FEC, and answers from the next backward computation on.
+    device must not wait while the host observes loads. At FEC, the device is exchanging rows. PLAN observes the loads
+    and queues a question; the planner's thread answers it from the next backward computation on.
 
-    If the load is `late`, PLAN starts at the backward A2A(i, j), when the forward pass is complete, or nearly so.
+    If the load is `late`, PLAN starts before the last exchange of the gradients of combine, A2A.3(i, j): by then, the
+    forward pass that yields the load is complete, or nearly so.
     """
     for number in layers:
         start = last[number, Operation.A2A, 3] if late else last[number, Operation.FEC, 1]

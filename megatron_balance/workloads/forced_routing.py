@@ -75,7 +75,7 @@ class BatchPart:
         return np.arange(first, first + samples)[:, None] * self.seq_length + self.positions()
 
 
-class Chooser(Protocol):
+class ExpertChooser(Protocol):
     """Returns the experts of tokens, [T, K], K different ones for each token.
 
     `tokens` [T] are indices among the `total_tokens` of the global batch of iteration `step`, from 0; `layer` is the
@@ -87,25 +87,9 @@ class Chooser(Protocol):
     ) -> np.ndarray: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByWorkload:
-    """A Chooser that follows a synthetic workload, a name in workloads.synthetic.NAMES."""
-
-    workload: str
-    seed: int
-
-    def __call__(
-        self, tokens: np.ndarray, *, layer: int, step: int, total_tokens: int, num_experts: int, topk: int
-    ) -> np.ndarray:
-        return workload_choices(
-            self.workload,
-            num_experts=num_experts,
-            topk=topk,
-            tokens=tokens,
-            total_tokens=total_tokens,
-            seed=self.seed + layer,
-            step=step,
-        )
+def by_workload(workload: str, seed: int) -> ExpertChooser:
+    """Return the ExpertChooser of a synthetic workload, a name in workloads.synthetic.NAMES."""
+    return lambda tokens, *, layer, **sizes: workload_choices(workload, tokens=tokens, seed=seed + layer, **sizes)
 
 
 class ForcedChoices(RouterReplay):
@@ -119,7 +103,7 @@ class ForcedChoices(RouterReplay):
     def __init__(
         self,
         router: TopKRouter,
-        choose: Chooser,
+        choose: ExpertChooser,
         part: BatchPart,
         *,
         step: Callable[[], int],
@@ -205,7 +189,7 @@ def force_routing(
     Raises:
         ValueError: the choices of a router cannot be forced.
     """
-    choose = ByWorkload(workload=workload, seed=seed)
+    choose = by_workload(workload, seed)
     for router, decided in routers_to_force(model, f"--moe-router-force-workload {workload}"):
         if router.router_replay is not None:
             raise ValueError(

@@ -24,7 +24,7 @@ FLAG = "--moe-routing-replay-path"
 ENTRIES = ("step", "layer", "topk", "num_experts", "seq_length", "samples", "positions")
 """Entries of a record that tell which choices it has. The last three are not in traces of Megatron-LM."""
 
-Tables = dict[int, dict[int, np.ndarray]]
+ChoiceTables = dict[int, dict[int, np.ndarray]]
 """Layer from 1 -> sample -> experts [seq_length, K]; the number of experts stands where no record was found."""
 
 
@@ -59,8 +59,8 @@ class _Lines(NamedTuple):
 
 
 class RecordedChoices:
-    """The choices in a directory of traces, as a `Chooser`. It reads those of an iteration when they are first needed,
-    and keeps them until the next one.
+    """The choices in a directory of traces, as an `ExpertChooser`. It reads the choices of an iteration when they are
+    first needed, and keeps them until the next one.
 
     Args:
         layers: numbers of the layers whose choices this rank needs.
@@ -82,7 +82,7 @@ class RecordedChoices:
         self.layers = frozenset(layers)
         self.consumed = consumed
         self._lines = self._index(directory)
-        self._loaded: tuple[int, Tables] | None = None
+        self._loaded: tuple[int, ChoiceTables] | None = None
         """The latest iteration that was needed, and its choices."""
         found = {record["layer"] + 1 for record, _ in self._records(min(self._lines))}
         if found != model.layers:
@@ -170,10 +170,10 @@ class RecordedChoices:
                     start += len(line)
                     yield self._head(path, line), line
 
-    def _load(self, step: int, samples: set[int]) -> Tables:
+    def _load(self, step: int, samples: set[int]) -> ChoiceTables:
         """Return the choices of an iteration for this rank's layers and these samples."""
         model = self.model
-        tables: Tables = {layer: {} for layer in self.layers}
+        tables: ChoiceTables = {layer: {} for layer in self.layers}
         for record, line in self._records(step):
             first, end = record["samples"]
             own = samples.intersection(range(first, end))

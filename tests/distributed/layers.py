@@ -23,9 +23,9 @@ from megatron_balance.flow.chunks.order import COMPUTING, Chunking, ChunkStep, O
 from megatron_balance.flow.experts import GroupedExperts
 from megatron_balance.flow.layer import BalancedMoELayer
 from megatron_balance.flow.parallel_schedule import SCHEDULES, ParallelDispatch
-from megatron_balance.flow.plan import Split
 from megatron_balance.job.layout import build_groups
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 from megatron_balance.placement.trans_plan import ROUTES, hops, plan_hops
 from tests.reference import ExpertWeights, mixture_of_experts
 
@@ -183,7 +183,7 @@ def in_chunks(chunks: int, seed: int, host: Callable[[BalancedMoELayer], Collect
     return host(layer)
 
 
-def host_on(placement_text: str, split: Split, mutation: str, layer: BalancedMoELayer) -> Collect:
+def host_on(placement_text: str, split: SplitName, mutation: str, layer: BalancedMoELayer) -> Collect:
     """Place the layer's experts, with one mistake if `mutation` names it. With "reused slots", which is none, the guest
     slots have other weights between the passes."""
     placement = Placement.parse(placement_text)

@@ -7,8 +7,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_balance.flow.dispatcher import MegatronDispatcher
 from megatron_balance.flow.layer import BalancedMoELayer
-from megatron_balance.flow.plan import Split
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 from tests.distributed.layers import ACTIVATIONS, EXPERTS, Collect, all_on_all, check_against_oracle, host_on
 from tests.harness import RankFailure
 from tests.unit.placements import random_placement
@@ -25,7 +25,7 @@ def host_with(dispatcher: str, host: functools.partial, layer: BalancedMoELayer)
 
 
 def check(
-    ranks, placement: Placement, split: Split, tokens: str, changes: dict, mutation: str = "", dispatcher: str = ""
+    ranks, placement: Placement, split: SplitName, tokens: str, changes: dict, mutation: str = "", dispatcher: str = ""
 ) -> None:
     host = functools.partial(host_on, str(placement), split, mutation)
     if dispatcher:
@@ -43,7 +43,7 @@ def check(
     ],
 )
 @pytest.mark.parametrize("split", ["local_first", "proportional"])
-def test_random_placements(ranks, world_size: int, split: Split, seed: int) -> None:
+def test_random_placements(ranks, world_size: int, split: SplitName, seed: int) -> None:
     placement = random_placement(EXPERTS, world_size, 1 + seed % 3, seed)
     assert placement.added_hosts
     activation = ACTIVATIONS[("gelu", "swiglu-no-bias")[seed % 2]]
@@ -52,7 +52,7 @@ def test_random_placements(ranks, world_size: int, split: Split, seed: int) -> N
 
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("split", ["local_first", "proportional"])
-def test_all_experts_on_all_ranks(ranks, world_size: int, split: Split) -> None:
+def test_all_experts_on_all_ranks(ranks, world_size: int, split: SplitName) -> None:
     check(ranks, all_on_all(world_size), split, "uneven", ACTIVATIONS["gelu"])
 
 

@@ -23,7 +23,7 @@ from megatron_balance.comm.pipelined import PipelinedAllToAll
 from megatron_balance.job.layout import build_groups
 from megatron_balance.measure import stopwatch
 from megatron_balance.measure.measure import kinds_of, measure, measured_once
-from megatron_balance.measure.operations import OPERATIONS, Load, Passes
+from megatron_balance.measure.operations import OPERATIONS, BothPasses, Load
 from megatron_balance.measure.stopwatch import Members, node_groups
 from megatron_balance.profile.cluster_profile import COLLECTIVES, GROUPS, LEVELS, ROUNDS, ClusterProfile, builtin, load
 from tests.distributed.runs import BASE
@@ -34,14 +34,14 @@ FORWARD, BACKWARD = 2e-4, 6e-4
 """Seconds per token of the sleeping experts."""
 
 
-def sleeping_experts(tokens: int) -> Passes:
-    return Passes(lambda: time.sleep(FORWARD * tokens), lambda: time.sleep(BACKWARD * tokens))
+def sleeping_experts(tokens: int) -> BothPasses:
+    return lambda: time.sleep(FORWARD * tokens), lambda: time.sleep(BACKWARD * tokens)
 
 
 def measured(
     ep_group: dist.ProcessGroup,
     node_size: int,
-    passes: Callable[[int], Passes] = sleeping_experts,
+    passes: Callable[[int], BothPasses] = sleeping_experts,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> ClusterProfile:
@@ -149,8 +149,8 @@ def measure_a_known_cluster() -> ClusterProfile:
     def exchange(member: AllToAll, buffer: torch.Tensor) -> Callable[[], None]:
         return clock.operation(len(type(member).__name__) + 1e-6 * buffer.nbytes)
 
-    def passes(tokens: int) -> Passes:
-        return Passes(clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens))
+    def passes(tokens: int) -> BothPasses:
+        return clock.operation(1 + FORWARD * tokens), clock.operation(2 + BACKWARD * tokens)
 
     fakes = {collective: functools.partial(operation, collective) for collective in OPERATIONS}
     assert {*fakes, *ROUNDS} == set(COLLECTIVES)

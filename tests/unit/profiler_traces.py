@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from device_trace import Interval, Trace
+from device_trace import Event, Trace
 
 MAIN = (7, 7)
 AUTOGRAD = (7, 8)
-WINDOW = Interval(MAIN, 0, 1000)
+WINDOW = Event("", "", MAIN, 0, 1000, {})
 
 
 def event(category: str, name: str, start: float, us: float, thread: tuple[int, int] = MAIN, **args: Any) -> dict:

@@ -235,24 +235,9 @@ def test_what_is_fast_is_what_torch_computes_in_one_kernel(monkeypatch) -> None:
     assert not fast(Matrices(dtype=torch.bfloat16, is_cuda=False))
 
 
-def new_linear(
-    slots: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    bias: bool = True,
-    layout: tuple[int, int, int] = (1, 1, 1),
-):
-    """Return GroupedWeights with random parameters, in a layout of (tensor, expert, expert tensor) parallelism."""
-    tensor, expert, shards = layout
-    config = SimpleNamespace(
-        params_dtype=dtype,
-        add_bias_linear=bias,
-        tensor_model_parallel_size=tensor,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=shards,
-    )
-    linear = GroupedWeights(slots, inputs, outputs, config)
+def new_linear(slots: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True):
+    """Return GroupedWeights with random parameters."""
+    linear = GroupedWeights(slots, inputs, outputs, SimpleNamespace(params_dtype=dtype, add_bias_linear=bias))
     for parameter in linear.parameters():
         torch.nn.init.normal_(parameter)
     return linear
@@ -344,15 +329,6 @@ def test_overwritten_weights_are_noticed() -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [((1, 1, 1), True), ((2, 1, 2), True), ((1, 2, 1), False), ((2, 1, 1), False), ((1, 1, 2), False)],
-)
-def test_experts_that_other_ranks_share_are_marked(layout: tuple[int, int, int], expected: bool) -> None:
-    linear = new_linear(2, 4, 4, torch.float32, layout=layout)
-    assert [parameter.allreduce for parameter in linear.parameters()] == [expected, expected]
-
-
 def test_expanded_gradients_and_strided_rows_are_accepted() -> None:
     linear = new_linear(2, 6, 8, torch.float32, bias=False)
     rows = torch.randn(6, 6, device=DEVICE).T.requires_grad_()
@@ -408,7 +384,7 @@ def test_gated_units(activation, clamp: float | None, offset: float) -> None:
         params_dtype=torch.float64,
         perform_initialization=False,
     )
-    groups = SimpleNamespace(**dict.fromkeys(("tp", "expt_tp", "expt_dp", "dp_cp"), Alone()))
+    groups = SimpleNamespace(**dict.fromkeys(("ep", "tp", "expt_tp", "expt_dp", "dp_cp"), Alone()))
     experts = GroupedExperts(range(len(sizes)), config, groups)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)

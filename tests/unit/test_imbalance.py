@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.workloads import forced_routing, imbalance
-from megatron_balance.workloads.forced_routing import BatchPart, ByWorkload, ForcedChoices
+from megatron_balance.workloads.forced_routing import BatchPart, ForcedChoices, by_workload
 from megatron_balance.workloads.synthetic import load_matrix, workload_choices
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "imbalance_workloads.json").read_text())
@@ -99,7 +99,7 @@ def test_what_the_workloads_are() -> None:
 
 def forced(name: str, part: BatchPart, microbatches: int = 2) -> ForcedChoices:
     router = cast(Any, SimpleNamespace(layer_number=1, training=True))
-    choose = ByWorkload(workload=name, seed=5)
+    choose = by_workload(name, 5)
     return ForcedChoices(router, choose, part, step=lambda: 3, microbatches=lambda: microbatches)
 
 

@@ -148,8 +148,8 @@ def test_loads_of_ranks(tmp_path: Path) -> None:
     own = report.read_run(None, tmp_path, None, "local_first").loads[3]
     # Only iterations that both groups of four ranks logged
     assert own.iterations_N.tolist() == list(range(1, 11))
-    assert own.computed_by_owners_NR.tolist() == [[192, 64, 64, 64] * 2] * 10
-    assert own.computed_NR.tolist() == [[192, 64, 64, 64] * 2] + [[112, 64, 104, 104] * 2] * 9
+    assert own.by_owners.computed_NR.tolist() == [[192, 64, 64, 64] * 2] * 10
+    assert own.as_computed.computed_NR.tolist() == [[192, 64, 64, 64] * 2] + [[112, 64, 104, 104] * 2] * 9
     assert own.tokens_NE[0].tolist() == [320] + [64] * 7
     assert own.hosts_NE[:, 0].tolist() == [1] + [3] * 9
 

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 import reproduce
-from megatron_balance.simulate.job import LoadSource
 from reproduction import demi, flexmoe, parm, pro_prophet, schemoe, simulated
-from reproduction.simulated import Job, PaddedLoads, Seconds, System
+from reproduction.simulated import Job, Seconds, System, padded
 from reproduction.tables import ANY, Found, Table, found, summary
-from simulated_loads import DrawnLoads, EvenLoads, distribution
+from simulated_loads import Popularity, distribution, drawn_loads, even_loads
 
 PAPERS = (pro_prophet, flexmoe, demi, schemoe, parm)
 
 SMALL = "--num-layers 2 --num-experts 8 --expert-model-parallel-size 8 --seq-length 64 --global-batch-size 8"
 
 
-def small(load: str = "zipf:1.1") -> Job:
+def small(load: str | Popularity = "zipf:1.1") -> Job:
     """Return a job of two layers on two nodes."""
     return Job(model="moe_gpt_s", flags=f"--bf16 {SMALL}", cluster="pro_prophet_hpwnv.yaml", nodes=2, load=load)
 
@@ -38,15 +37,13 @@ def faked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[Job, Sy
 
 
 def test_padded_loads_are_those_of_the_most_popular_expert() -> None:
-    loads = DrawnLoads(distribution("zipf:1", 4, 8), topk=2, tokens=100)
-    plain_BDE = loads.draw(1, 1, 0, 3)
-    padded_BDE = PaddedLoads(loads).draw(1, 1, 0, 3)
-    assert (padded_BDE == plain_BDE.max((1, 2))[:, None, None]).all()
+    plain_BDE = drawn_loads(distribution("zipf:1", 4, 8), topk=2, tokens=100)(1, 1, 0, 3)
+    assert (padded(plain_BDE) == plain_BDE.max((1, 2))[:, None, None]).all()
 
 
 def test_a_capacity_multiplies_rows() -> None:
-    loads = EvenLoads(4, 8, topk=2, tokens=100)
-    assert (parm.Capacity(loads, 1.2).draw(0, 1, 0, 2) == 30).all()
+    even_BDE = even_loads(4, 8, topk=2, tokens=100)(0, 1, 0, 2)
+    assert (parm._system("s1", 1.2).loads(even_BDE) == 30).all()
 
 
 @pytest.mark.parametrize("name", reproduce.TABLES)
@@ -66,9 +63,9 @@ def test_numbers_of_tables_are_those_of_the_simulator(name: str, monkeypatch: py
 
 
 def test_times_are_those_of_the_simulator() -> None:
-    plain, padded = (simulated.simulated(small(), System(loads=loads), 2) for loads in (System().loads, PaddedLoads))
+    plain, larger = (simulated.simulated(small(), System(loads=loads), 2) for loads in (System().loads, padded))
     even = simulated.simulated(small("even"), System(), 2)
-    assert padded.iteration > plain.iteration > even.iteration
+    assert larger.iteration > plain.iteration > even.iteration
     assert set(plain.layers) == {1, 2}
     # The first rank's time in MoE layers is that of all ranks, because they wait for each other
     assert sum(even.layers.values()) == pytest.approx(even.moe, rel=1e-6)
@@ -77,16 +74,12 @@ def test_times_are_those_of_the_simulator() -> None:
 
 def test_the_first_iteration_does_not_count() -> None:
     """Loads are even in the first iteration alone, and the mean of the others is that of uneven ones."""
+    uneven = distribution("zipf:1.1", 8, 8)
 
-    class EvenAtFirst:
-        def __init__(self, loads: LoadSource) -> None:
-            self.loads = loads
+    def even_at_first(iteration: int, layer: int) -> np.ndarray:
+        return uneven(iteration, layer) if iteration else np.full((8, 8), 1 / 8)
 
-        def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-            counts_BDE = self.loads.draw(iteration, layer, team, microbatches)
-            return counts_BDE if iteration else np.full_like(counts_BDE, counts_BDE.mean())
-
-    plain, changed = (simulated.simulated(small(), System(loads=loads), 3) for loads in (System().loads, EvenAtFirst))
+    plain, changed = (simulated.simulated(small(load), System(), 3) for load in (uneven, even_at_first))
     assert changed.iteration == plain.iteration
 
 

@@ -14,9 +14,10 @@ from megatron_balance.comm.blocks import Gather, gather_of, gathers
 from megatron_balance.flow import cut as cutting
 from megatron_balance.flow import rows
 from megatron_balance.flow.chunks.order import split_evenly
-from megatron_balance.flow.plan import DispatchPlan, Split
+from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.flow.rows import row_order, sending
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import SplitName
 from tests.block_index import block_index
 from tests.unit.placements import physicals_of, placements
 
@@ -215,7 +216,7 @@ def test_rows_are_sent_as_planned(placement: Placement, tokens: int, chunks: int
 @settings(max_examples=200)
 @given(placements(), st.integers(0, 12), st.sampled_from(["local_first", "proportional"]), st.booleans(), st.randoms())
 def test_one_loop_finds_the_same(
-    placement: Placement, tokens: int, split: Split, by_block: bool, random: Random
+    placement: Placement, tokens: int, split: SplitName, by_block: bool, random: Random
 ) -> None:
     ranks = placement.num_ranks
     generator = torch.Generator().manual_seed(random.randrange(10**6))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_balance.device.shards import mark_shards
+from megatron_balance.device.shards import mark_experts, mark_shards
 
 
 class Projections(torch.nn.Module):
@@ -33,3 +33,19 @@ def test_what_a_checkpoint_stores_in_parts_is_a_shard(size: int, expected: tuple
     group = SimpleNamespace(size=lambda: size)
     mark_shards(module, SimpleNamespace(tp=group, expt_tp=group, dp_cp=None))
     assert (module.shard.tensor_model_parallel, module.copy.tensor_model_parallel) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((1, 1, 1), True), ((2, 1, 2), True), ((1, 2, 1), False), ((2, 1, 1), False), ((1, 1, 2), False)],
+)
+def test_gradients_of_experts_are_summed_like_others_only_if_all_ranks_have_them(
+    sizes: tuple[int, int, int], expected: bool
+) -> None:
+    groups = {
+        name: SimpleNamespace(size=lambda size=size: size)
+        for name, size in zip(("tp", "ep", "expt_tp"), sizes, strict=True)
+    }
+    experts = torch.nn.Linear(2, 2)
+    mark_experts(experts, SimpleNamespace(**groups))
+    assert [parameter.allreduce for parameter in experts.parameters()] == [expected, expected]

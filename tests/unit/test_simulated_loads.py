@@ -3,24 +3,24 @@
 import numpy as np
 import pytest
 
-from simulated_loads import DrawnLoads, EvenLoads, distribution, recorded
+from simulated_loads import distribution, drawn_loads, even_loads, recorded
 
 
 @pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])
 def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
-    loads = DrawnLoads(distribution(text, 4, 16), topk=2, tokens=100)
-    counts_BDE = loads.draw(iteration=3, layer=1, team=0, microbatches=5)
+    loads = drawn_loads(distribution(text, 4, 16), topk=2, tokens=100)
+    counts_BDE = loads(3, 1, 0, 5)
     assert counts_BDE.shape == (5, 4, 16)
     assert (counts_BDE.sum(2) == 200).all()
     assert counts_BDE.max() <= 100 and counts_BDE.min() >= 0
-    assert (counts_BDE == loads.draw(3, 1, 0, 5)).all()
-    assert (counts_BDE != loads.draw(3, 1, 1, 5)).any()
+    assert (counts_BDE == loads(3, 1, 0, 5)).all()
+    assert (counts_BDE != loads(3, 1, 1, 5)).any()
 
 
 def test_tokens_of_the_same_sequences_are_alike() -> None:
     def shares_of(spread: float, sharing: int) -> np.ndarray:
-        loads = DrawnLoads(distribution("zipf:0.5", 4, 8), topk=1, tokens=10**6, spread=spread, sharing=sharing)
-        return loads.draw(0, 1, 0, 400) / 10**6
+        loads = drawn_loads(distribution("zipf:0.5", 4, 8), topk=1, tokens=10**6, spread=spread, sharing=sharing)
+        return loads(0, 1, 0, 400) / 10**6
 
     expected_E = distribution("zipf:0.5", 4, 8)(0, 1)[0]
     logs_BDE = np.log(shares_of(0.3, 2)) - np.log(expected_E)
@@ -33,7 +33,7 @@ def test_tokens_of_the_same_sequences_are_alike() -> None:
 
 
 def test_even_loads_differ_by_one_token() -> None:
-    counts_BDE = EvenLoads(num_ranks=4, num_experts=6, topk=2, tokens=10).draw(0, 1, 0, 2)
+    counts_BDE = even_loads(num_ranks=4, num_experts=6, topk=2, tokens=10)(0, 1, 0, 2)
     assert (counts_BDE.sum(2) == 20).all()
     assert np.ptp(counts_BDE) == 1
     assert np.ptp(counts_BDE.sum(1)) <= 1

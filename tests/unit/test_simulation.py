@@ -16,7 +16,7 @@ from megatron_balance.app.simulation import simulated_job
 from megatron_balance.planning.policies import registered
 from megatron_balance.profile.cluster import Ranks, profile_of, read
 from megatron_balance.profile.kernel_times import uneven_passes
-from megatron_balance.simulate.job import Simulation
+from megatron_balance.simulate.job import LoadSource, Simulation
 from megatron_balance.simulate.layers import variations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,14 +194,9 @@ def test_the_variance_counts_slots_with_rows() -> None:
     assert variations(rows_HS).tolist() == [0.0, 0.0, 0.25, 0.0, 1.2]
 
 
-class Shares:
-    """Loads in which a rank's two experts have these shares of its rows, from every source rank."""
-
-    def __init__(self, rows_S: tuple[int, int]) -> None:
-        self.rows_S = rows_S
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        return np.tile(self.rows_S, (microbatches, 8, 8))
+def shares(rows_S: tuple[int, int]) -> LoadSource:
+    """Return loads in which a rank's two experts have these shares of its rows, from every source rank."""
+    return lambda iteration, layer, team, microbatches: np.tile(rows_S, (microbatches, 8, 8))
 
 
 def test_unequal_experts_of_a_rank_are_slower() -> None:
@@ -210,7 +205,7 @@ def test_unequal_experts_of_a_rank_are_slower() -> None:
     config, target = simulate.configured(flags.split(), path, 8)
     job, _ = simulated_job(config, target)
     equal, unequal = (
-        Simulation(job, Shares(rows_S)).run(1).recorder.seconds["experts"][0] for rows_S in ((256, 256), (384, 128))
+        Simulation(job, shares(rows_S)).run(1).recorder.seconds["experts"][0] for rows_S in ((256, 256), (384, 128))
     )
     kernels = profile_of(read(path), Ranks(8, 8, 8), 2048, 8192).kernels
     assert kernels is not None and kernels.uneven

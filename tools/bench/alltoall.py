@@ -33,7 +33,7 @@ from megatron_balance.cost.exchange import DEFAULT
 from megatron_balance.device import cpu
 from megatron_balance.job.groups import new_node_groups
 from megatron_balance.measure.measure import COUNTS, group_kinds, kinds_of
-from megatron_balance.measure.operations import Passes
+from megatron_balance.measure.operations import idle
 from megatron_balance.measure.stopwatch import GroupBench, Stopwatch, node_groups
 from megatron_balance.profile.cluster_profile import LEVELS, ClusterProfile, builtin, fit
 from namespaces import TestbedUnavailable
@@ -67,7 +67,7 @@ class Sample(NamedTuple):
     """Times of one exchange on one rank, in seconds."""
 
     start: float
-    """Of the clock that all ranks share, like `end`."""
+    """Start and end are read from a clock that all ranks share."""
     end: float
     process: float
     """CPU time of this rank."""
@@ -139,7 +139,7 @@ def measured_profile(group: dist.ProcessGroup, node_size: int) -> ClusterProfile
         bench = GroupBench(
             stopwatch=Stopwatch(group, torch.device("cpu"), PROFILE_REPEATS),
             groups=kinds_of(nodes),
-            passes=lambda tokens: Passes(lambda: None, lambda: None),
+            passes=lambda tokens: (idle, idle),
             dtype=torch.float32,
             node_size=node_size,
             all_to_alls={name: member for name, member in members_of(nodes).items() if name != DEFAULT},

@@ -23,10 +23,10 @@ from megatron_balance.messages import described
 
 WARMUP = 2
 CYCLES_PER_SECOND = 2e9
-"""Of a GPU at its highest clock; at a lower one it is kept busy for longer."""
+"""Highest clock of a GPU. At a lower clock, it is kept busy for longer than asked."""
 
 LONGEST_WAIT = 0.05
-"""Seconds for which a GPU is kept busy at most."""
+"""Most seconds for which a GPU is kept busy."""
 
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "us": 1e-6}
 
@@ -126,7 +126,7 @@ def in_turns(make: Callable[[], Made], num_bytes: float, timer: Timer) -> list[M
 
 
 class Results:
-    """Measured numbers in named tables. What fails is noted, and the rest goes on.
+    """Measured numbers in named tables. After a failure, which is noted, the remaining work goes on.
 
     Args:
         output: file that is written after each section, so that a run which is stopped leaves what it has.
@@ -236,7 +236,7 @@ def pictured(table: Mapping[str, Any], across: Sequence[str] = ()) -> str:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Return what was measured on, and with what."""
+    """Return the device, the date, and the versions of programs."""
     found: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "date": time.strftime("%Y-%m-%d"),

@@ -45,14 +45,6 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-class Interval(NamedTuple):
-    """A part of a thread's time."""
-
-    thread: tuple[Any, Any]
-    start: float
-    end: float
-
-
 class Trace:
     """The events of a trace, in the order of their starts.
 
@@ -68,15 +60,15 @@ class Trace:
         self.operators = [event for event in events if event.category == "cpu_op"]
         self._annotations = [event for event in events if event.category == "user_annotation"]
 
-    def annotations(self, name: str, within: Interval | None = None) -> list[Interval]:
-        """Return the ranges of `record_function(name)`, of any thread, that start in an interval."""
+    def annotations(self, name: str, within: Event | None = None) -> list[Event]:
+        """Return the ranges of `record_function(name)`, of any thread, that start within an event."""
         return [
-            Interval(event.thread, event.start, event.end)
+            event
             for event in self._annotations
             if event.name == name and (within is None or within.start <= event.start < within.end)
         ]
 
-    def calls_within(self, window: Interval) -> list[Event]:
+    def calls_within(self, window: Event) -> list[Event]:
         """Return the calls of CUDA that start in a window of time, on any thread."""
         return [event for event in self.calls if window.start <= event.start < window.end]
 
@@ -85,8 +77,8 @@ class Trace:
         numbers = {event.args.get("correlation") for event in calls} - {None}
         return [event for event in self.device if event.args.get("correlation") in numbers]
 
-    def backward_of(self, forward: Sequence[Interval], within: Interval) -> list[Interval]:
-        """Return where autograd runs the backward functions of operators that ran in intervals of the forward pass.
+    def backward_of(self, forward: Sequence[Event], within: Event) -> list[Event]:
+        """Return the backward functions of operators that ran within events of the forward pass, as autograd runs them.
 
         An operator and its backward function have the same sequence number, and only backward functions name the
         thread of the forward pass. The number of an operator without a backward function is that of the next one, so
@@ -103,10 +95,10 @@ class Trace:
                 backward.append((number, event))
             elif not event.args.get("Fwd thread id"):
                 owned[number] = inside(event)
-        return [Interval(event.thread, event.start, event.end) for number, event in backward if owned.get(number)]
+        return [event for number, event in backward if owned.get(number)]
 
 
-def summary(trace: Trace, window: Interval, spans: Sequence[str]) -> dict[str, Any]:
+def summary(trace: Trace, window: Event, spans: Sequence[str]) -> dict[str, Any]:
     """Return what the host and the device do in a window of the host's time, and because of it.
 
     Args:
@@ -174,11 +166,11 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return merged
 
 
-def cover(intervals: Iterable[Interval]) -> Callable[[Event], bool]:
-    """Return a function that tells whether an event starts in one of the intervals of its thread."""
+def cover(events: Iterable[Event]) -> Callable[[Event], bool]:
+    """Return a function that tells whether an event starts within one of these events, on the same thread."""
     by_thread: defaultdict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for thread, start, end in intervals:
-        by_thread[thread].append((start, end))
+    for event in events:
+        by_thread[event.thread].append((event.start, event.end))
     merged = {thread: union(parts) for thread, parts in by_thread.items()}
 
     def inside(event: Event) -> bool:

@@ -11,8 +11,8 @@ the host, which did not queue the calls soon enough. Tables:
     rows            gather_rows and combine of a layer: bytes of tokens and rows
     others          see gpu_products.py, gpu_memory.py and gpu_latency.py
 
-tools/bench/measured_cluster.py turns FILE into a cluster's description. What fails is noted and the rest goes on; the
-exit status is then 1. --cpu tries all of it at tiny sizes on the host.
+tools/bench/measured_cluster.py turns FILE into a cluster's description. A failure is noted, and the remaining parts
+are measured; the exit status is then 1. --cpu tries all of it at tiny sizes on the host.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ACROSS = {"products": ("pass", "way"), "attention": ("pass",), "rows": ("operati
 
 
 def sections(results: device_timer.Results) -> Mapping[str, Callable[[], object]]:
-    """Return what measures each part, in the order of its worth."""
+    """Return the function that measures each part; the most useful parts come first."""
     # megatron-core warns when it is imported, before `quiet`
     import gpu_latency
     import gpu_memory

@@ -18,10 +18,8 @@ this process, the median of the repetitions.
 import argparse
 import functools
 import pickle
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +40,7 @@ from megatron_balance.timeline.layer_state import LayerState
 from megatron_balance.timeline.lower import lower, one_forward_one_backward
 from megatron_balance.timeline.planner import Plan, plan_for, prepare
 from megatron_balance.workloads.synthetic import load_matrix
-from planner import NODE, TOPK, cost_model
+from planner import NODE, TOPK, cost_model, median_ms
 
 MICROBATCHES = 4
 GUEST_SLOTS = 2
@@ -54,17 +52,6 @@ SCHEDULES = ((8, 64), (48, 64), (48, 256))
 """(MoE layers of a stage, microbatches)."""
 
 CPU = torch.device("cpu")
-
-
-def median_ms(task: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
-    """Return the milliseconds of CPU time of a task; `before` is called before each repetition, and takes no time."""
-    seconds = []
-    for _ in range(repeats):
-        before()
-        start = time.process_time()
-        task()
-        seconds.append(time.process_time() - start)
-    return 1e3 * statistics.median(seconds)
 
 
 def load(ranks: int, experts: int, step: int) -> np.ndarray:
@@ -153,9 +140,9 @@ def plans(sizes: list[int], repeats: int) -> Iterator[str]:
             yield f"{ranks:6d} {name:12s} {kept:8d} {size:8d} {room(size):10d} {row}"
 
 
-def crowded(ranks: int, experts: int, seed: int = 0) -> Placement:
+def crowded(ranks: int, experts: int) -> Placement:
     """Return a placement with a guest in every slot, and quotas; popularities of experts are Zipf's."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     owners = Placement.identity(experts, ranks, GUEST_SLOTS)
     hosts = [[owner] for owner in owners.owners]
     order_E = generator.permutation(experts)

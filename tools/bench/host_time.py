@@ -203,11 +203,11 @@ class Watched:
             lambda _, __, outputs: self._note("forward ends", outputs[0], "backward begins")
         )
         self.now: Callable[[], Any] = lambda: None
-        """What to keep of each moment."""
+        """Returns the value to keep of the present moment."""
         self.ends: dict[str, Any] = {}
-        """What was kept, by moment."""
+        """The kept values, by moment."""
         self.experts: list[Any] = []
-        """What was kept at the beginning and the end of each call of the experts."""
+        """The values kept at the beginning and the end of each call of the experts."""
         self.answered = False
 
     def _answer(self, router: Any, inputs: Any, output: tuple["torch.Tensor", "torch.Tensor"]) -> None:
@@ -226,7 +226,7 @@ class Watched:
         answer_gather(counts_DE.tobytes(), own_E.nbytes)
 
     def _note(self, moment: str, tensor: "torch.Tensor", of_gradient: str) -> None:
-        """Keep what there is now, and when the tensor's gradient arrives."""
+        """Keep the value of this moment, and of the moment when the tensor's gradient arrives."""
 
         def arrived(_: "torch.Tensor") -> None:
             self.ends[of_gradient] = self.now()

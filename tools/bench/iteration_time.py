@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
     link_bytes: int
     """Bytes that a node sends to others in one more iteration; 0 on one node."""
     chosen: str
-    """What `auto` chose."""
+    """The choice of `auto`."""
 
 
 Job = Mapping[str, Outcome]

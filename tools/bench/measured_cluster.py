@@ -72,7 +72,7 @@ def _value(found: Mapping[str, Any], table: str, key: Mapping[str, Any]) -> floa
 
 
 def _tables(table: Mapping[str, Any], name: str, source: str) -> list[dict[str, Any]]:
-    """Return a table for each combination of what gpu_rates.py prints across."""
+    """Return a table for each combination of values in the columns that gpu_rates.py prints across."""
     across = ACROSS.get(name, ())
     columns = [column for column in table["columns"] if column not in across]
     parts: dict[str, list[list[Any]]] = {}

@@ -7,14 +7,15 @@ Two runs that differ only in the layer are in one process and take turns, one it
 
 time      milliseconds of an iteration, on the device's clock, and CPU time of the process; medians and quartiles, and
           of ratios those of pairs. Waiting for the device may use CPU time as well.
-memory    what the device keeps between iterations, and the most in an iteration, of each run without the other one.
+memory    what each run alone keeps on the device between iterations, and its peak in an iteration.
 profile   some iterations under torch.profiler: the host's waits (calls of CUDA that return when the device is done),
           kernel launches, kernels, how long the device is busy; the same for parts of an iteration. The profiler slows
           the host down, but both runs equally. `host busy` is the time of an iteration in which the host does not wait.
 layer     the same MoE layer alone, forward and backward.
 experts   the part of a cluster's profile (tools/profile_cluster.py) that needs only one rank.
-predicted with --cluster, what tools/simulate.py expects of ours. It simulates no job of one rank, so this is a job of
-          four, without exchange and reduction; the optimizer's step is extrapolated from 1/4 and 1/2 of the experts.
+predicted with --cluster, the time that tools/simulate.py predicts for ours. It simulates no job of one rank, so this is
+          a job of four, without exchange and reduction; the optimizer's step is extrapolated from 1/4 and 1/2 of the
+          experts.
 
 `--mixtral` is one layer of Mixtral-8x7B, whose two runs take about 70 GB. Without Transformer Engine, megatron-core
 computes one expert after the other. Without CUDA, times are the CPU's, and nothing is said of the device.
@@ -98,30 +99,38 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         # These simulate while this process measures
         started = {cluster.stem: _simulation(cluster, flags, Path(directory)) for cluster in args.cluster}
-        output = args.output or Path(directory) / "result.json"
-        task = {"flags": lines, "iterations": args.iterations, "tokens": args.tokens, "parts": args.parts}
-        ranks.work(json.dumps(task | {"output": str(output.resolve())}), _measure)
-        result = json.loads(output.read_text())
+        result = _measure(lines, args)
         result["predicted"] = {name: _predicted(process, Path(directory) / name) for name, process in started.items()}
     for name, found in result["predicted"].items():
         print(_compared(name, found, result))
     if args.output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["failed"] else 0
 
 
-def _measure(task: ranks.Task, machine: "Machine") -> Result:
-    """Measure all parts; print each when it is there, and write it, because a time limit may end the process."""
+def _measure(lines: Mapping[str, str], args: argparse.Namespace) -> Result:
+    """Measure all parts of the runs with these flags; print each when it is there, and write it, because a time limit
+    may end the process."""
+    from megatron_balance.device import cpu, quiet
+
+    quiet.silence_expected_warnings()
+    cpu.install()
     import torch
 
+    from megatron_balance.cli.checks import Machine
+    from megatron_balance.job import job
+
+    launch = job.Launch.from_environment()
+    machine = Machine.here(launch.world_size)
+    job.start(launch, "nccl" if machine.cuda else "gloo", 10)
     begin = time.monotonic()
     name = torch.cuda.get_device_name() if machine.cuda else "CPU"
     facts = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "time": time.ctime()}
-    result: Result = {"flags": task["flags"], "machine": facts, "failed": []}
+    result: Result = {"flags": lines, "machine": facts, "failed": []}
     print("{device}, torch {torch}".format(**result["machine"]), flush=True)
     runs = {}
     kept = {}
-    for name, flags in task["flags"].items():
+    for name, flags in lines.items():
         before = torch.cuda.memory_allocated() if machine.cuda else 0
         runs |= ranks.build({name: flags}, machine)
         # Adam's state exists after the first step
@@ -130,23 +139,25 @@ def _measure(task: ranks.Task, machine: "Machine") -> Result:
     shape = result["shape"] = _shape(runs[OURS])
     print("{layers} MoE layers, {microbatches} microbatches of {tokens} tokens".format(**shape), flush=True)
     parts: dict[str, Callable[[], tuple[Any, Iterable[str]]]] = {
-        "time": lambda: _time(runs, task["iterations"]),
+        "time": lambda: _time(runs, args.iterations),
         "memory": lambda: _memory(runs, kept, machine),
         "profile": lambda: _profiles(runs, machine, shape),
-        "layer": lambda: _layer(runs, task["iterations"]),
-        "experts": lambda: _experts(runs[OURS], task["tokens"]),
+        "layer": lambda: _layer(runs, args.iterations),
+        "experts": lambda: _experts(runs[OURS], args.tokens),
     }
-    for part in task["parts"]:
+    for part in args.parts:
         try:
-            result[part], lines = parts[part]()
+            result[part], texts = parts[part]()
         except Exception:
-            # What follows may still be measured: time on a GPU is short
+            # The remaining parts may still be measured: time on a GPU is short
             result["failed"].append(part)
-            result[part], lines = None, [f"{part}: failed\n{traceback.format_exc()}"]
-        Path(task["output"]).write_text(json.dumps(result, indent=1))
-        print(*lines, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
+            result[part], texts = None, [f"{part}: failed\n{traceback.format_exc()}"]
+        if args.output is not None:
+            args.output.write_text(json.dumps(result, indent=1))
+        print(*texts, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
     if not machine.cuda:
         print("not measured without CUDA: waits, launches, kernels, copies, gaps, memory")
+    torch.distributed.destroy_process_group()
     return result
 
 
@@ -365,7 +376,7 @@ def _simulation(cluster: Path, flags: str, directory: Path) -> "subprocess.Popen
 
 
 def _predicted(process: "subprocess.Popen[str]", output: Path) -> Result:
-    """Wait for a simulation; return seconds of an iteration and of its parts, or what went wrong."""
+    """Wait for a simulation; return the seconds of an iteration and of its parts, or the error."""
     _, errors = process.communicate()
     if process.returncode:
         return {"error": errors.strip()[-300:]}

@@ -15,6 +15,7 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -86,10 +87,22 @@ def _synthetic(num_ranks: int, num_experts: int, tokens: int, seeds: int) -> Loa
     }
 
 
-def cost_model(num_ranks: int, split: str = "local_first", node_size: int = NODE) -> CostModel:
+def cost_model(num_ranks: int, split: str) -> CostModel:
     expert = 2 * HIDDEN * FFN * DTYPE_BYTES
-    profile = builtin(num_ranks, node_size, HIDDEN, FFN, DTYPE_BYTES)
+    profile = builtin(num_ranks, NODE, HIDDEN, FFN, DTYPE_BYTES)
     return CostModel(profile, token_bytes=HIDDEN * DTYPE_BYTES, param_bytes=expert, grad_bytes=expert, split=split)
+
+
+def median_ms(task: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Return the milliseconds of CPU time of a task, the median of the repetitions; `before` is
+    called before each of them, and does not count."""
+    seconds = []
+    for _ in range(repeats):
+        before()
+        start = time.process_time()
+        task()
+        seconds.append(time.process_time() - start)
+    return 1e3 * statistics.median(seconds)
 
 
 def imbalance_degree(tokens_D: np.ndarray) -> float:
@@ -135,8 +148,10 @@ def _print_gains(gains: dict[str, list[float]]) -> None:
 
 def _row(name: str, counts_DE: np.ndarray, current: Placement) -> tuple[float, ...]:
     """Return the numbers of one policy for one load, in the order of COLUMNS."""
-    cost = cost_model(current.num_ranks, load_policy(name).split)
-    placement, milliseconds = _timed(name, counts_DE, current, cost)
+    policy = load_policy(name)
+    cost = cost_model(current.num_ranks, policy.split)
+    placement = policy.plan(counts_DE, current, cost)
+    milliseconds = median_ms(lambda: policy.plan(counts_DE, current, cost), REPEATS)
     plain, seconds = (cost.layer_seconds(counts_DE, each) for each in (current, placement))
     before_D, after_D = (cost.traffic(counts_DE, each).sum((0, 1)) for each in (current, placement))
     owners = [placement.owner(expert) for expert in range(placement.num_experts)]
@@ -148,17 +163,6 @@ def _row(name: str, counts_DE: np.ndarray, current: Placement) -> tuple[float, .
         sum(ranks != {owner} for ranks, owner in zip(hosts, owners, strict=True)),
         sum(owner not in ranks for ranks, owner in zip(hosts, owners, strict=True)),
     )
-
-
-def _timed(name: str, counts_DE: np.ndarray, current: Placement, cost: CostModel) -> tuple[Placement, float]:
-    """Return the policy's placement and its median CPU time in milliseconds."""
-    policy = load_policy(name)
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.process_time()
-        placement = policy.plan(counts_DE, current, cost)
-        seconds.append(time.process_time() - start)
-    return placement, 1e3 * statistics.median(seconds)
 
 
 if __name__ == "__main__":

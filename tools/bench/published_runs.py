@@ -26,7 +26,7 @@ from megatron_balance.device import cpu, quiet
 
 ROOT = Path(__file__).parents[2]
 SPREAD = 0.26
-"""Measured in the quick start; see `DrawnLoads.spread`."""
+"""Measured in the quick start; see `drawn_loads`."""
 
 COMMON = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 

@@ -1,41 +1,11 @@
-"""Shared parts of the benchmarks: jobs of ranks, and models that take turns."""
+"""Shared parts of the benchmarks: models that take turns."""
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_balance.cli.checks import Machine
     from megatron_balance.training.run import Run
-
-WARMUP = 10
-"""Number of iterations before measuring: routing varies, and the allocator must see all sizes of tensors."""
-
-Task = dict[str, Any]
-"""Parameters of a job, passed as JSON."""
-
-
-def work(worker: str, measure: Callable[[Task, "Machine"], Any]) -> int:
-    """Run one rank of a job: join it, measure, and write rank 0's result."""
-    from megatron_balance.device import cpu, quiet
-
-    quiet.silence_expected_warnings()
-    cpu.install()
-    import torch.distributed as dist
-
-    from megatron_balance.cli.checks import Machine
-    from megatron_balance.job import job
-
-    task = json.loads(worker)
-    launch = job.Launch.from_environment()
-    machine = Machine.here(launch.world_size)
-    job.start(launch, "nccl" if machine.cuda else "gloo", 10)
-    result = measure(task, machine)
-    if launch.rank == 0:
-        Path(task["output"]).write_text(json.dumps(result))
-    dist.destroy_process_group()
-    return 0
 
 
 def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
@@ -54,11 +24,12 @@ def build(flags: Mapping[str, str], machine: "Machine") -> "dict[str, Run]":
 
 
 def take_turns(
-    runs: "Mapping[str, Run]", iterations: int, warmup: int = WARMUP, step: "Callable[[Run], Any] | None" = None
+    runs: "Mapping[str, Run]", iterations: int, warmup: int, step: "Callable[[Run], Any] | None" = None
 ) -> dict[str, list[Any]]:
     """Train the runs in turn and alternating order, so that other load on the machine affects all of them equally.
 
     Args:
+        warmup: iterations before measuring, in which the allocator sees all sizes of tensors.
         step: runs one iteration and returns its report; by default, it trains and returns a StepReport.
     """
     import torch.distributed as dist

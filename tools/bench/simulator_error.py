@@ -182,8 +182,7 @@ class ForcedLoads:
     """Tokens of a rank in a microbatch."""
     seed: int
 
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `LoadSource.draw`."""
+    def __call__(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
         from megatron_balance.workloads.synthetic import workload_choices
 
         sources = self.teams * self.num_ranks

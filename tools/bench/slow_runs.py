@@ -47,7 +47,7 @@ MESSAGE_SECONDS = 0.3e-3
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the runs train."""
+    """The machine on which the runs train: nodes, links and devices."""
 
     nodes: int = 2
     ranks_per_node: int = 2

@@ -8,16 +8,12 @@ is top-2, which the paper does not say.
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from reproduction.simulated import Job, System, simulated
 from reproduction.tables import Found, Table, found
-
-if TYPE_CHECKING:
-    from megatron_balance.simulate.job import LoadSource
 
 TOPK = 2
 FACTORS = (1.2, 2.4)
@@ -53,30 +49,18 @@ TABLE_V = {("BERT-Base", 512): (3.06, 2.98), ("GPT-2", 1024): (3.08, 3.15)}
 """Model, tokens per sequence -> speedups of Parm over the baseline on testbeds A and B; N_MP = N_ESP = 4."""
 
 
-@dataclass(frozen=True, eq=False)
-class Capacity:
-    """Loads in which every source sends each expert `factor` times its rows, padding included."""
-
-    loads: "LoadSource"
-    factor: float
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `LoadSource.draw`."""
-        counts_BDE = self.loads.draw(iteration, layer, team, microbatches)
-        return np.ceil(self.factor * counts_BDE).astype(np.int64)
-
-
 def _system(schedule: str, factor: float) -> System:
-    return System(f"--moe-parallel-schedule {schedule}", loads=lambda loads: Capacity(loads, factor))
+    """Return a schedule with which every source sends each expert `factor` times its rows, padding included."""
+    return System(f"--moe-parallel-schedule {schedule}", lambda counts_BDE: np.ceil(factor * counts_BDE).astype(int))
 
 
-def _job(testbed: Testbed, tensor: int, shards: int, flags: str, batch: int = BATCH) -> Job:
+def _job(testbed: Testbed, tensor: int, shards: int, flags: str) -> Job:
     experts = testbed.ranks // shards
     replicas = testbed.ranks // tensor
     layout = (
         f"--tensor-model-parallel-size {tensor} --expert-tensor-parallel-size {shards} --num-experts {experts} "
-        f"--expert-model-parallel-size {experts} --moe-router-topk {TOPK} --micro-batch-size {batch} "
-        f"--global-batch-size {batch * replicas}"
+        f"--expert-model-parallel-size {experts} --moe-router-topk {TOPK} --micro-batch-size {BATCH} "
+        f"--global-batch-size {BATCH * replicas}"
     )
     return Job(model="gpt2_moe", flags=f"{layout} {flags}", cluster=testbed.cluster, nodes=testbed.nodes)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reproduction.simulated import FASTERMOE, Job, PaddedLoads, Seconds, System, simulated
+from reproduction.simulated import FASTERMOE, Job, Seconds, System, padded, simulated
 from reproduction.tables import Found, Table, found
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ BLOCKWISE = "--balance-overlap blockwise"
 PLANNER = "--balance-policy pro_prophet --balance-token-split local_first"
 
 SYSTEMS = {
-    "deepspeed": System(loads=PaddedLoads),
+    "deepspeed": System(loads=padded),
     "fastermoe": System(f"{FASTERMOE} 7"),
     "pro_prophet": System(f"{PLANNER} {BLOCKWISE}"),
 }

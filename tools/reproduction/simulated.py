@@ -44,11 +44,11 @@ class Job:
 
 @dataclass(frozen=True)
 class System:
-    """What trains the job."""
+    """One of the systems that are compared: the flags and changes with which it trains the job."""
 
     flags: str = ""
-    loads: "Callable[[LoadSource], LoadSource]" = lambda loads: loads
-    """What becomes of the loads."""
+    loads: Callable[[np.ndarray], np.ndarray] = lambda counts_BDE: counts_BDE
+    """Returns what becomes of the loads [B, D, E] of a layer."""
     adapt: "Callable[[SimulatedJob], None]" = lambda job: None
     """Changes the job before its first iteration."""
 
@@ -68,16 +68,9 @@ class Seconds(NamedTuple):
         return sum(self.parts.get(part, 0.0) for part in LAYER_PARTS)
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedLoads:
-    """Loads in which every source sends each expert as many rows as the most popular expert gets from any of them."""
-
-    loads: "LoadSource"
-
-    def draw(self, iteration: int, layer: int, team: int, microbatches: int) -> np.ndarray:
-        """See `LoadSource.draw`."""
-        counts_BDE = self.loads.draw(iteration, layer, team, microbatches)
-        return np.broadcast_to(counts_BDE.max((1, 2), keepdims=True), counts_BDE.shape).copy()
+def padded(counts_BDE: np.ndarray) -> np.ndarray:
+    """Return loads in which every source sends each expert as many rows as the most popular expert gets from any."""
+    return np.broadcast_to(counts_BDE.max((1, 2), keepdims=True), counts_BDE.shape).copy()
 
 
 def simulated(job: Job, system: System, iterations: int) -> Seconds:
@@ -91,7 +84,7 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
     from megatron_balance.profile.cluster import read
     from megatron_balance.simulate.job import Simulation
     from simulate import configured, loads_of
-    from simulated_loads import DrawnLoads
+    from simulated_loads import drawn_loads
 
     model = (CONFIGS / "models" / f"{job.model}.args").read_text(encoding="utf-8").splitlines()
     flags = [word for line in model if not line.startswith("#") for word in line.split()]
@@ -103,10 +96,10 @@ def simulated(job: Job, system: System, iterations: int) -> Seconds:
         loads = loads_of(config, job.load, job.seed)
     else:
         topk = config.transformer.moe_router_topk
-        loads = DrawnLoads(job.load, topk, microbatch_tokens(config), job.seed)
+        loads = drawn_loads(job.load, topk, microbatch_tokens(config), job.seed)
     described, _ = simulated_job(config, target, PLAN_SECONDS)
     system.adapt(described)
-    simulation = Simulation(described, system.loads(loads))
+    simulation = Simulation(described, lambda *which: system.loads(loads(*which)))
     results = [simulation.iteration(number, (0,)) for number in range(iterations)][1:]
     parts = defaultdict[str, float](float)
     layers = defaultdict[int, float](float)

@@ -13,7 +13,7 @@ ANY = math.inf
 
 
 class Span(NamedTuple):
-    """What the paper says: numbers from `low` to `high`, which are equal for one number."""
+    """The paper's numbers: from `low` to `high`, which are equal for one number."""
 
     low: float
     high: float
