@@ -185,7 +185,7 @@ def test_balanced_load_is_left_alone(size: tuple[int, int]) -> None:
         assert planned is current or name != "none"
 
 
-@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("workload", ["hot_rank", "ragged_sources", "zero_load"])
 @pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe"])
 def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
     """Most of them are used without timing all messages."""
