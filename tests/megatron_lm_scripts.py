@@ -19,7 +19,8 @@ COPIES = {
     path.stem.removeprefix("megatron_flags_"): json.loads(path.read_text(encoding="utf-8"))["flags"]
     for path in sorted(DATA.parent.glob("megatron_flags_*.json"))
 }
-"""Version of megatron-core -> the flags of its Megatron-LM: first spelling -> all spellings, type, default, choices."""
+"""Version of megatron-core -> the flags of its Megatron-LM: first spelling -> all spellings (if there are others),
+type, default, choices."""
 
 FILES = (
     *("--data-path", "corpus", "--save", "checkpoints", "--load", "checkpoints", "--tensorboard-dir", "logs"),

@@ -30,11 +30,8 @@ ITERATIONS = 8
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 GATHERED_LATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+# Further down, each feature is resumed
 LAYOUTS = {
-    "ep4": (4, f"--expert-model-parallel-size 4 {DROPOUT}"),
-    "pp2 ep2": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 {DROPOUT}"),
-    "ep2 dp2 distributed": (4, f"--expert-model-parallel-size 2 {GATHERED_LATE} {DROPOUT}"),
-    "ep4 bf16": (4, f"--expert-model-parallel-size 4 --bf16 {DROPOUT}"),
     "ep2 dp2 distributed bf16 async": (
         4,
         f"--expert-model-parallel-size 2 --use-distributed-optimizer --bf16 --async-save --decoupled-lr 4e-3 {DROPOUT}",
@@ -54,11 +51,6 @@ LAYOUTS = {
         4,
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --mtp-num-layers 1 "
         f"--position-embedding-type rope {GATHERED_LATE} {DROPOUT}",
-    ),
-    "cp2 ep2 dp2": (
-        4,
-        "--context-parallel-size 2 --expert-model-parallel-size 2 --global-batch-size 8 --position-embedding-type rope "
-        f"--use-distributed-optimizer {DROPOUT}",
     ),
     "tp2 ep2 latent attention": (
         2,

@@ -251,14 +251,11 @@ RUNS = {
     "codec": f"{EP4} --moe-comm-codec fp8 --moe-comm-codec-directions all",
 }
 SLOW = {
-    "microbatches": f"{EP4} --global-batch-size 16 --overlap-grad-reduce",
-    "recompute-layer": f"{EP4} --recompute-granularity selective --recompute-modules moe --swiglu "
-    "--moe-shared-expert-intermediate-size 48 --disable-bias-linear",
     "capacity": f"{EP4} --moe-expert-capacity-factor 1.0 --moe-apply-probs-on-input --moe-router-topk 1 "
     "--moe-router-pre-softmax",
     **{wire: f"{EP4} --moe-comm-alltoall {wire} --moe-comm-node-size 2" for wire in ("flat", "1dh", "2dh", "auto")},
 }
-"""Layouts and features to combine with chunks."""
+"""Layouts and features to combine with chunks; test_layouts.py trains pairs of features."""
 
 WAYS = ("--moe-comm-chunks 2", "--moe-comm-chunks 3 --moe-comm-order interleaved", "--moe-comm-chunks 4")
 

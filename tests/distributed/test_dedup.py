@@ -235,16 +235,13 @@ HOT = f"{EP4} --moe-router-force-workload hot_experts"
 TRAININGS = {
     "exact plans": (f"{HOT} --balance-policy top2 --balance-load exact --moe-comm-chunks 2", HOT),
     "codec": (f"{EP4} --moe-comm-codec fp8 --moe-comm-codec-directions all", EP4),
-    "policy": (f"{HOT} --balance-policy top2 --balance-overlap blockwise", HOT),
     "full recomputation in chunks": (
         f"{EP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --moe-comm-chunks 3",
         EP4,
     ),
-    "layer recomputation": (f"{EP4} --recompute-granularity selective --recompute-modules moe", EP4),
-    "ownership": (f"{HOT} --balance-policy demi --balance-ownership transfer", HOT),
-    "capacity": (f"{EP4} --moe-expert-capacity-factor 1.0",) * 2,
 }
-"""Flags with dedup, and those of the run with the default all-to-all that it must follow."""
+"""Flags with dedup, and those of the run with the default all-to-all that it must follow; test_layouts.py trains dedup
+with each other feature."""
 
 
 @pytest.mark.parametrize("name", variants({name: (name,) for name in TRAININGS}, quick=("exact plans", "codec")))

@@ -3,7 +3,7 @@
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import networkx
@@ -51,14 +51,17 @@ def level_of(part: str) -> int:
     return levels[0]
 
 
-def imports(source: str) -> Iterator[str]:
-    """Yield the full names of all imports anywhere in a file."""
+@functools.cache
+def imports(source: str) -> tuple[str, ...]:
+    """Return the full names of all imports anywhere in a file."""
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def forbidden(part: str, source: str) -> list[str]:
@@ -73,7 +76,7 @@ def forbidden(part: str, source: str) -> list[str]:
 def uses_distributed(source: str) -> bool:
     """Return whether a file imports torch.distributed or reaches it as an attribute of torch."""
     imported = any(name.startswith("torch.distributed") for name in imports(source))
-    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    attributes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
     return imported or any(ast.unparse(node) == "torch.distributed" for node in attributes)
 
 

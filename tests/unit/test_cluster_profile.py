@@ -25,6 +25,7 @@ from megatron_balance.profile.kernel_times import Beside, Kernels, Passes
 
 SIZES = [1e3, 1e4, 1e5, 1e6, 1e7]
 PARALLEL = {"mp": 2, "esp": 2} | dict.fromkeys(ParallelLines._fields[2:])
+LINE = {"alpha": 1, "beta": 1, "residual": 0, "held_out": 0}
 THROUGHPUT = {"seconds_per_token": 1, "overhead": 0, "residual": 0, "held_out": 0}
 
 
@@ -52,12 +53,18 @@ def test_a_line_needs_four_sizes() -> None:
         fit([1, 1, 1, 1], [1, 1, 1, 1])
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+# Without ranks that have the same tokens, three lines are missing
+@pytest.mark.parametrize("lines", [2, 5])
+def test_save_and_load(tmp_path: Path, lines: int) -> None:
+    # On a loaded machine, each message of a batch takes milliseconds: too slow for a byte, but not for a message
+    slow = dict.fromkeys(LEVELS, Fit(0.02, 5e-3, 0.1, 0.2))
+    assumed = builtin(8, 4, 64, 128)
     profile = dataclasses.replace(
-        builtin(8, 4, 64, 128),
+        assumed,
         rates=(0.5, *[1.0] * 6, 1.5),
         all_to_alls={"pipe": Fit(1e-5, 1e-9, 0.1, 0.2)},
-        messages={"intra": Fit(1e-6, 1e-7, 0.1, 0.2), "inter": Fit(2e-6, 3e-7, 0.1, 0.2)},
+        messages=slow,
+        launches=dict.fromkeys(assumed.launches, slow),
         starts={"trans": 1e-5, "agg": 2e-5},
         flex={"intra": Fit(1e-6, 1e-10, 0.0, 0.0), "inter": Fit(2e-6, 3e-10, 0.0, 0.0)},
         kernels=Kernels(
@@ -75,6 +82,7 @@ def test_save_and_load(tmp_path: Path) -> None:
             beside=Beside(0.5, 0.7),
         ),
         tensors=4,
+        parallel=ParallelLines(2, 4, *(Fit(float(number), 5e-4, 0.0, 0.0) for number in range(lines))),
         forward=Throughput(1e-6, 2e-5, 0.01, 0.02),
         backward=Throughput(3e-6, 4e-5, 0.03, 0.04),
     )
@@ -133,32 +141,6 @@ def test_an_all_to_all_takes_as_long_as_the_slower_level(
     assert profile.link("all_gather").beta == (shared.beta if num_ranks > node_size else 1.0)
 
 
-def test_lines_of_tensor_parallel_ranks_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    # Without ranks that have the same tokens, three lines are missing
-    for count in (2, 5):
-        lines = ParallelLines(2, 4, *(Fit(float(number), 5e-4, 0.0, 0.0) for number in range(count)))
-        profile = dataclasses.replace(builtin(8, 4, 64, 128), parallel=lines)
-        profile.save(path)
-        assert load(path, 8, 4) == profile
-    path.write_text(path.read_text().replace('"mp": 2', '"mp": 0'))
-    with pytest.raises(ValueError, match=r"parallel\.mp: 0 is not an integer from 1"):
-        load(path, 8, 4)
-
-
-def test_slow_messages_are_kept(tmp_path: Path) -> None:
-    """On a loaded machine, each message of a batch takes milliseconds: too slow for a byte, but not for a message."""
-    path = tmp_path / "profile.json"
-    slow = {level: Fit(0.02, 5e-3, 0.1, 0.2) for level in LEVELS}
-    measured = builtin(8, 4, 64, 128)
-    profile = dataclasses.replace(measured, messages=slow, launches=dict.fromkeys(measured.launches, slow))
-    profile.save(path)
-    assert load(path, 8, 4) == profile
-    path.write_text(path.read_text().replace("0.005", "61"))
-    with pytest.raises(ValueError, match=r"\.beta: 61 is not a number from 0 to 60 seconds"):
-        load(path, 8, 4)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -177,6 +159,8 @@ def test_slow_messages_are_kept(tmp_path: Path) -> None:
         ("all_to_alls", {"a\nb": {}}, "all_to_alls.a b.alpha: is missing"),
         ("codecs", [], "codecs: a list is not an object"),
         ("parallel", {"mp": 2}, "parallel.esp: is missing"),
+        ("messages", dict.fromkeys(LEVELS, LINE | {"beta": 61}), ".beta: 61 is not a number from 0 to 60 seconds"),
+        ("parallel", PARALLEL | {"mp": 0}, "parallel.mp: 0 is not an integer from 1"),
         ("parallel", PARALLEL, "parallel.all_to_all: None is not an object with alpha"),
         ("tensors", None, "tensors: None is not an integer"),
         ("more", 1, "more: is unknown"),

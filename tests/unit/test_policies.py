@@ -185,7 +185,7 @@ def test_balanced_load_is_left_alone(size: tuple[int, int]) -> None:
         assert planned is current or name != "none"
 
 
-@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+@pytest.mark.parametrize("workload", ["hot_rank", "ragged_sources", "zero_load"])
 @pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe"])
 def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
     """Most of them are used without timing all messages."""
@@ -204,12 +204,14 @@ def test_plans_for_many_ranks_pay(policy: str, workload: str) -> None:
             placement = planned
 
 
-def test_ranks_that_are_equally_slow_are_relieved_together() -> None:
+@pytest.mark.parametrize("policy", ["pro_prophet", "flexmoe"])
+def test_ranks_that_are_equally_slow_are_relieved_together(policy: str) -> None:
     current = Placement.identity(128, 32, 2)
     cost = cost_model(32, node_size=8, split="proportional")
     counts_DE = np.full((32, 128), 200)
+    # Relieving only one rank gains nothing
     counts_DE[:, ::8] = 5000
-    planned = load_policy("pro_prophet").plan(counts_DE, current, cost)
+    planned = load_policy(policy).plan(counts_DE, current, cost)
     assert all(len(planned.hosts[expert]) > 1 for expert in range(0, 128, 8))
     assert cost.layer_seconds(counts_DE, planned) < 0.8 * cost.layer_seconds(counts_DE, current)
 
@@ -279,7 +281,6 @@ def test_policies_by_path() -> None:
     for name, message in [
         ("best", "choose from demi, .*, none, pro_prophet, quota, top2"),
         ("no.module:Class", "cannot be imported"),
-        ("math:Nothing", "cannot be imported"),
         ("datetime:date", "cannot be made with options"),
         ("fractions:Fraction", "has no method plan"),
     ]:

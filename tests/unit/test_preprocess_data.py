@@ -70,11 +70,12 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "out" / "of" / "run"
 
 
-@pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    """Return a file of several chunks, and its documents."""
+@pytest.fixture
+def numbers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Numbers:
+    """Return a file of several chunks, which are small, and its documents."""
+    monkeypatch.setattr(textfiles, "CHUNK_BYTES", 2**13)
     generator = np.random.default_rng(0)
-    documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 900, size=1000)]
+    documents = [generator.integers(100, size=size).tolist() for size in generator.integers(1, 300, size=100)]
     lines = [json.dumps({"text": " ".join(map(str, document))}) for document in documents]
     path = write(tmp_path_factory.mktemp("numbers") / "numbers.jsonl", *lines)
     assert path.stat().st_size > 4 * textfiles.CHUNK_BYTES
@@ -104,7 +105,7 @@ def test_round_trip_and_same_bytes_with_any_worker_count(numbers: Numbers, tmp_p
         assert run([bad, path, bad, path], prefix, *NULL, *flags) == 0
         assert read(prefix) == documents * 2
         assert names(prefix.parent) == ["run_text_document.bin", "run_text_document.idx"]
-        said = f"run_text_document: 2000 documents, {2 * sum(map(len, documents))} tokens (uint16)"
+        said = f"run_text_document: {2 * len(documents)} documents, {2 * sum(map(len, documents))} tokens (uint16)"
         assert said in capsys.readouterr().err
         found.append([Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")])
     assert found[0] == found[1] == found[2]
@@ -166,7 +167,7 @@ def test_bad_lines_are_skipped_and_reported(tmp_path: Path, output: Path, capsys
 def test_the_first_bad_line_is_the_one_reported(numbers: Numbers, tmp_path, output: Path, workers: str, capsys) -> None:
     late = write(tmp_path / "late.jsonl", numbers[0].read_bytes() + b"{", *["{"] * 5)
     assert run([numbers[0], late], output, *NULL, "--workers", workers) == 1
-    assert capsys.readouterr().err.startswith(f"{late}:1001: not JSON")
+    assert capsys.readouterr().err.startswith(f"{late}:{1 + len(numbers[1])}: not JSON")
     assert not names(output.parent)
 
 
@@ -218,7 +219,7 @@ def test_no_trace_of_a_run_that_was_cut_short(
     assert not names(output.parent)
 
 
-@pytest.mark.parametrize("kilobytes", [4, 400])
+@pytest.mark.parametrize("kilobytes", [4, 20])
 def test_a_disk_without_room(numbers: Numbers, tmp_path, capsys, kilobytes: int) -> None:
     with small_disk(tmp_path / "disk", kilobytes) as disk:
         assert run(numbers[0], disk / "out" / "run", *NULL) == 1

@@ -36,7 +36,7 @@ INSTALLED = COPIES[__shortversion__]
 
 def as_copied(flag: str) -> dict[str, Any]:
     """Return a flag's facts in the installed version, or else in the other one; spellings and choices of both."""
-    found = [flags[flag] for flags in (INSTALLED, *COPIES.values()) if flag in flags]
+    found = [{"all": [flag]} | flags[flag] for flags in (INSTALLED, *COPIES.values()) if flag in flags]
     # Ordered, because all workers must collect the tests in one order
     both = {key: dict.fromkeys(item for facts in found for item in facts.get(key, ())) for key in ("all", "choices")}
     return found[0] | both
