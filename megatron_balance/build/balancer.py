@@ -34,7 +34,7 @@ from megatron_balance.planning.policies import load_policy, policy_options, spli
 from megatron_balance.planning.policies.interface import Policy
 from megatron_balance.planning.policy_process import PolicyProcess, start_policy
 from megatron_balance.planning.predictor import Predictor
-from megatron_balance.planning.within import plan_exactly, plan_within
+from megatron_balance.planning.within import level_hosts, plan_exactly, plan_within
 from megatron_balance.profile.cluster_profile import ClusterProfile
 from megatron_balance.profile.computation import non_expert_passes
 from megatron_balance.timeline import hooks
@@ -244,6 +244,7 @@ def _layer_state(
     elif settings.balance_inner_policy != "none":
         inner = load_policy(settings.balance_inner_policy)
         each = replace(cost, trans_each=trans_each, split="proportional")
+        level_hosts.prepare()
         within = functools.partial(plan_within, policy=inner, split=cost.split, slots=owners.guest_slots, cost=each)
     return LayerState(manager, layer.experts, overlap, fields, within, limit=layer.limit, split=layer.split)
 

@@ -9,6 +9,7 @@
     plans            plans of the policy `quota`, each made in one of several ways
     search           the search for the fastest of these plans
     within           plans for the exact load of one microbatch
+    replacing        replacements of a plan's guests
     tuning           shifts of tokens between the hosts of a plan
     policies/        one file per policy
     demi/            DEMI's scheduling problem: linear program, search, list scheduling

@@ -75,6 +75,7 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
     tokens_EB = np.zeros((experts, microbatches))
     total_E = np.zeros(experts, np.int64)
     tokens_NE = np.zeros(((ranks - 1) // node_size + 1, experts), np.int64)
+    home_E = owner_E // node_size
     for b in range(microbatches):
         for first in range(0, ranks, node_size):
             node = first // node_size
@@ -85,7 +86,7 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
                     tokens += counts_BDE[b, d, expert]
                 tokens_EB[expert, b] += tokens
                 total_E[expert] += tokens
-                tokens_NE[node, expert] += tokens if owner_E[expert] // node_size != node else 0
+                tokens_NE[node, expert] += tokens if home_E[expert] != node else 0
     owned_FBD = np.zeros((FEATURES, microbatches, ranks))
     add_owners(owned_FBD, counts_EBD, tokens_EB, owner_E, node_size)
     pair_P = np.arange(tokens_NE.size) - tokens_NE.size * tokens_NE.reshape(tokens_NE.size)
@@ -102,7 +103,7 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
 
 
 @compiled(None)
-def _slot_of(guest_DG: np.ndarray, rank: int, expert: int) -> int:
+def slot_of(guest_DG: np.ndarray, rank: int, expert: int) -> int:
     """Return the rank's slot with an expert; -1: none."""
     for slot in range(guest_DG.shape[1]):
         if guest_DG[rank, slot] == expert:
@@ -113,9 +114,9 @@ def _slot_of(guest_DG: np.ndarray, rank: int, expert: int) -> int:
 @compiled(None)
 def _take(guest_DG: np.ndarray, taken_DG: np.ndarray, expert: int, rank: int, tokens: int) -> None:
     """Let a guest take over more tokens; negative: fewer. A guest without tokens leaves."""
-    slot = _slot_of(guest_DG, rank, expert)
+    slot = slot_of(guest_DG, rank, expert)
     if slot < 0:
-        slot = _slot_of(guest_DG, rank, NOBODY)
+        slot = slot_of(guest_DG, rank, NOBODY)
         guest_DG[rank, slot] = expert
     taken_DG[rank, slot] += tokens
     if not taken_DG[rank, slot]:
@@ -156,7 +157,7 @@ def localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way,
         while left and free_N[node]:
             found = -1
             for rank in range(node * node_size, min((node + 1) * node_size, ranks)):
-                can_take = free_D[rank] and times_D[rank] + time <= most and _slot_of(guest_DG, rank, expert) < 0
+                can_take = free_D[rank] and times_D[rank] + time <= most and slot_of(guest_DG, rank, expert) < 0
                 if can_take and (found < 0 or loads_D[rank] < loads_D[found]):
                     found = rank
             if found < 0:
@@ -285,7 +286,7 @@ def _level(
             left_E[expert] -= moves.tokens_M[m]
         if target != owner:
             _take(guest_DG, taken_DG, expert, target, tokens)
-            moved_DG[target, _slot_of(guest_DG, target, expert)] += tokens
+            moved_DG[target, slot_of(guest_DG, target, expert)] += tokens
         else:
             left_E[expert] += moves.tokens_M[m]
     _top_up(guest_DG, taken_DG, moved_DG, layer, microbatch, left_E, above_D)

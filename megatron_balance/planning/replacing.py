@@ -1,12 +1,13 @@
 """Replacements of a plan's guests, while they make the layer faster: compiled loops.
 
-A replacement gives a guest slot to another expert: one that relieves the rank that computes longest or the rank that
-exchanges longest. The tokens of the guest that leaves return to their owner.
+A replacement gives a guest slot to another expert, which relieves the rank that computes longest, or the rank that
+exchanges longest. The tokens of the guest that leaves return to their owner. The most promising replacements are priced
+by the cost model.
 
-In shapes, K counts candidates.
+In shapes, K counts replacements that are priced.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,20 @@ CHOICES = 8
 """Number of replacements that are priced before the fastest one is made."""
 
 RETURNED = 0.25
-"""Tokens that a replacement must move for each token that returns to its owner, to be as promising."""
+"""Tokens of relief that a token costs which returns to its owner."""
+
+BUSIER = 1.15
+"""Tokens of a rank, over those of the busiest one, up to which its exchanges may be relieved at its computation's cost.
+"""
+
+
+class Seconds(NamedTuple):
+    """Seconds of a plan."""
+
+    layer: float
+    trans: float
+    agg: float
+    """Trans and Agg without overlap, on the busiest rank."""
 
 
 class State(NamedTuple):
@@ -40,6 +54,7 @@ class Choices(NamedTuple):
     """The most promising replacements."""
 
     promise_K: np.ndarray
+    """Tokens of relief, less RETURNED; 0: no replacement."""
     rank_K: np.ndarray
     slot_K: np.ndarray
     expert_K: np.ndarray
@@ -59,16 +74,29 @@ def _state_of(layer: Layer, guest_DG: np.ndarray, taken_DG: np.ndarray, added_FB
 
 
 @compiled(None)
-def _offer(choices: Choices, state: State, layer: Layer, rank: int, expert: int, tokens: int, relief: float, most: float) -> None:
-    """Consider a rank as a new host of an expert, which takes over tokens from the owner, in each of its slots. `most`:
-    tokens that no rank may exceed; `relief`: tokens by which the busiest rank is relieved."""
-    for slot in range(state.guest_DG.shape[1]):
+def _offer(
+    choices: Choices,
+    state: State,
+    layer: Layer,
+    rank: int,
+    expert: int,
+    tokens: int,
+    relief: float,
+    most: float,
+    limit: float,
+) -> None:
+    """Consider each slot of a rank for an expert, which takes over tokens from its owner.
+
+    Args:
+        relief: tokens by which the busiest rank is relieved.
+        most: tokens that the rank may have.
+        limit: tokens that the owner of the guest that leaves may have.
+    """
+    for slot in range(layer.slots):
         guest = state.guest_DG[rank, slot]
         back = state.taken_DG[rank, slot] if guest != NOBODY else 0
         moved = min(tokens, int(most - state.computed_D[rank] + back))
-        if moved <= 0:
-            continue
-        if guest != NOBODY and state.computed_D[layer.owner_E[guest]] + back > most:
+        if moved <= 0 or (guest != NOBODY and state.computed_D[layer.owner_E[guest]] + back > limit):
             continue
         promise = relief * moved / tokens - RETURNED * back
         k = choices.promise_K.argmin()
@@ -81,72 +109,82 @@ def _offer(choices: Choices, state: State, layer: Layer, rank: int, expert: int,
 
 
 @compiled(None)
-def _for_computing(choices: Choices, state: State, layer: Layer, busy: int, rate_D: np.ndarray) -> None:
-    """Offer guests for the largest expert of the rank that computes longest."""
+def _offer_for_computing(choices: Choices, state: State, layer: Layer, busy: int, rate_D: np.ndarray) -> None:
+    """Offer guests of the largest expert of the rank that computes longest."""
     expert = layer.home_DS[busy, 0]
     for other in layer.home_DS[busy]:
         if state.left_E[other] > state.left_E[expert]:
             expert = other
-    excess = state.computed_D[busy] - state.computed_D.sum() * rate_D[busy] / rate_D.sum()
+    share = state.computed_D.sum() * rate_D[busy] / rate_D.sum()
+    tokens = int(min(float(state.left_E[expert]), state.computed_D[busy] - share))
+    if tokens <= 0:
+        return
     for rank in range(len(rate_D)):
-        if rank == busy or slot_of(state.guest_DG, rank, expert) >= 0:
-            continue
-        # A receiver ends with as many tokens as the giver, at most
-        tokens = int(min(float(state.left_E[expert]), excess))
-        if tokens > 0:
+        if rank != busy and slot_of(state.guest_DG, rank, expert) < 0:
+            # The receiver ends with as many tokens as the giver, at most
             most = max(state.computed_D[busy] - tokens, (state.computed_D[busy] + state.computed_D[rank]) / 2)
-            _offer(choices, state, layer, rank, expert, tokens, float(tokens), most)
+            _offer(choices, state, layer, rank, expert, tokens, float(tokens), most, state.computed_D[busy])
 
 
 @compiled(None)
-def _is_on(state: State, expert: int, first: int, after: int) -> bool:
-    for rank in range(first, after):
-        if slot_of(state.guest_DG, rank, expert) >= 0:
-            return True
-    return False
+def _hosts(guest_DG: np.ndarray, first: int, after: int, expert: int) -> bool:
+    """Return whether one of some ranks has a guest of the expert."""
+    return bool((guest_DG[first:after] == expert).any())
 
 
 @compiled(None)
-def _for_exchange(choices: Choices, state: State, layer: Layer, busy: int, receives: bool, size: int, most: float) -> None:
-    """Offer guests that keep tokens on their node: tokens that the rank receives, or those that it sends."""
-    ranks = len(state.computed_D)
+def _offer_for_exchanges(
+    choices: Choices, state: State, layer: Layer, busy: int, receives: bool, most: float, size: int
+) -> None:
+    """Offer guests that keep tokens on their node: tokens that the busy rank receives, or those that it sends."""
     home = busy // size
-    for first in range(0, ranks, size):
+    for first in range(0, len(state.computed_D), size):
         if (first // size == home) == receives:
             continue
-        after = min(first + size, ranks)
+        after = min(first + size, len(state.computed_D))
         for expert in range(len(layer.owner_E)):
             owner = layer.owner_E[expert]
-            if (owner != busy) if receives else (owner // size == home):
+            if (receives and owner != busy) or (not receives and owner // size == home):
                 continue
             tokens = min(int(layer.counts_EBD[expert, :, first:after].sum()), state.left_E[expert])
             relief = float(tokens) if receives else layer.counts_EBD[expert, :, busy].sum()
-            if tokens <= 0 or _is_on(state, expert, first, after):
-                continue
-            for rank in range(first, after):
-                _offer(choices, state, layer, rank, expert, tokens, relief, most)
+            if tokens > 0 and not _hosts(state.guest_DG, first, after, expert):
+                for rank in range(first, after):
+                    _offer(choices, state, layer, rank, expert, tokens, relief, most, most)
 
 
 @compiled(None)
-def _add_experts(
-    added_FBD: np.ndarray, sign: float, layer: Layer, state: State, pair: tuple[int, int], size: int
-) -> None:
-    """Add, times `sign`, the loads of the guests of two experts."""
-    for expert in pair:
-        if expert == NOBODY:
-            continue
-        rank_M = np.empty(len(state.guest_DG), np.int64)
-        share_M = np.empty(len(state.guest_DG))
-        number = 0
-        for rank in range(len(state.guest_DG)):
-            slot = slot_of(state.guest_DG, rank, expert)
-            if slot >= 0:
-                rank_M[number] = rank
-                share_M[number] = state.taken_DG[rank, slot] / layer.total_E[expert]
-                number += 1
-        expert_M = np.full(number, expert)
-        some = expert_M, rank_M[:number], share_M[:number]
-        add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
+def _add_guests(added_FBD: np.ndarray, sign: float, layer: Layer, state: State, expert: int, size: int) -> None:
+    """Add, times `sign`, the loads of an expert's guests."""
+    if expert == NOBODY:
+        return
+    rank_M = np.empty(len(state.guest_DG), np.int64)
+    share_M = np.empty(len(state.guest_DG))
+    number = 0
+    for rank in range(len(state.guest_DG)):
+        slot = slot_of(state.guest_DG, rank, expert)
+        if slot >= 0:
+            rank_M[number] = rank
+            share_M[number] = state.taken_DG[rank, slot] / layer.total_E[expert]
+            number += 1
+    some = np.full(number, expert), rank_M[:number], share_M[:number]
+    add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
+
+
+@compiled(None)
+def _replace(added_FBD: np.ndarray, layer: Layer, state: State, choices: Choices, k: int, size: int) -> Any:
+    """Make a replacement, and add to the loads what it changes. Return the guest that leaves, and its tokens."""
+    rank = choices.rank_K[k]
+    slot = choices.slot_K[k]
+    old = state.guest_DG[rank, slot]
+    tokens = state.taken_DG[rank, slot]
+    new = choices.expert_K[k]
+    for sign in (-1.0, 1.0):
+        _add_guests(added_FBD, sign, layer, state, old, size)
+        _add_guests(added_FBD, sign, layer, state, new, size)
+        state.guest_DG[rank, slot] = new
+        state.taken_DG[rank, slot] = choices.tokens_K[k]
+    return old, tokens
 
 
 @compiled(None)
@@ -160,9 +198,9 @@ def replace_guests(
     prices: Prices,
     rate_D: np.ndarray,
     per_token_D: np.ndarray,
-) -> tuple[float, float, float]:
-    """Replace guests in place, while that makes the layer faster. About `most` replacements are priced. Return the
-    seconds of the layer, of Trans and of Agg."""
+) -> tuple[Seconds, int]:
+    """Replace guests in place, while that makes the layer faster. Return the seconds and the number of replacements
+    that were priced, which is about `most`. The other arguments are those of `search.fastest_plan`."""
     size = prices.links.node_size
     ranks = len(rate_D)
     guests = guests_of(guest_DG, taken_DG, layer.total_E)
@@ -172,57 +210,46 @@ def replace_guests(
     add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
     exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
     trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)[:2]
-    least = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer), trans, agg
-    whole = np.zeros((4, CHOICES), np.int64)
-    choices = Choices(np.zeros(CHOICES), whole[0], whole[1], whole[2], whole[3])
+    least = Seconds(layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer), trans, agg)
+    numbers = np.zeros((4, CHOICES), np.int64)
+    choices = Choices(np.zeros(CHOICES), numbers[0], numbers[1], numbers[2], numbers[3])
     tried = 0
-    relieves = 0
-    while tried < most and relieves < 2:
+    relieves_exchanges = False
+    while tried < most:
         state = _state_of(layer, guest_DG, taken_DG, added_FBD)
         sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-        computing, busy = busiest(layer, added_FBD, work_BD, per_token_D)
+        computing, exchanging_most = busiest(layer, added_FBD, work_BD, per_token_D)
         choices.promise_K[:] = 0.0
-        if relieves == 0:
-            _for_computing(choices, state, layer, computing, rate_D)
+        if relieves_exchanges:
+            total_FB = layer.owned_FBD[:, :, exchanging_most] + added_FBD[:, :, exchanging_most]
+            receives = total_FB[FAR_IN].sum() > total_FB[FAR_OUT].sum()
+            room = BUSIER * state.computed_D[computing]
+            _offer_for_exchanges(choices, state, layer, exchanging_most, receives, room, size)
         else:
-            far_in = (layer.owned_FBD[FAR_IN, :, busy] + added_FBD[FAR_IN, :, busy]).sum()
-            far_out = (layer.owned_FBD[FAR_OUT, :, busy] + added_FBD[FAR_OUT, :, busy]).sum()
-            _for_exchange(choices, state, layer, busy, far_in > far_out, size, state.computed_D[computing] * 1.15)
+            _offer_for_computing(choices, state, layer, computing, rate_D)
         best = -1
-        fastest = least[0] * (1 - LEAST_GAIN), 0.0, 0.0
+        before = least
         for k in range(CHOICES):
             if choices.promise_K[k] <= 0.0:
                 continue
             tried += 1
-            rank = choices.rank_K[k]
-            slot = choices.slot_K[k]
-            old = guest_DG[rank, slot], taken_DG[rank, slot]
-            pair = old[0], choices.expert_K[k]
             next_FBD[:] = added_FBD
-            _add_experts(next_FBD, -1.0, layer, state, pair, size)
-            guest_DG[rank, slot] = choices.expert_K[k]
-            taken_DG[rank, slot] = choices.tokens_K[k]
-            _add_experts(next_FBD, 1.0, layer, state, pair, size)
+            old = _replace(next_FBD, layer, state, choices, k, size)
             exchanging, computed = sum_work(layer.owned_FBD, next_FBD, work_BD, prices, rate_D, per_token_D)
-            seconds = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer)
-            if seconds < fastest[0]:
+            # Trans and Agg change little, and take longer to time than everything else
+            seconds = layer_seconds(exchanging, computed, before.trans, before.agg, degrees, prices.layer)
+            if seconds < least.layer * (1 - LEAST_GAIN):
                 guests = guests_of(guest_DG, taken_DG, layer.total_E)
                 trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)[:2]
                 seconds = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
-                if seconds < fastest[0]:
-                    fastest = seconds, trans, agg
+                if seconds < least.layer * (1 - LEAST_GAIN):
+                    least = Seconds(seconds, trans, agg)
                     best = k
-            guest_DG[rank, slot], taken_DG[rank, slot] = old
-        if best < 0:
-            relieves += 1
-            continue
-        relieves = 0
-        least = fastest
-        rank = choices.rank_K[best]
-        slot = choices.slot_K[best]
-        pair = guest_DG[rank, slot], choices.expert_K[best]
-        _add_experts(added_FBD, -1.0, layer, state, pair, size)
-        guest_DG[rank, slot] = choices.expert_K[best]
-        taken_DG[rank, slot] = choices.tokens_K[best]
-        _add_experts(added_FBD, 1.0, layer, state, pair, size)
-    return least
+            guest_DG[choices.rank_K[k], choices.slot_K[k]] = old[0]
+            taken_DG[choices.rank_K[k], choices.slot_K[k]] = old[1]
+        if best >= 0:
+            _replace(added_FBD, layer, state, choices, best, size)
+        elif relieves_exchanges:
+            break
+        relieves_exchanges = best < 0
+    return least, tried

@@ -17,6 +17,7 @@ from megatron_balance.cost.messages import Messages, fastest_sending
 from megatron_balance.device.compiled import compiled
 from megatron_balance.planning.fit import ORDERS
 from megatron_balance.planning.plans import NOBODY, Layer, Way, add_some, guests_of, level_all, localize
+from megatron_balance.planning.replacing import replace_guests
 from megatron_balance.planning.tuning import tune
 
 LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
@@ -79,7 +80,7 @@ def fastest_plan(
     first: int,
     sents: int,
     far_F: np.ndarray,
-    shifts: int,
+    steps: int,
     order_B: np.ndarray,
     degrees: np.ndarray,
     messages_1: np.ndarray,
@@ -94,7 +95,7 @@ def fastest_plan(
             for the neighbors, which this function chooses.
         sents: number of values of LOCALIZED that may be tried.
         far_F: values of `Way.far` that may be tried.
-        shifts: number of shifts of tokens that are tried.
+        steps: number of replacements of guests, and then of shifts of tokens, that are priced.
         order_B: microbatches, in the order in which they are leveled.
         degrees, messages_1: see `CostModel` and `SendingModel`.
     """
@@ -112,10 +113,8 @@ def fastest_plan(
     work_BD = np.empty(added_FBD.shape[1:])
     exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
     least = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
-    sent = 0.0, 0.0
     seconds_A = np.full(len(way_AN), np.inf)
-    done = 0
-    number = first
+    done, number = 0, first
     while done < number:
         for a in range(done, number):
             place = way_AN[a, 0]
@@ -137,7 +136,6 @@ def fastest_plan(
             seconds_A[a] = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
             if seconds_A[a] < least:
                 least = seconds_A[a]
-                sent = trans, agg
                 best_guest_DG[:] = guest_DG
                 best_taken_DG[:] = taken_DG
         done = number
@@ -146,10 +144,13 @@ def fastest_plan(
             # Its neighbors are tried once
             seconds_A[near] = np.inf
             number = _add_neighbors(way_AN, near, number, is_tried)
-    if shifts and best_guest_DG.max() != NOBODY:
+    if steps and best_guest_DG.max() != NOBODY:
+        args = degrees, messages_1, prices, rate_D, per_token_D
+        replaced, tried = replace_guests(layer, best_guest_DG, best_taken_DG, steps, *args)
         taken_DG[:] = best_taken_DG
-        exchanging, computed = tune(layer, best_guest_DG, taken_DG, shifts, prices, rate_D, per_token_D)
-        seconds = layer_seconds(exchanging, computed, sent[0], sent[1], degrees, prices.layer)
-        if seconds < least:
+        exchanging, computed = tune(layer, best_guest_DG, taken_DG, steps - tried, prices, rate_D, per_token_D)
+        seconds = layer_seconds(exchanging, computed, replaced.trans, replaced.agg, degrees, prices.layer)
+        if seconds < replaced.layer:
             return Found(best_guest_DG, taken_DG, seconds)
+        least = replaced.layer
     return Found(best_guest_DG, best_taken_DG, least)

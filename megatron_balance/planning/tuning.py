@@ -31,7 +31,7 @@ def _seconds(
 
 
 @compiled(None)
-def _busiest(layer: Layer, added_FBD: np.ndarray, work_BD: np.ndarray, per_token_D: np.ndarray) -> tuple[int, int]:
+def busiest(layer: Layer, added_FBD: np.ndarray, work_BD: np.ndarray, per_token_D: np.ndarray) -> tuple[int, int]:
     """Return the rank that computes longest, and the one that exchanges longest, in one microbatch."""
     computing = -1
     exchanging = -1
@@ -129,7 +129,7 @@ def tune(
     tried = 0
     while tried < most:
         least = _seconds(layer, added_FBD, work_BD, prices, rate_D, per_token_D) * (1 - LEAST_GAIN)
-        computing, exchanging = _busiest(layer, added_FBD, work_BD, per_token_D)
+        computing, exchanging = busiest(layer, added_FBD, work_BD, per_token_D)
         best = 0, 0, 0
         for m in range(number):
             first = guests.first_E[guests.expert_M[m]]

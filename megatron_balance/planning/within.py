@@ -1,10 +1,13 @@
 """Plans for the exact load of one microbatch, alone or on top of the placement of an iteration.
 
-The placement of the iteration is for a predicted load, so its hosts have some tokens too many or too few. Every host
-may give tokens of its experts to guests of this microbatch. To the policy that chooses these guests, each host of an
-expert is an expert of its own that belongs to the host's rank.
+The placement of the iteration is for a predicted load, so its hosts have some tokens too many or too few:
 
-In shapes, P counts the physical experts of the iteration's placement, and S those of a rank.
+1. Nodes with too many tokens leave some to the other hosts of an expert on other nodes. No weights are sent for that,
+   and tokens that stay on a node still do.
+2. Every host may give tokens of its experts to guests of this microbatch. To the policy that chooses these guests, each
+   host of an expert is an expert of its own that belongs to the host's rank.
+
+In shapes, P counts the physical experts of the iteration's placement, N those in use, S those of a rank, and V nodes.
 """
 
 from collections.abc import Callable
@@ -13,11 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.cost.model import CostModel
+from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import HostRules, tokens_of
 from megatron_balance.placement.trans_plan import TransPlan
 from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import Policy, owners_host
+
+BY_RANK, BY_NODE = 0, 1
+"""First turns of `level_hosts`: tokens shift between nodes and ranks that both gain, then between nodes that do."""
+
+WITHIN = 6
+"""Last turn, within nodes. In turns before, tokens shift from any node to a node with fewer."""
 
 
 class PassPlan(NamedTuple):
@@ -40,6 +50,81 @@ def plan_exactly(counts_DE: np.ndarray, placement: Placement, *, manager: Manage
     return PassPlan(found, manager.cost.transport.plan(found), decision.problem)
 
 
+class _Excess(NamedTuple):
+    """Tokens above the capacity, which is proportional to speed; negative: below it."""
+
+    rank_D: np.ndarray
+    node_V: np.ndarray
+    visiting_VE: np.ndarray
+    """Tokens of each expert that hosts on a node compute, above those of the node's own ranks."""
+
+
+@compiled(None)
+def _shift(
+    tokens_N: np.ndarray, excess: _Excess, rules: HostRules, expert: int, ends: tuple[int, int], most: int
+) -> None:
+    """Leave at most so many of a host's tokens to another host of the expert."""
+    source, target = ends
+    tokens = min(most, tokens_N[source])
+    if tokens <= 0:
+        return
+    for end, more in ((source, -tokens), (target, tokens)):
+        tokens_N[end] += more
+        rank = rules.host_N[end]
+        excess.rank_D[rank] += more
+        excess.node_V[rank // rules.node_size] += more
+        excess.visiting_VE[rank // rules.node_size, expert] += more
+
+
+@compiled(None)
+def _most(excess: _Excess, expert: int, giver: int, taker: int, size: int, turn: int) -> int:
+    """Return how many of an expert's tokens a rank may leave to another one in this turn."""
+    node = giver // size
+    other = taker // size
+    of_ranks = min(excess.rank_D[giver], -excess.rank_D[taker])
+    if turn == WITHIN or node == other:
+        return of_ranks if turn == WITHIN and node == other else 0
+    above = excess.node_V[node]
+    below = -excess.node_V[other]
+    most = min(above, below) if turn in (BY_RANK, BY_NODE) else (above + below) // 2
+    most = min(most, excess.visiting_VE[node, expert])
+    return min(most, of_ranks) if turn == BY_RANK else most
+
+
+@compiled("void(int64[::1], int64[:, ::1], HostRules, float64[::1])", HostRules)
+def level_hosts(tokens_N: np.ndarray, counts_DE: np.ndarray, rules: HostRules, rate_D: np.ndarray) -> None:
+    """Shift tokens between the hosts of an expert, in place, until nodes have the tokens that their speeds suggest, as
+    far as tokens from other nodes suffice; then do so between ranks of a node.
+
+    Args:
+        tokens_N: tokens that each host computes, in the order of `rules`.
+        counts_DE: the load.
+        rate_D: relative speed of each rank.
+    """
+    ranks, experts = counts_DE.shape
+    size = rules.node_size
+    nodes = (ranks - 1) // size + 1
+    excess = _Excess(np.zeros(ranks, np.int64), np.zeros(nodes, np.int64), np.zeros((nodes, experts), np.int64))
+    mean = counts_DE.sum() / rate_D.sum()
+    for rank in range(ranks):
+        capacity = np.int64(np.ceil(mean * rate_D[rank]))
+        excess.rank_D[rank] -= capacity
+        excess.node_V[rank // size] -= capacity
+        for expert in range(experts):
+            excess.visiting_VE[rank // size, expert] -= counts_DE[rank, expert]
+    for expert in range(experts):
+        for n in range(rules.first_E[expert], rules.first_E[expert + 1]):
+            excess.rank_D[rules.host_N[n]] += tokens_N[n]
+            excess.node_V[rules.host_N[n] // size] += tokens_N[n]
+            excess.visiting_VE[rules.host_N[n] // size, expert] += tokens_N[n]
+    for turn in range(WITHIN + 1):
+        for expert in range(experts):
+            for source in range(rules.first_E[expert], rules.first_E[expert + 1]):
+                for target in range(rules.first_E[expert], rules.first_E[expert + 1]):
+                    most = _most(excess, expert, rules.host_N[source], rules.host_N[target], size, turn)
+                    _shift(tokens_N, excess, rules, expert, (source, target), most)
+
+
 def plan_within(
     counts_DE: np.ndarray, placement: Placement, *, policy: Policy, split: str, slots: int, cost: CostModel
 ) -> PassPlan:
@@ -55,7 +140,11 @@ def plan_within(
     tables = placement.tables
     owner_E = np.array(placement.owners)
     rules = HostRules.of(placement, split, cost.network.node_size)
-    tokens_DP = tokens_of(counts_DE, placement, rules)
+    planned_N = tokens_of(counts_DE, placement, rules).sum(0)[tables.physical_N]
+    tokens_N = planned_N.copy()
+    level_hosts(tokens_N, counts_DE, rules, cost.rate_D)
+    exact = rules._replace(share_N=tokens_N, local_first=False)
+    tokens_DP = tokens_of(counts_DE, placement, exact)
     tokens_P = tokens_DP.sum(0)
     names_DS = np.arange(len(tokens_P)).reshape(placement.num_ranks, -1)
     rank_P = names_DS.ravel() // placement.slots_per_rank
@@ -63,7 +152,7 @@ def plan_within(
     expert_M = tables.expert_P[name_M]
     source_M = rank_P[name_M]
     tokens_ED = np.zeros_like(tables.shares_ED)
-    tokens_ED[tables.expert_N, tables.hosting.host_N] = tokens_P[tables.physical_N]
+    tokens_ED[tables.expert_N, tables.hosting.host_N] = tokens_N
     np.subtract.at(tokens_ED, (expert_M, source_M), moved_M)
     np.add.at(tokens_ED, (expert_M, target_M), moved_M)
     is_host_ED = tables.shares_ED > 0
@@ -73,6 +162,7 @@ def plan_within(
     is_host_ED[expert_M, target_M] = True
     changed_E = np.zeros(placement.num_experts, bool) if split == "proportional" else is_host_ED.sum(1) > 1
     changed_E[expert_M] = True
+    changed_E[tables.expert_N[tokens_N != planned_N]] = True
     expert_N, host_N = (is_host_ED & changed_E[:, None]).nonzero()
     # A host that gives away all of its tokens keeps one, because it keeps its slot
     quota_N = np.maximum(1, tokens_ED[expert_N, host_N])

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_balance.cost.model import CostModel, Overlap, balance_ratio
 from megatron_balance.placement.placement import Placement
+from megatron_balance.placement.splits import HostRules, sums_by_host, tokens_of
 from megatron_balance.planning.policies import load_policy
-from megatron_balance.planning.within import PassPlan, plan_within
+from megatron_balance.planning.within import PassPlan, level_hosts, plan_within
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import placements
 
@@ -86,6 +87,44 @@ def test_plans_are_executable_and_no_slower(
     assert after_D.max() <= before_D.max() + experts
 
 
+def of_nodes(values_D: np.ndarray, node_size: int) -> np.ndarray:
+    return np.add.reduceat(values_D, np.arange(0, len(values_D), node_size))
+
+
+@settings(deadline=None, max_examples=60)
+@given(placements(), st.integers(1, 4), st.integers(0, 10**6))
+def test_nodes_are_leveled_by_tokens_of_other_nodes(outer: Placement, node_size: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    counts_DE = generator.integers(0, 200, (outer.num_ranks, outer.num_experts))
+    rules = HostRules.of(outer, "proportional", node_size)
+    before_N = tokens_of(counts_DE, outer, rules).sum(0)[outer.tables.physical_N]
+    after_N = before_N.copy()
+    level_hosts(after_N, counts_DE, rules, np.ones(outer.num_ranks))
+    exact = rules._replace(share_N=after_N)
+    assert (tokens_of(counts_DE, outer, exact).sum(0)[outer.tables.physical_N] == after_N).all()
+    before_DD, after_DD = (sums_by_host(tokens_of(counts_DE, outer, one), outer.num_ranks) for one in (rules, exact))
+    mean = -(-counts_DE.sum() // outer.num_ranks) * node_size
+    busiest = [of_nodes(one_DD.sum(0), node_size).max() for one_DD in (before_DD, after_DD)]
+    assert busiest[1] <= max(busiest[0], mean)
+    node_D = np.arange(outer.num_ranks) // node_size
+    is_far_DD = node_D[:, None] != node_D
+    assert after_DD[is_far_DD].sum() <= before_DD[is_far_DD].sum()
+
+
+@pytest.mark.parametrize(("sources", "leveled"), [((60, 60, 20, 20), [140, 140]), ((40, 40, 40, 40), [120, 160])])
+def test_nodes_are_leveled_without_weights(sources: tuple[int, ...], leveled: list[int]) -> None:
+    """Two nodes of two ranks host expert 0. Node 1 leaves tokens to node 0, but none of its own ranks' tokens."""
+    outer = Placement.identity(4, 4, 1).with_hosts([(0, 2)])
+    counts_DE = np.full((4, 4), 10)
+    counts_DE[:, 0] = sources
+    cost = cost_of(4, 2, size=1e9)
+    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost)
+    check(found, outer, 1)
+    assert not len(found.plan)
+    tokens_D = [computed(cost, counts_DE, placement) for placement in (outer, found.placement)]
+    assert [of_nodes(one_D, 2).tolist() for one_D in tokens_D] == [[120, 160], leveled]
+
+
 def test_ranks_are_leveled() -> None:
     """The iteration's placement was for another load: rank 0 has twice the mean."""
     outer = Placement.identity(8, 4, 1).with_hosts([(7, 0)])
@@ -115,7 +154,7 @@ def test_nothing_is_sent_that_does_not_pay() -> None:
     found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost_of(4, 4, size=1e9))
     check(found, outer, 1)
     assert not len(found.plan)
-    assert found.placement.trimmed == outer.trimmed
+    assert found.placement.hosts == outer.hosts
 
 
 @pytest.mark.parametrize(

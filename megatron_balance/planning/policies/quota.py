@@ -31,14 +31,20 @@ SPARINGLY = TARGETS.index(1.06)
 LOOSELY = TARGETS.index(1.3)
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 15
+WAYS = 11
 """Least number of ways that are tried."""
 
-WORK = 4800
-"""Number of ways, times ranks and slots + 2, if it is more than WAYS: a way takes time in proportion to both."""
+WORK = 5040
+"""Time of a plan, as a number of ways, times ranks and slots + 2: a way takes time in proportion to both."""
+
+SET_UP = 5
+"""Time to set up, improve and return a plan, in ways."""
+
+STEPS = 16
+"""Least number of replacements of guests and shifts of tokens that are priced."""
 
 TUNING = 1200
-"""Number of shifts of tokens, times ranks, that are tried."""
+"""Number of these steps, times ranks, if it is more than STEPS."""
 
 QUICK = 9
 """Number of ways that are tried while a forward pass waits for the plan."""
@@ -123,7 +129,7 @@ def search(
         layer = layer._replace(pair_P=np.sort(layer.pair_P))
     fars = _fars(cost)
     ways = _first_ways(len(counts_BDE), fars, cost, localizes=localizes)
-    most = QUICK if is_quick else max(WAYS, WORK // (ranks * (slots + 2)))
+    most = QUICK if is_quick else max(WAYS, WORK // (ranks * (slots + 2)) - SET_UP)
     way_AN = np.zeros((max(most, len(ways)), 4), np.int64)
     way_AN[: len(ways)] = ways
     found = fastest_plan(
@@ -132,7 +138,7 @@ def search(
         len(ways),
         len(LOCALIZED) if localizes else 1,
         np.array(fars),
-        0 if is_quick else TUNING // ranks,
+        0 if is_quick else max(STEPS, TUNING // ranks),
         np.argsort(mean_B - busy_B, kind="stable"),
         np.array(cost.degrees),
         cost.transport.messages_1,
