@@ -1,7 +1,6 @@
 """A run with any two compatible choices of a layout follows the run without optional features."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.training.loop import train_step
 from megatron_balance.training.run import Run
+from megatron_balance.workloads.forced_routing import ExpertChooser
 from tests import features, layouts
 from tests.distributed import runs
 from tests.distributed.runs import Curve, deviation, plan_apart
@@ -58,13 +58,17 @@ def trained(flags: str, iterations: int, mutate: Callable[[Run], None] | None = 
     return Trained(runs.curve_of(reports), acted, loads_differ, placements_differ, unequal_replicas(run))
 
 
+def shifted(choose: ExpertChooser, layers: int) -> ExpertChooser:
+    """Return the choices of other layers."""
+    return lambda tokens, *, layer, **sizes: choose(tokens, layer=layer + layers, **sizes)
+
+
 def route_apart(run: Run) -> None:
     """Give each replica different hot experts."""
     for chunk in run.model:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
-                forced = module.router_replay
-                forced.choose = replace(forced.choose, seed=forced.choose.seed + 100 * run.groups.expt_dp.rank())
+                module.router_replay.choose = shifted(module.router_replay.choose, 100 * run.groups.expt_dp.rank())
 
 
 def both_apart(run: Run) -> None:

@@ -25,7 +25,7 @@ def record_traffic() -> dict[str, tuple[int, int]]:
     with mock.patch.object(dist, "all_gather_into_tensor") as call:
         OPERATIONS["all_gather"](dist.group.WORLD, buffer, 1)()
         traffic["all_gather"] = (call.call_args.args[1].nbytes, call.call_args.args[0].nbytes)
-    with mock.patch.object(dist, "batch_isend_irecv") as call:
+    with mock.patch.object(dist, "batch_isend_irecv", return_value=[]) as call:
         for step in (1, 2):
             OPERATIONS["p2p"](dist.group.WORLD, buffer, step)()
             receive, send = call.call_args.args[0]
