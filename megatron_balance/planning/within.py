@@ -140,13 +140,14 @@ def plan_within(
     tables = placement.tables
     owner_E = np.array(placement.owners)
     rules = HostRules.of(placement, split, cost.network.node_size)
-    planned_N = tokens_of(counts_DE, placement, rules).sum(0)[tables.physical_N]
+    tokens_DP = tokens_of(counts_DE, placement, rules)
+    planned_N = tokens_DP.sum(0)[tables.physical_N]
     tokens_N = planned_N.copy()
-    level_hosts(tokens_N, counts_DE, rules, cost.rate_D)
-    exact = rules._replace(share_N=tokens_N, local_first=False)
-    tokens_DP = tokens_of(counts_DE, placement, exact)
-    tokens_P = tokens_DP.sum(0)
-    names_DS = np.arange(len(tokens_P)).reshape(placement.num_ranks, -1)
+    # On one node, guests alone level the ranks, because a plan must not take longer
+    if len(cost.network.first_N) > 1:
+        level_hosts(tokens_N, counts_DE, rules, cost.rate_D)
+        tokens_DP = tokens_of(counts_DE, placement, rules._replace(share_N=tokens_N, local_first=False))
+    names_DS = np.arange(tokens_DP.shape[1]).reshape(placement.num_ranks, -1)
     rank_P = names_DS.ravel() // placement.slots_per_rank
     name_M, target_M, moved_M = policy.guests(tokens_DP, rank_P, names_DS, slots, cost)
     expert_M = tables.expert_P[name_M]
