@@ -77,17 +77,23 @@ def _shift(
 
 
 @compiled(None)
-def _most(excess: _Excess, expert: int, giver: int, taker: int, size: int, turn: int) -> int:
-    """Return how many of an expert's tokens a rank may leave to another one in this turn."""
-    node = giver // size
-    other = taker // size
+def _may_give(excess: _Excess, expert: int, rank: int, node: int, turn: int) -> bool:
+    """Return whether a rank may leave an expert's tokens to other ranks in this turn."""
+    if turn in (BY_RANK, WITHIN) and excess.rank_D[rank] <= 0:
+        return False
+    return turn == WITHIN or (excess.visiting_VE[node, expert] > 0 and (turn > BY_NODE or excess.node_V[node] > 0))
+
+
+@compiled(None)
+def _most(excess: _Excess, expert: int, giver: int, taker: int, nodes: tuple[int, int], turn: int) -> int:
+    """Return how many of an expert's tokens a rank that may give them leaves to another one. `nodes`: their nodes."""
     of_ranks = min(excess.rank_D[giver], -excess.rank_D[taker])
-    if turn == WITHIN or node == other:
-        return of_ranks if turn == WITHIN and node == other else 0
-    above = excess.node_V[node]
-    below = -excess.node_V[other]
+    if turn == WITHIN:
+        return of_ranks
+    above = excess.node_V[nodes[0]]
+    below = -excess.node_V[nodes[1]]
     most = min(above, below) if turn in (BY_RANK, BY_NODE) else (above + below) // 2
-    most = min(most, excess.visiting_VE[node, expert])
+    most = min(most, excess.visiting_VE[nodes[0], expert])
     return min(most, of_ranks) if turn == BY_RANK else most
 
 
@@ -109,20 +115,29 @@ def level_hosts(tokens_N: np.ndarray, counts_DE: np.ndarray, rules: HostRules, r
     for rank in range(ranks):
         capacity = np.int64(np.ceil(mean * rate_D[rank]))
         excess.rank_D[rank] -= capacity
-        excess.node_V[rank // size] -= capacity
+        node = rank // size
+        excess.node_V[node] -= capacity
         for expert in range(experts):
-            excess.visiting_VE[rank // size, expert] -= counts_DE[rank, expert]
+            excess.visiting_VE[node, expert] -= counts_DE[rank, expert]
     for expert in range(experts):
         for n in range(rules.first_E[expert], rules.first_E[expert + 1]):
             excess.rank_D[rules.host_N[n]] += tokens_N[n]
             excess.node_V[rules.host_N[n] // size] += tokens_N[n]
             excess.visiting_VE[rules.host_N[n] // size, expert] += tokens_N[n]
+    node_N = rules.host_N // size
     for turn in range(WITHIN + 1):
         for expert in range(experts):
-            for source in range(rules.first_E[expert], rules.first_E[expert + 1]):
-                for target in range(rules.first_E[expert], rules.first_E[expert + 1]):
-                    most = _most(excess, expert, rules.host_N[source], rules.host_N[target], size, turn)
-                    _shift(tokens_N, excess, rules, expert, (source, target), most)
+            first = rules.first_E[expert]
+            after = rules.first_E[expert + 1]
+            for source in range(first, after if after - first > 1 else first):
+                giver = rules.host_N[source]
+                if not _may_give(excess, expert, giver, node_N[source], turn):
+                    continue
+                for target in range(first, after):
+                    if (node_N[source] == node_N[target]) == (turn == WITHIN):
+                        nodes = node_N[source], node_N[target]
+                        most = _most(excess, expert, giver, rules.host_N[target], nodes, turn)
+                        _shift(tokens_N, excess, rules, expert, (source, target), most)
 
 
 def plan_within(
