@@ -23,11 +23,10 @@ CHOICES = 8
 """Number of replacements that are priced before the fastest one is made."""
 
 RETURNED = 0.25
-"""Tokens of relief that a token costs which returns to its owner."""
+"""Cost of each token that returns to its owner, in tokens of relief."""
 
 BUSIER = 1.15
-"""Tokens of a rank, over those of the busiest one, up to which its exchanges may be relieved at its computation's cost.
-"""
+"""Most tokens of a rank after a replacement that shortens an exchange, over those of the busiest rank before it."""
 
 
 class Seconds(NamedTuple):
@@ -54,7 +53,7 @@ class Choices(NamedTuple):
     """The most promising replacements."""
 
     promise_K: np.ndarray
-    """Tokens of relief, less RETURNED; 0: no replacement."""
+    """Tokens of relief, less RETURNED for each token that returns; 0: no replacement."""
     rank_K: np.ndarray
     slot_K: np.ndarray
     expert_K: np.ndarray

@@ -93,8 +93,7 @@ def fastest_plan(
     Args:
         way_AN: places of each way's numbers in LOCALIZED, TARGETS, ORDERS and `far_F`. Rows after the `first` ones are
             for the neighbors, which this function chooses.
-        sents: number of values of LOCALIZED that may be tried.
-        far_F: values of `Way.far` that may be tried.
+        sents, far_F: number of values of LOCALIZED, and values of `Way.far`, that may be tried.
         steps: number of replacements of guests, and then of shifts of tokens, that are priced.
         order_B: microbatches, in the order in which they are leveled.
         degrees, messages_1: see `CostModel` and `SendingModel`.
@@ -114,7 +113,8 @@ def fastest_plan(
     exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
     least = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
     seconds_A = np.full(len(way_AN), np.inf)
-    done, number = 0, first
+    done = 0
+    number = first
     while done < number:
         for a in range(done, number):
             place = way_AN[a, 0]

@@ -24,10 +24,11 @@ from megatron_balance.planning.manager import Manager
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 BY_RANK, BY_NODE = 0, 1
-"""First turns of `level_hosts`: tokens shift between nodes and ranks that both gain, then between nodes that do."""
+"""First turns of `level_hosts`. Tokens leave ranks above their capacity for ranks below it, if the same holds for their
+nodes; then they leave nodes above their capacity for nodes below it."""
 
 WITHIN = 6
-"""Last turn, within nodes. In turns before, tokens shift from any node to a node with fewer."""
+"""Last turn, in which tokens shift within nodes. In the turns before it, they leave any node for a node with fewer."""
 
 
 class PassPlan(NamedTuple):
@@ -51,7 +52,7 @@ def plan_exactly(counts_DE: np.ndarray, placement: Placement, *, manager: Manage
 
 
 class _Excess(NamedTuple):
-    """Tokens above the capacity, which is proportional to speed; negative: below it."""
+    """Tokens above the capacity, which is proportional to speed. Negative numbers are room for more tokens."""
 
     rank_D: np.ndarray
     node_V: np.ndarray
@@ -129,7 +130,7 @@ def level_hosts(tokens_N: np.ndarray, counts_DE: np.ndarray, rules: HostRules, r
         for expert in range(experts):
             first = rules.first_E[expert]
             after = rules.first_E[expert + 1]
-            for source in range(first, after if after - first > 1 else first):
+            for source in range(first, after):
                 giver = rules.host_N[source]
                 if not _may_give(excess, expert, giver, node_N[source], turn):
                     continue

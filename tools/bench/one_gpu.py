@@ -151,7 +151,8 @@ def _measure(lines: Mapping[str, str], args: argparse.Namespace) -> Result:
         except Exception:
             # The remaining parts may still be measured: time on a GPU is short
             result["failed"].append(part)
-            result[part], texts = None, [f"{part}: failed\n{traceback.format_exc()}"]
+            result[part] = None
+            texts = [f"{part}: failed\n{traceback.format_exc()}"]
         if args.output is not None:
             args.output.write_text(json.dumps(result, indent=1))
         print(*texts, f"[{part}: {time.monotonic() - begin:.1f} s]", sep="\n", flush=True)
