@@ -39,7 +39,7 @@ AT_LEAST_ONE = (
     *("max_position_embeddings", "moe_router_group_topk", "lr_decay_iters", "lr_decay_samples"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "num_dataset_builder_threads"),
     *("train_iters", "train_samples", "eval_interval", "log_interval", "tensorboard_log_interval"),
-    "log_memory_interval",
+    *("log_memory_interval", "bucket_size"),
     *("save_interval", "keep_last", "save_retain_interval", "exit_interval", "exit_duration_in_mins"),
     *("max_consecutive_bad_iterations", "balance_interval", "balance_guest_ring", "moe_comm_refit_interval"),
 )
@@ -48,7 +48,7 @@ AT_LEAST_ZERO = (
     *("seed", "lr", "min_lr", "weight_decay", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "num_workers"),
     *("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "adam_eps", "init_method_std"),
     *("embedding_init_method_std", "layernorm_epsilon", "lr_warmup_fraction", "lr_warmup_init", "decoupled_lr"),
-    *("decoupled_min_lr", "loss_scale", "mid_level_dataset_surplus"),
+    *("decoupled_min_lr", "loss_scale", "mid_level_dataset_surplus", "clip_grad", "moe_z_loss_coeff"),
 )
 
 MORE_THAN_ZERO = ("distributed_timeout_minutes", "moe_input_jitter_eps", "rotary_base", "activation_func_clamp_value")

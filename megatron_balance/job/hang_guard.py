@@ -48,10 +48,10 @@ MAX_PERIOD = 0.5
 REPORT_SECONDS = 3.5
 """Time for the reports after an alarm: several periods, even on machines with more ranks than cores."""
 
-FAREWELL_SECONDS = 1.0
+PRINTING_SECONDS = 1.0
 """Time for all ranks to print before the first rank exits and the launcher ends the others."""
 
-BACKSTOP_SECONDS = 9
+EXIT_SECONDS = 9
 """Time between an alarm and a rank's exit if a thread blocks."""
 
 IDLE_LIMITS = 10
@@ -153,7 +153,7 @@ class HangGuard:
                 traceback.print_exception(error)
         self._wake.set()
         # The threads end the process during this sleep
-        time.sleep(BACKSTOP_SECONDS)
+        time.sleep(EXIT_SECONDS)
         self._exit()
 
     def _exit(self) -> NoReturn:
@@ -182,9 +182,9 @@ class HangGuard:
                 self._wake.set()
         if self._ended:
             return
-        faulthandler.dump_traceback_later(BACKSTOP_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
         if time.monotonic() - self._answered < REPORT_SECONDS:
-            self._concluded.wait(REPORT_SECONDS + 3 * FAREWELL_SECONDS)
+            self._concluded.wait(REPORT_SECONDS + 3 * PRINTING_SECONDS)
         self._print_verdict(self._store_verdict())
         self._exit()
 
@@ -285,12 +285,12 @@ class HangGuard:
             self._wait_until(lambda: self._store.add("reported", 0) >= self._world_size, REPORT_SECONDS)
             self._store.set("verdict", self._draw_verdict())
         else:
-            self._wait_until(lambda: self._store.check(["verdict"]), REPORT_SECONDS + FAREWELL_SECONDS)
+            self._wait_until(lambda: self._store.check(["verdict"]), REPORT_SECONDS + PRINTING_SECONDS)
         self._answered = time.monotonic()
         decided = self._store.check(["verdict"])
         self._print_verdict(self._store.get("verdict").decode() if decided else self._draw_verdict())
         # Other ranks may not have read the verdict, and the launcher ends them when the first rank exits
-        time.sleep(2 * FAREWELL_SECONDS if self._rank == self._store_rank else FAREWELL_SECONDS)
+        time.sleep(2 * PRINTING_SECONDS if self._rank == self._store_rank else PRINTING_SECONDS)
 
     def _draw_verdict(self) -> str:
         reports = self._read_all("report")

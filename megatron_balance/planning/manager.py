@@ -129,14 +129,14 @@ class Question:
     def answer(self) -> Decision:
         """Ask the policy and return its decision."""
         try:
-            planned = self._planned()
+            plan = planned(self.policy, self.expected_BDE, self.placement, self.cost)
         except PolicyFailure as failure:
             return Decision(self.expected_BDE, None, problem=str(failure), final=failure.final)
         gains: tuple[float, ...] = ()
         if getattr(self.policy, "must_pay", False) and self.latest_BDE is not None:
             gains = self.last_plan.gains_with(self.latest_BDE, self.cost)
-        last_plan = LastPlan(planned, gains)
-        placement = planned if pays(gains) else owners_host(planned)
+        last_plan = LastPlan(plan, gains)
+        placement = plan if pays(gains) else owners_host(plan)
         settlement = None
         wanted: frozenset[int] = frozenset()
         if self.transfers:
@@ -146,18 +146,20 @@ class Question:
             self.expected_BDE, placement, settlement=settlement, wanted=wanted, last_plan=last_plan, ratio=ratio
         )
 
-    def _planned(self) -> Placement:
-        try:
-            answer = self.policy.plan(self.expected_BDE.copy(), self.placement, self.cost)
-        except PolicyFailure:
-            raise
-        except BaseException as error:  # a failing policy must not end a run
-            raise PolicyFailure(f"raised {described(error)}") from error
-        if not isinstance(answer, Placement):
-            raise PolicyFailure(f"returned no Placement: a {type(answer).__qualname__}")
-        if (answer.home, answer.guest_slots) != (self.placement.home, self.placement.guest_slots):
-            raise PolicyFailure(f"changed owners or guest slots: {cleaned(answer)}")
-        return answer
+
+def planned(policy: Policy, expected_BDE: np.ndarray, current: Placement, cost: CostModel) -> Placement:
+    """Return the policy's plan; PolicyFailure if it makes none."""
+    try:
+        answer = policy.plan(expected_BDE.copy(), current, cost)
+    except PolicyFailure:
+        raise
+    except BaseException as error:  # a failing policy must not end a run
+        raise PolicyFailure(f"raised {described(error)}") from error
+    if not isinstance(answer, Placement):
+        raise PolicyFailure(f"returned no Placement: a {type(answer).__qualname__}")
+    if (answer.home, answer.guest_slots) != (current.home, current.guest_slots):
+        raise PolicyFailure(f"changed owners or guest slots: {cleaned(answer)}")
+    return answer
 
 
 class Manager:
@@ -240,22 +242,10 @@ class Manager:
             beside=self.cost.overlap[:2] if self.cost.overlap is not None and self.cost.sends_ahead else None,
         )
 
-    def exact_question(self, counts_DE: np.ndarray) -> Question:
-        """Return the question of a plan for the load [D, E] of one microbatch. The plan depends on nothing else, so
-        ranks with the same load make the same one."""
-        return Question(
-            policy=self.policy,
-            expected_BDE=counts_DE[None],
-            placement=self.placement,
-            cost=self.cost_of(1),
-            transport=self.cost.transport,
-            held={},
-            ages={},
-            transfers=False,
-            latest_BDE=None,
-            last_plan=NO_PLAN,
-            beside=None,
-        )
+    def exact_plan(self, counts_DE: np.ndarray) -> Placement:
+        """Return the policy's plan for the load [D, E] of one microbatch; PolicyFailure if it makes none. The plan
+        depends on nothing else, so ranks with the same load make the same one."""
+        return planned(self.policy, counts_DE[None], self.placement, self.cost_of(1))
 
     def adopt(self, decision: Decision) -> None:
         """Use the placement of a decision that all ranks agree on."""

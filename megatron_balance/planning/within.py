@@ -20,7 +20,7 @@ from megatron_balance.device.compiled import compiled
 from megatron_balance.placement.placement import Placement
 from megatron_balance.placement.splits import HostRules, tokens_of
 from megatron_balance.placement.trans_plan import TransPlan
-from megatron_balance.planning.manager import Manager
+from megatron_balance.planning.manager import Manager, PolicyFailure
 from megatron_balance.planning.policies.interface import Policy, owners_host
 
 BY_RANK, BY_NODE = 0, 1
@@ -46,9 +46,13 @@ PlanPass = Callable[[np.ndarray, Placement], PassPlan]
 
 def plan_exactly(counts_DE: np.ndarray, placement: Placement, *, manager: Manager) -> PassPlan:
     """Return the plan of the manager's policy. It does not depend on the iteration's placement."""
-    decision = manager.exact_question(counts_DE).answer()
-    found = decision.placement or owners_host(placement)
-    return PassPlan(found, manager.cost.transport.plan(found), decision.problem)
+    problem = None
+    try:
+        found = manager.exact_plan(counts_DE)
+    except PolicyFailure as failure:
+        found = owners_host(placement)
+        problem = str(failure)
+    return PassPlan(found, manager.cost.transport.plan(found), problem)
 
 
 class _Excess(NamedTuple):

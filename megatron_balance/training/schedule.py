@@ -114,8 +114,12 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
         raise ValueError(f"--min-lr {floor}: choose 0 to --lr {rate}")
     if scheduler.lr_warmup_init > rate:
         raise ValueError(f"--lr-warmup-init {scheduler.lr_warmup_init}: choose at most --lr {rate}")
-    if scheduler.lr_decay_style == "WSD" and not (scheduler.lr_wsd_decay_iters or scheduler.lr_wsd_decay_samples):
+    annealing = scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch
+    if scheduler.lr_decay_style == "WSD" and not annealing:
         raise ValueError("--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+    if scheduler.lr_decay_style == "WSD" and annealing > decay - warmup:
+        problem = f"{annealing} samples are more than the {decay - warmup} that follow the warmup; give at most as many"
+        raise ValueError(f"--lr-wsd-decay-iters or -samples: {problem}")
     if scheduler.override_opt_param_scheduler and scheduler.use_checkpoint_opt_param_scheduler:
         both = "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler"
         raise ValueError(f"{both}: a resumed run's schedule comes from the flags or from the checkpoint; choose one")
@@ -137,6 +141,6 @@ def scheduler_settings(config: RunConfig, length: Length) -> dict[str, Any]:
         "wd_incr_style": scheduler.weight_decay_incr_style,
         "use_checkpoint_opt_param_scheduler": scheduler.use_checkpoint_opt_param_scheduler,
         "override_opt_param_scheduler": scheduler.override_opt_param_scheduler,
-        "wsd_decay_steps": scheduler.lr_wsd_decay_samples or (scheduler.lr_wsd_decay_iters or 0) * batch or None,
+        "wsd_decay_steps": annealing or None,
         "lr_wsd_decay_style": scheduler.lr_wsd_decay_style,
     }

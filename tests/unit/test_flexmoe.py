@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -171,6 +172,23 @@ def test_a_slow_rank_computes_fewer_tokens(policy: str) -> None:
     (computed_D,) = slow.traffic(counts_DE, planned).sum(1)
     assert computed_D.argmin() == 1 and computed_D[1] < 0.8 * computed_D.mean()
     assert slow.layer_seconds(counts_DE, planned) < 0.8 * slow.layer_seconds(counts_DE, owners)
+
+
+def relieved(counts: list[int], rates: Sequence[float] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of each rank before and after a step 2. Each of four ranks owns an expert."""
+    cost = with_rates(cost_model(4, expert_bytes=0.0, overlap=Overlap(1.0, 1.0)), rates)
+    state = Hosting.of(LayerLoad(1000 * np.array([counts] * 4), Placement.identity(4, 4, 1), cost))
+    changes = flexmoe._relieve(state, 2)
+    return state.work_BD[0], (flexmoe._after(state, changes) if changes else state).work_BD[0]
+
+
+def test_no_rank_of_a_step_may_become_as_slow_as_the_slowest_was() -> None:
+    before_D, after_D = relieved([9, 9, 1, 1])
+    # Another rank, which the step leaves as slow as it was, does not stop it
+    assert after_D.max() == before_D.max() and after_D.sum() < before_D.sum()
+    assert (after_D != before_D).sum() >= 2
+    before_D, after_D = relieved([9, 1, 1, 1], [1.0, 0.2, 0.2, 0.2])
+    assert (before_D == after_D).all()
 
 
 def test_each_microbatch_waits_for_its_own_slowest_rank() -> None:

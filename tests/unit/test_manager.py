@@ -97,8 +97,8 @@ def test_a_plan_for_an_exact_load_depends_on_nothing_else() -> None:
     for iteration in (1, 2, 3):
         other.observe(load(iteration))
         other.adopt(other.question(other.expected_BDE, 5).answer())
-    first, second = (one.exact_question(load(4)[0]).answer() for one in (one, other))
-    assert first.placement == second.placement
+    first, second = (one.exact_plan(load(4)[0]) for one in (one, other))
+    assert first == second
 
 
 def fail(*_: object) -> Placement:

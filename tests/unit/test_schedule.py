@@ -219,6 +219,7 @@ def test_weight_decay(settings: dict, expected: list[float]) -> None:
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "--lr-warmup-iters.*shorter than the decay of 20"),
         ({"lr_warmup_init": 2.0}, "--lr-warmup-init 2.0: choose at most --lr 1.0"),
         ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD: also give --lr-wsd-decay-iters or --lr-wsd-decay-samples"),
+        (WSD | {"lr_warmup_iters": 2, "lr_wsd_decay_iters": 9}, "--lr-wsd-.*: 36 samples are more than the 32 that"),
         (
             {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: .* choose one",
