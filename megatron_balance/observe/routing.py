@@ -24,7 +24,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_balance.device.versions import number_of
-from megatron_balance.flow.routers import routers_of
 from megatron_balance.observe.optional import AppendedFile
 from megatron_balance.workloads.forced_routing import BatchPart
 
@@ -35,8 +34,10 @@ RouterOutput = tuple[torch.Tensor, torch.Tensor]
 
 
 def _hook_routers(model: Sequence[torch.nn.Module], hook: Callable[..., None]) -> None:
-    for router in routers_of(model):
-        router.register_forward_hook(hook)
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(hook)
 
 
 def _counts(router: TopKRouter) -> bool:

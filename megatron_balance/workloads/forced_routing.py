@@ -19,7 +19,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron_balance.device.recomputation import PassMemory
 from megatron_balance.device.versions import number_of
-from megatron_balance.flow.routers import routers_of
 from megatron_balance.job.groups import sequence_chunks
 from megatron_balance.workloads.synthetic import workload_choices
 
@@ -212,7 +211,9 @@ def routers_to_force(
     """
     for chunk in model:
         memory = PassMemory(chunk)
-        for router in routers_of([chunk]):
+        for router in chunk.modules():
+            if not isinstance(router, TopKRouter):
+                continue
             if router.config.moe_router_fusion:
                 raise ValueError(f"{flag}: --moe-router-fusion does not support given choices; leave one of them out")
             if router.routing_type in ("sinkhorn", "quantile_balancing"):
