@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import FILLING, PARTS
-from megatron_balance.planning.plans import NOBODY, Layer, Way, level_all, make_layer
+from megatron_balance.planning.plans import NOBODY, Way, level_all, make_layer
 from megatron_balance.planning.policies import load_policy, quota
 from megatron_balance.planning.policies.quota import EVEN, GuestPlan, Quota, search
 from megatron_balance.planning.replacing import replace_guests
@@ -155,12 +154,6 @@ def test_an_expert_that_leaves_its_owner_is_lent() -> None:
     assert str(planned) == "0 1x0 + . . | 2 3 + 1:50! ."
 
 
-@numba.njit
-def replaced(layer: Layer, guest_DG: np.ndarray, taken_DG: np.ndarray, sending: tuple, prices: tuple) -> float:
-    prices_1, rate_D, per_token_D = prices
-    return replace_guests(layer, guest_DG, taken_DG, 100, *sending, prices_1[0], rate_D, per_token_D)[0].layer
-
-
 def test_guests_that_relieve_nobody_are_replaced() -> None:
     """Rank 0 has 400 of 520 tokens, and all guests are of other experts."""
     counts_DE = np.array([[100, 10, 10, 10]] * 4)
@@ -171,7 +164,10 @@ def test_guests_that_relieve_nobody_are_replaced() -> None:
     guest_DG = np.array([[1], [2], [3], [1]])
     taken_DG = np.ones((4, 1), np.int64)
     sending = np.array(cost.degrees), cost.transport.messages_1
-    seconds = replaced(layer, guest_DG, taken_DG, sending, cost.prices)
+    # Python reads the fields of records by name only in such an array
+    prices_1, *rates = cost.prices
+    prices = prices_1.view(np.recarray)[0]
+    seconds = replace_guests(layer, guest_DG, taken_DG, 100, *sending, prices, *rates)[0].layer
     placement = GuestPlan(layer, guest_DG, taken_DG, seconds).placement(current)
     assert seconds == pytest.approx(cost.layer_seconds(counts_DE, placement), rel=1e-9)
     assert max(tokens_of(placement, counts_DE)) < 200

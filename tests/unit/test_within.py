@@ -18,8 +18,6 @@ from tests.unit.placements import placements
 SPEED = Throughput(1.0, 0.0, 0.0, 0.0)
 NEAR = Fit(1.0, 1e-3, 0.0, 0.0)
 
-POLICY = load_policy("quota")
-
 
 def cost_of(ranks: int, node_size: int, far: float = 1.0, size: float = 1.0, again: int = 2) -> CostModel:
     """Return the cost model of a cluster that computes a token in a second, and sends an expert faster."""
@@ -34,6 +32,12 @@ def cost_of(ranks: int, node_size: int, far: float = 1.0, size: float = 1.0, aga
         overlap=Overlap(0.0, 1.0),
         trans_each=again,
     )
+
+
+def planned(
+    counts_DE: np.ndarray, outer: Placement, cost: CostModel, slots: int, split: str = "proportional"
+) -> PassPlan:
+    return plan_within(counts_DE, outer, policy=load_policy("quota"), split=split, slots=slots, cost=cost)
 
 
 def computed(cost: CostModel, counts_DE: np.ndarray, placement: Placement) -> np.ndarray:
@@ -78,7 +82,7 @@ def test_plans_are_executable_and_no_slower(
     generator = np.random.default_rng(seed)
     counts_DE = generator.integers(0, 200, (ranks, experts)) * generator.integers(0, 3, experts)
     cost = cost_of(ranks, min(node_size, ranks))
-    found = plan_within(counts_DE, outer, policy=POLICY, split=split, slots=slots, cost=cost)
+    found = planned(counts_DE, outer, cost, slots, split)
     check(found, outer, slots)
     before_D = computed(dataclasses.replace(cost, split=split), counts_DE, outer)
     after_D = computed(cost, counts_DE, found.placement)
@@ -119,7 +123,7 @@ def test_nodes_are_leveled_without_weights(sources: tuple[int, ...], leveled: li
     counts_DE = np.full((4, 4), 10)
     counts_DE[:, 0] = sources
     cost = cost_of(4, 2, size=1e9)
-    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost)
+    found = planned(counts_DE, outer, cost, 1)
     check(found, outer, 1)
     assert not len(found.plan)
     tokens_D = [computed(cost, counts_DE, placement) for placement in (outer, found.placement)]
@@ -132,7 +136,7 @@ def test_ranks_are_leveled() -> None:
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, :2] = 50
     cost = cost_of(4, 4)
-    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=2, cost=cost)
+    found = planned(counts_DE, outer, cost, 2)
     check(found, outer, 2)
     assert balance_ratio(computed(cost, counts_DE, outer)) > 1.7
     assert balance_ratio(computed(cost, counts_DE, found.placement)) <= 1.01
@@ -143,7 +147,7 @@ def test_copies_cross_nodes_only_if_that_pays(far: float, crosses: bool) -> None
     outer = Placement.identity(8, 4, 1)
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, :4] = 50
-    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=2, cost=cost_of(4, 2, far))
+    found = planned(counts_DE, outer, cost_of(4, 2, far), 2)
     sent = [message for messages in found.plan.rounds for message in messages]
     assert any(message.source // 2 != message.target // 2 for message in sent) == crosses
 
@@ -152,7 +156,7 @@ def test_nothing_is_sent_that_does_not_pay() -> None:
     outer = Placement.identity(8, 4, 1).with_hosts([(7, 0)])
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, 0] = 30
-    found = plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost_of(4, 4, size=1e9))
+    found = planned(counts_DE, outer, cost_of(4, 4, size=1e9), 1)
     check(found, outer, 1)
     assert not len(found.plan)
     assert found.placement.hosts == outer.hosts
@@ -166,6 +170,4 @@ def test_a_second_trans_is_paid_for_unless_it_is_hidden(again: int, overlap: Ove
     outer = Placement.identity(2, 2, 1)
     counts_DE = np.array([[60, 0], [60, 0]])
     cost = dataclasses.replace(cost_of(2, 2, size=65e3, again=again), overlap=overlap, grad_bytes=0.0)
-    assert (
-        len(plan_within(counts_DE, outer, policy=POLICY, split="proportional", slots=1, cost=cost).plan) > 0
-    ) == pays
+    assert (len(planned(counts_DE, outer, cost, 1).plan) > 0) == pays
