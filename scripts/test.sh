@@ -21,9 +21,9 @@ found="$(mktemp)"
 types=$!
 wait "${loops}"
 # Every rank of a test is a separate process, so more threads would only compete for the cores. Ranks wait for each other:
-# twice as many tests as there are cores keep these busy
+# more tests than there are cores keep these busy
 status=0
-OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 4 --dist worksteal "$@" || status=$?
+OMP_NUM_THREADS=1 "${PYTHON}" -m pytest -n 3 --dist worksteal "$@" || status=$?
 wait "${types}" || status=$?
 cat "${found}"
 rm "${found}"

@@ -35,9 +35,9 @@ class Compiled:
         # Importing numba takes a quarter of a second, and most commands need no loop
         import numba
 
-        # Python does not call functions without a signature, so it needs no wrapper for them
-        inner = self._signature is None
-        code: Any = numba.njit(nogil=True, no_cpython_wrapper=inner, no_cfunc_wrapper=inner)(self._function)
+        # Python does not call functions without a signature, so it needs no wrappers for them
+        wrappers: Any = dict.fromkeys(("no_cpython_wrapper", "no_cfunc_wrapper"), self._signature is None)
+        code: Any = numba.njit(nogil=True, **wrappers)(self._function)
         # numba raises this error if no cache directory is writable; the code is then not cached
         with contextlib.suppress(RuntimeError):
             code.enable_caching()
