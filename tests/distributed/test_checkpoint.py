@@ -237,7 +237,7 @@ SHARDED = {
 """Layouts with two shards per expert; the checkpoints before and after hold whole experts."""
 
 
-@pytest.mark.parametrize("flags", variants(SHARDED, quick=("etp2 s2 distributed",)))
+@pytest.mark.parametrize("flags", variants(SHARDED, quick=("etp2 alone",)))
 def test_a_run_goes_on_with_sharded_experts_and_back(ranks, home, tmp_path, flags: str):
     # 13 weights with two moments each
     check_there_and_back(ranks, home(UNBIASED), tmp_path, 4, f"{flags} {UNBIASED}", 39, 1e-5)

@@ -22,9 +22,9 @@ LINE = re.compile(
 )
 
 
-def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
-    """Run the entry point on `processes` ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def launch(flags: str) -> subprocess.CompletedProcess:
+    """Run the entry point under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, "pretrain_gpt_moe.py", *BASE.split(), *flags.split()],
@@ -38,14 +38,14 @@ def launch(processes: int, flags: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess, Path]:
-    """A run over two pipeline stages with all logging and recording."""
+    """A run of one process with all logging and recording."""
     events = tmp_path_factory.mktemp("events")
     flags = (
-        "--pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 9 "
+        "--global-batch-size 8 --train-iters 9 "
         "--log-interval 2 --eval-interval 3 --eval-iters 2 --exit-interval 6 --log-tokens-per-expert "
         f"--tensorboard-dir {events}"
     )
-    return launch(2, flags), events
+    return launch(flags), events
 
 
 def test_it_trains_evaluates_and_stops_at_the_exit_interval(finished) -> None:
