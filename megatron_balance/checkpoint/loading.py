@@ -33,8 +33,8 @@ def missing(settings: CheckpointConfig) -> str | None:
     hint = "give a directory with iter_0000001 or the like"
     if settings.pretrained_checkpoint is not None:
         return f"--pretrained-checkpoint {settings.pretrained_checkpoint}: no checkpoint there; {hint}, or leave it out"
-    requires = {"--exit-on-missing-checkpoint": settings.exit_on_missing_checkpoint, "--finetune": settings.finetune}
-    for flag in (flag for flag, is_given in requires.items() if is_given and settings.load is not None):
+    if settings.load is not None and (settings.exit_on_missing_checkpoint or settings.finetune):
+        flag = "--exit-on-missing-checkpoint" if settings.exit_on_missing_checkpoint else "--finetune"
         return f"--load {settings.load}: no checkpoint there ({flag}); {hint}"
     return None
 
