@@ -6,11 +6,6 @@ In shapes, A counts candidates or plans, and M the experts that a candidate chan
 import numpy as np
 
 from megatron_balance.cost.core import (
-    COMPUTED,
-    FAR_IN,
-    FAR_OUT,
-    NEAR_IN,
-    NEAR_OUT,
     CandidateCosts,
     Prices,
     add_expert,
@@ -170,34 +165,6 @@ def involve(
 
 
 @compiled(None)
-def _add_owned(
-    added_FBD: np.ndarray,
-    b: int,
-    sign: float,
-    counts_D: np.ndarray,
-    tokens: float,
-    owner: int,
-    first: int,
-    last: int,
-    is_whole: bool,
-) -> None:
-    """Do the same as `add_node` for an expert whose owner computes all tokens."""
-    is_home = first <= owner < last
-    out = NEAR_OUT if is_home or is_whole else FAR_OUT
-    near = 0.0
-    for d in range(first, last):
-        if d != owner:
-            added_FBD[out, b, d] += sign * counts_D[d]
-            near += counts_D[d]
-    if is_home:
-        others = tokens - counts_D[owner]
-        near = others if is_whole else near
-        added_FBD[COMPUTED, b, owner] += sign * tokens
-        added_FBD[NEAR_IN, b, owner] += sign * near
-        added_FBD[FAR_IN, b, owner] += sign * (others - near)
-
-
-@compiled(None)
 def add_guests(
     added_FBD: np.ndarray,
     sign: float,
@@ -221,28 +188,26 @@ def add_guests(
     # Tokens keep their routes on nodes without hosts and, if there is one node, on ranks without hosts
     size = 1 if is_whole else node_size
     share_D = np.zeros(ranks)
-    quota_D = np.zeros(ranks)
     first = 0
     while first < len(expert_M):
         expert = expert_M[first]
         owner = owner_E[expert]
-        share_D[:] = 0.0
         share_D[owner] = 1.0
         after = first
         while after < len(expert_M) and expert_M[after] == expert:
             share_D[rank_M[after]] = share_M[after]
             share_D[owner] -= share_M[after]
             after += 1
-        # The owner's part and those of guests, which ascend
+        # The owner's node and those of guests, which ascend
         for m in range(first - 1, after):
             begin = (owner if m < first else rank_M[m]) // size * size
             if m >= first and (begin == owner // size * size or (m > first and begin == rank_M[m - 1] // size * size)):
                 continue
             end = min(begin + size, ranks)
             for b in range(counts_EBD.shape[1]):
-                tokens = tokens_EB[expert, b]
-                for d in range(begin, end):
-                    quota_D[d] = share_D[d] * tokens
-                add_node(added_FBD, b, sign, counts_EBD[expert], quota_D, begin, end, is_whole)
-                _add_owned(added_FBD, b, -sign, counts_EBD[expert, b], tokens, owner, begin, end, is_whole)
+                some = counts_EBD[expert, b], share_D, tokens_EB[expert, b]
+                add_node(added_FBD, b, sign, *some, begin, end, is_whole, owner)
+        for m in range(first, after):
+            share_D[rank_M[m]] = 0.0
+        share_D[owner] = 0.0
         first = after

@@ -222,39 +222,50 @@ def add_node(
     loads_FBD: np.ndarray,
     b: int,
     sign: float,
-    counts_BD: np.ndarray,
-    quota_D: np.ndarray,
+    counts_D: np.ndarray,
+    share_D: np.ndarray,
+    tokens: float,
     first: int,
     last: int,
     is_whole: bool,
+    owner: int,
 ) -> None:
-    """Add, times `sign`, the loads of a node's ranks in a microbatch, if each computes its quota of an expert. Tokens
-    that stay on the node are distributed in proportion to the tokens that each rank sends or receives. If `is_whole`,
-    the node has all ranks, and all tokens stay."""
-    counts_D = counts_BD[b]
-    computed_D = loads_FBD[COMPUTED, b]
-    near_out_D = loads_FBD[NEAR_OUT, b]
-    near_in_D = loads_FBD[NEAR_IN, b]
-    far_out_D = loads_FBD[FAR_OUT, b]
-    far_in_D = loads_FBD[FAR_IN, b]
+    """Add, times `sign`, the loads of a node's ranks in a microbatch, if each computes its share of an expert's
+    tokens. Tokens that stay on the node are distributed in proportion to the tokens that each rank sends or receives.
+    If `is_whole`, the node has all ranks, and all tokens stay. Subtract the loads of this node's ranks if the owner
+    alone computes the expert; `owner` is -1 if there is nothing to subtract."""
     out = 0.0
     into = 0.0
+    here = 0.0
     for d in range(first, last):
-        out += max(counts_D[d] - quota_D[d], 0.0)
-        into += max(quota_D[d] - counts_D[d], 0.0)
+        more = counts_D[d] - share_D[d] * tokens
+        out += max(more, 0.0)
+        into += max(-more, 0.0)
+        here += counts_D[d]
     near = min(out, into)
     near_out, near_in = (near / out, near / into) if near > 0 else (0.0, 0.0)
     if is_whole:
         near_out = 1.0
         near_in = 1.0
+    is_home = first <= owner < last
+    was_near = 1.0 if is_home or (is_whole and owner >= 0) else 0.0
+    was_far = 1.0 - was_near if owner >= 0 else 0.0
     for d in range(first, last):
-        sent = max(counts_D[d] - quota_D[d], 0.0)
-        received = max(quota_D[d] - counts_D[d], 0.0)
-        computed_D[d] += sign * quota_D[d]
-        near_out_D[d] += sign * (sent * near_out)
-        near_in_D[d] += sign * (received * near_in)
-        far_out_D[d] += sign * (sent - sent * near_out)
-        far_in_D[d] += sign * (received - received * near_in)
+        quota = share_D[d] * tokens
+        sent = max(counts_D[d] - quota, 0.0)
+        received = max(quota - counts_D[d], 0.0)
+        loads_FBD[COMPUTED, b, d] += sign * quota
+        loads_FBD[NEAR_OUT, b, d] += sign * (sent * near_out - was_near * counts_D[d])
+        loads_FBD[NEAR_IN, b, d] += sign * (received * near_in)
+        loads_FBD[FAR_OUT, b, d] += sign * (sent - sent * near_out - was_far * counts_D[d])
+        loads_FBD[FAR_IN, b, d] += sign * (received - received * near_in)
+    if is_home:
+        others = tokens - counts_D[owner]
+        near = others if is_whole else here - counts_D[owner]
+        loads_FBD[COMPUTED, b, owner] -= sign * tokens
+        loads_FBD[NEAR_OUT, b, owner] += sign * counts_D[owner]
+        loads_FBD[NEAR_IN, b, owner] -= sign * near
+        loads_FBD[FAR_IN, b, owner] -= sign * (others - near)
 
 
 @compiled(None)
@@ -295,7 +306,7 @@ def add_expert(
                 quota_D[d] = shares_D[d] * each
         for first in range(0, ranks, node_size):
             last = min(first + node_size, ranks)
-            add_node(loads_FBD, b, sign, counts_BD, quota_D, first, last, node_size >= ranks)
+            add_node(loads_FBD, b, sign, counts_BD[b], quota_D, 1.0, first, last, node_size >= ranks, -1)
 
 
 @compiled(None)

@@ -1,7 +1,7 @@
 """The fastest way to send a placement's guests, and the seconds of Trans and Agg, in a compiled loop.
 
 The search of `quota` compares many plans and builds no placement for them. In shapes, M counts guests, S stages of a
-route, and X batches of stages that overlap; F and W are as in `cost/sending.py`.
+route, and C columns.
 """
 
 from typing import NamedTuple
@@ -24,6 +24,11 @@ BETWEEN_NODES = 3
 WITHIN_NODES = 4
 STAGES = 5
 """Tables of messages: that of the route `direct`, the first stage of the other routes, and their later stages."""
+
+NEAR_SENT, NEAR_RECEIVED, FAR_SENT, FAR_RECEIVED = range(4)
+"""Columns of a rank's messages."""
+
+COLUMNS = 4
 
 DIRECT_S = np.array([DIRECT])
 EXCHANGED_S = np.array([FIRST, EXCHANGED])
@@ -63,156 +68,168 @@ class Messages(NamedTuple):
 
 
 @compiled(None)
-def _add(
-    amount_SFWD: np.ndarray,
-    number_SFWD: np.ndarray,
-    stage: int,
-    way: int,
-    rank: int,
-    far: float,
-    near: float,
-    parts: int,
+def _add(table_DC: np.ndarray, rank: int, way: int, near: float, far: float) -> None:
+    """Add what a rank sends (way 0) or receives (way 1)."""
+    table_DC[rank, NEAR_SENT + way] += near
+    table_DC[rank, FAR_SENT + way] += far
+
+
+@compiled(None)
+def _add_parts(
+    amount_DC: np.ndarray, number_DC: np.ndarray, rank: int, way: int, near: float, far: float, part: float
 ) -> None:
-    """Add hops of `parts` parts of an expert that a rank sends (way 0) or receives (way 1)."""
-    amount_SFWD[stage, 0, way, rank] += near / parts
-    amount_SFWD[stage, 1, way, rank] += far / parts
-    number_SFWD[stage, 0, way, rank] += near
-    number_SFWD[stage, 1, way, rank] += far
+    """Add messages with a part of an expert each."""
+    _add(amount_DC, rank, way, near * part, far * part)
+    _add(number_DC, rank, way, near, far)
+
+
+@compiled(None)
+def _entered(rank_M: np.ndarray, begin_N: np.ndarray, n: int, m: int, owner: int, size: int) -> int:
+    """Return the number of parts from other nodes that enter a node at one of its guests."""
+    place = 0
+    for other in range(begin_N[n], begin_N[n + 1]):
+        place += (rank_M[other] - owner) % size < (rank_M[m] - owner) % size
+    entered = 0
+    for k in range(len(begin_N) - 1):
+        there = begin_N[k + 1] - begin_N[k]
+        if k != n and there > place:
+            entered += (there - place - 1) // (begin_N[n + 1] - begin_N[n]) + 1
+    return entered
 
 
 @compiled(None)
 def _add_expert(
-    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, rank_M: np.ndarray, begin_N: np.ndarray, owner: int, size: int
+    amount_SDC: np.ndarray, number_SDC: np.ndarray, rank_M: np.ndarray, begin_N: np.ndarray, owner: int, size: int
 ) -> None:
     """Add the messages of an expert's guests, which ascend, to each stage; see `placement/trans_plan.py`. The guests of
     a node begin at an entry of `begin_N`, and end at the next one."""
-    guests = begin_N[-1] - begin_N[0]
     nodes = len(begin_N) - 1
-    home = owner // size
+    guests = begin_N[nodes] - begin_N[0]
+    part = 1.0 / guests
     at_home = 0
     for n in range(nodes):
-        is_home = rank_M[begin_N[n]] // size == home
         here = begin_N[n + 1] - begin_N[n]
+        is_home = rank_M[begin_N[n]] // size == owner // size
         at_home += here if is_home else 0
-        far = 0.0 if is_home else 1.0
+        near = 1.0 if is_home else 0.0
         for m in range(begin_N[n], begin_N[n + 1]):
             rank = rank_M[m]
-            _add(amount_SFWD, number_SFWD, DIRECT, 1, rank, far, 1.0 - far, 1)
-            _add(amount_SFWD, number_SFWD, FIRST, 1, rank, far, 1.0 - far, guests)
+            _add_parts(amount_SDC[DIRECT], number_SDC[DIRECT], rank, 1, near, 1.0 - near, 1.0)
+            _add_parts(amount_SDC[FIRST], number_SDC[FIRST], rank, 1, near, 1.0 - near, part)
             if guests == 1:
                 continue
             for way in range(2):
-                _add(amount_SFWD, number_SFWD, EXCHANGED, way, rank, guests - here, here - 1.0, guests)
+                _add_parts(amount_SDC[EXCHANGED], number_SDC[EXCHANGED], rank, way, here - 1.0, guests - here, part)
             # Parts of other nodes enter a node at its guests in turn, in cyclic order after the owner
-            place = 0
-            for other in rank_M[begin_N[n] : begin_N[n + 1]]:
-                place += (other - owner) % size < (rank - owner) % size
-            entered = 0
-            for k in range(nodes):
-                if k != n and begin_N[k + 1] - begin_N[k] > place:
-                    entered += (begin_N[k + 1] - begin_N[k] - place - 1) // here + 1
-            _add(amount_SFWD, number_SFWD, BETWEEN_NODES, 0, rank, nodes - 1.0, here - 1.0, guests)
-            _add(amount_SFWD, number_SFWD, BETWEEN_NODES, 1, rank, entered, here - 1.0, guests)
-            within = entered * (here - 1.0)
-            _add(amount_SFWD, number_SFWD, WITHIN_NODES, 0, rank, 0.0, within, guests)
-            _add(amount_SFWD, number_SFWD, WITHIN_NODES, 1, rank, 0.0, guests - here - entered, guests)
-    _add(amount_SFWD, number_SFWD, DIRECT, 0, owner, guests - at_home, at_home, 1)
-    _add(amount_SFWD, number_SFWD, FIRST, 0, owner, guests - at_home, at_home, guests)
+            entered = guests - here
+            if here > 1:
+                entered = _entered(rank_M, begin_N, n, m, owner, size)
+            tables = amount_SDC[BETWEEN_NODES], number_SDC[BETWEEN_NODES]
+            _add_parts(*tables, rank, 0, here - 1.0, nodes - 1.0, part)
+            _add_parts(*tables, rank, 1, here - 1.0, entered, part)
+            tables = amount_SDC[WITHIN_NODES], number_SDC[WITHIN_NODES]
+            _add_parts(*tables, rank, 0, entered * (here - 1.0), 0.0, part)
+            _add_parts(*tables, rank, 1, guests - here - entered, 0.0, part)
+    _add_parts(amount_SDC[DIRECT], number_SDC[DIRECT], owner, 0, at_home, guests - at_home, 1.0)
+    _add_parts(amount_SDC[FIRST], number_SDC[FIRST], owner, 0, at_home, guests - at_home, part)
 
 
 @compiled(None)
 def _batch(
-    amount_FWD: np.ndarray, number_FWD: np.ndarray, share_D: np.ndarray, nodes: int, size: int, lines: BatchLines
-) -> tuple[float, float]:
-    """Return one batch's latency, and its time in proportion to experts' sizes, if all ranks begin and end together."""
+    amount_DC: np.ndarray, number_DC: np.ndarray, share_D: np.ndarray, size: int, lines: BatchLines
+) -> tuple[float, float, float]:
+    """Return one batch's latency, and its time in proportion to experts' sizes, if all ranks begin and end together;
+    and the most that a rank sends."""
     latency = 0.0
     tensors = 0.0
     longest = 0.0
-    ranks = len(share_D)
-    for d in range(ranks):
+    most = 0.0
+    sent = 0.0
+    received = 0.0
+    for d in range(len(share_D)):
         share = share_D[d]
-        near_number = number_FWD[0, 0, d] + number_FWD[0, 1, d]
-        far_number = number_FWD[1, 0, d] + number_FWD[1, 1, d]
-        if not near_number and not far_number:
-            continue
-        near_alone = lines.near_alpha * share if near_number else 0.0
-        near_launch = lines.near_launch * share if near_number else 0.0
-        far_alone = lines.far_alpha if far_number else 0.0
-        far_launch = lines.far_launch if far_number else 0.0
-        launched = max(near_launch, far_launch)
-        launched += lines.near_message * share * near_number + lines.far_message * far_number
-        latency = max(latency, near_alone, far_alone, launched)
-        near_both = amount_FWD[0, 0, d] + amount_FWD[0, 1, d]
-        far_both = amount_FWD[1, 0, d] + amount_FWD[1, 1, d]
-        more = lines.near_message * share * near_both + lines.far_message * far_both
-        tensors = max(tensors, lines.more_tensors * more)
-        near = max(amount_FWD[0, 0, d], amount_FWD[0, 1, d]) * lines.expert_bytes * lines.near_beta * share
-        far = max(amount_FWD[1, 0, d], amount_FWD[1, 1, d]) * lines.expert_bytes * lines.far_beta
-        longest = max(longest, near, far)
-    for node in range(nodes):
-        for way in range(2):
-            total = amount_FWD[1, way, node * size : (node + 1) * size].sum()
-            longest = max(longest, total * lines.expert_bytes * lines.node_beta)
-    return latency, tensors + longest
+        near = number_DC[d, NEAR_SENT] + number_DC[d, NEAR_RECEIVED]
+        far = number_DC[d, FAR_SENT] + number_DC[d, FAR_RECEIVED]
+        has_near = share if near else 0.0
+        has_far = 1.0 if far else 0.0
+        launched = max(lines.near_launch * has_near, lines.far_launch * has_far)
+        launched += lines.near_message * share * near + lines.far_message * far
+        latency = max(latency, lines.near_alpha * has_near, lines.far_alpha * has_far, launched)
+        near = amount_DC[d, NEAR_SENT] + amount_DC[d, NEAR_RECEIVED]
+        far = amount_DC[d, FAR_SENT] + amount_DC[d, FAR_RECEIVED]
+        tensors = max(tensors, lines.near_message * share * near + lines.far_message * far)
+        near = max(amount_DC[d, NEAR_SENT], amount_DC[d, NEAR_RECEIVED]) * share
+        far = max(amount_DC[d, FAR_SENT], amount_DC[d, FAR_RECEIVED])
+        longest = max(longest, near * lines.near_beta, far * lines.far_beta)
+        most = max(most, amount_DC[d, NEAR_SENT] + amount_DC[d, FAR_SENT])
+        if d % size == 0:
+            sent = 0.0
+            received = 0.0
+        sent += amount_DC[d, FAR_SENT]
+        received += amount_DC[d, FAR_RECEIVED]
+        longest = max(longest, sent * lines.node_beta, received * lines.node_beta)
+    return latency, lines.more_tensors * tensors + lines.expert_bytes * longest, most
 
 
 @compiled(None)
-def _shares(amount_FWD: np.ndarray, size: int, one_way: float) -> np.ndarray:
+def _shares(amount_DC: np.ndarray, size: int, one_way: float) -> np.ndarray:
     """Return [D]: the time of a node's messages as a fraction of a full batch's time; see `BatchModel`."""
-    ranks = amount_FWD.shape[2]
+    ranks = len(amount_DC)
     share_D = np.ones(ranks)
     if one_way < 1:
         done_XD = np.empty((1, ranks))
         for d in range(ranks):
-            done_XD[0, d] = (amount_FWD[0, 0, d] + amount_FWD[0, 1, d]) / 2
+            done_XD[0, d] = (amount_DC[d, NEAR_SENT] + amount_DC[d, NEAR_RECEIVED]) / 2
         take_turns(done_XD, size, one_way)
         for first in range(0, ranks, size):
             after = min(first + size, ranks)
             done = done_XD[0, first:after].max()
             most = 0.0
             for d in range(first, after):
-                most = max(most, amount_FWD[0, 0, d], amount_FWD[0, 1, d])
+                most = max(most, amount_DC[d, NEAR_SENT], amount_DC[d, NEAR_RECEIVED])
             share_D[first:after] = min(max(done / most, one_way), 1.0) if most else 1.0
     return share_D
 
 
 @compiled(None)
+def _add_stage(sum_DC: np.ndarray, more_DC: np.ndarray) -> None:
+    for d in range(len(sum_DC)):
+        for c in range(COLUMNS):
+            sum_DC[d, c] += more_DC[d, c]
+
+
+@compiled(None)
 def _batches(
-    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages, lines: BatchLines
+    amount_SDC: np.ndarray, number_SDC: np.ndarray, stages_S: np.ndarray, messages: Messages, lines: BatchLines
 ) -> np.ndarray:
-    """Return [3, stages, stages + 1]: latency, time in proportion to experts' sizes, and the most amounts that a rank
-    sends, of batches by their first stage and their number of stages."""
-    ranks = amount_SFWD.shape[3]
-    nodes = (ranks - 1) // messages.node_size + 1
+    """Return [3, stages, stages + 1]: the results of `_batch` for batches by their first stage and their number of
+    stages."""
     found = np.zeros((3, len(stages_S), len(stages_S) + 1))
-    amount_FWD = np.empty(amount_SFWD.shape[1:])
-    number_FWD = np.empty(amount_SFWD.shape[1:])
     for first in range(len(stages_S)):
-        amount_FWD[:] = 0.0
-        number_FWD[:] = 0.0
+        amount_DC = np.zeros(amount_SDC.shape[1:])
+        number_DC = np.zeros(amount_SDC.shape[1:])
         for count in range(1, len(stages_S) - first + 1):
-            amount_FWD += amount_SFWD[stages_S[first + count - 1]]
-            number_FWD += number_SFWD[stages_S[first + count - 1]]
-            share_D = _shares(amount_FWD, messages.node_size, messages.one_way)
-            latency, rest = _batch(amount_FWD, number_FWD, share_D, nodes, messages.node_size, lines)
+            _add_stage(amount_DC, amount_SDC[stages_S[first + count - 1]])
+            _add_stage(number_DC, number_SDC[stages_S[first + count - 1]])
+            share_D = _shares(amount_DC, messages.node_size, messages.one_way)
+            latency, rest, most = _batch(amount_DC, number_DC, share_D, messages.node_size, lines)
             found[0, first, count] = latency
             found[1, first, count] = rest
-            for d in range(ranks):
-                found[2, first, count] = max(found[2, first, count], amount_FWD[0, 0, d] + amount_FWD[1, 0, d])
+            found[2, first, count] = most
     return found
 
 
 @compiled(None)
-def _least_seconds(amount_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages) -> float:
+def _least_seconds(amount_SDC: np.ndarray, stages_S: np.ndarray, messages: Messages) -> float:
     """Return a lower bound of Trans: the time of all bytes on a rank's link if all stages overlap."""
     longest = 0.0
-    for d in range(amount_SFWD.shape[3]):
+    for d in range(amount_SDC.shape[1]):
         for way in range(2):
             near = 0.0
             far = 0.0
             for stage in stages_S:
-                near += amount_SFWD[stage, 0, way, d]
-                far += amount_SFWD[stage, 1, way, d]
+                near += amount_SDC[stage, d, NEAR_SENT + way]
+                far += amount_SDC[stage, d, FAR_SENT + way]
             near *= messages.trans.near_beta * messages.one_way
             longest = max(longest, near, far * messages.trans.far_beta)
     return messages.trans.start + longest * messages.trans.expert_bytes
@@ -220,13 +237,13 @@ def _least_seconds(amount_SFWD: np.ndarray, stages_S: np.ndarray, messages: Mess
 
 @compiled(None)
 def _route(
-    amount_SFWD: np.ndarray, number_SFWD: np.ndarray, stages_S: np.ndarray, messages: Messages, limit: float
+    amount_SDC: np.ndarray, number_SDC: np.ndarray, stages_S: np.ndarray, messages: Messages, limit: float
 ) -> tuple[float, int]:
     """Return the seconds of Trans along a route of these stages, and the fastest number of pieces; ties go to fewer
     pieces. A route that takes at least `limit` seconds may take infinitely long."""
-    if _least_seconds(amount_SFWD, stages_S, messages) >= limit:
+    if _least_seconds(amount_SDC, stages_S, messages) >= limit:
         return np.inf, 1
-    times = _batches(amount_SFWD, number_SFWD, stages_S, messages, messages.trans)
+    times = _batches(amount_SDC, number_SDC, stages_S, messages, messages.trans)
     staged_A = np.zeros(len(PIECES))
     for a in range(len(PIECES)):
         for batch in range(min(PIECES[a] + len(stages_S) - 1, 2 * len(stages_S))):
@@ -275,8 +292,8 @@ def fastest_sending(
     if not len(expert_M):
         return 0.0, 0.0, 1, 1
     messages = messages_1[0]
-    amount_SFWD = np.zeros((STAGES, 2, 2, ranks))
-    number_SFWD = np.zeros((STAGES, 2, 2, ranks))
+    amount_SDC = np.zeros((STAGES, ranks, COLUMNS))
+    number_SDC = np.zeros((STAGES, ranks, COLUMNS))
     begin_N = np.zeros(len(expert_M) + 1, np.int64)
     number = 0
     for m in range(1, len(expert_M) + 1):
@@ -286,16 +303,16 @@ def fastest_sending(
             begin_N[number] = m
         if ends:
             owner = owner_E[expert_M[m - 1]]
-            _add_expert(amount_SFWD, number_SFWD, rank_M, begin_N[: number + 1], owner, messages.node_size)
+            _add_expert(amount_SDC, number_SDC, rank_M, begin_N[: number + 1], owner, messages.node_size)
             begin_N[0] = m
             number = 0
     route_S = DIRECT_S
-    trans, pieces = _route(amount_SFWD, number_SFWD, route_S, messages, np.inf)
+    trans, pieces = _route(amount_SDC, number_SDC, route_S, messages, np.inf)
     for table, other_S in ((EXCHANGED, EXCHANGED_S), (WITHIN_NODES, BY_NODE_S)):
-        if number_SFWD[table].any():
-            found = _route(amount_SFWD, number_SFWD, other_S, messages, trans)
+        if number_SDC[table].any():
+            found = _route(amount_SDC, number_SDC, other_S, messages, trans)
             if found[0] < trans:
                 route_S = other_S
                 trans, pieces = found
-    times = _batches(amount_SFWD, number_SFWD, route_S, messages, messages.agg)
+    times = _batches(amount_SDC, number_SDC, route_S, messages, messages.agg)
     return trans, _seconds(times, pieces, messages.agg), len(route_S), pieces

@@ -37,7 +37,7 @@ class Compiled:
 
         # Python does not call functions without a signature, so it needs no wrappers for them
         wrappers: Any = dict.fromkeys(("no_cpython_wrapper", "no_cfunc_wrapper"), self._signature is None)
-        code: Any = numba.njit(nogil=True, **wrappers)(self._function)
+        code: Any = numba.njit(nogil=True, error_model="numpy", **wrappers)(self._function)
         # numba raises this error if no cache directory is writable; the code is then not cached
         with contextlib.suppress(RuntimeError):
             code.enable_caching()

@@ -212,6 +212,7 @@ def replace_guests(
     least = Seconds(layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer), trans, agg)
     numbers = np.zeros((4, CHOICES), np.int64)
     choices = Choices(np.zeros(CHOICES), numbers[0], numbers[1], numbers[2], numbers[3])
+    seconds_K = np.empty(CHOICES)
     tried = 0
     relieves_exchanges = False
     while tried < most:
@@ -226,8 +227,7 @@ def replace_guests(
             _offer_for_exchanges(choices, state, layer, exchanging_most, receives, room, size)
         else:
             _offer_for_computing(choices, state, layer, computing, rate_D)
-        best = -1
-        before = least
+        seconds_K[:] = np.inf
         for k in range(CHOICES):
             if choices.promise_K[k] <= 0.0:
                 continue
@@ -236,19 +236,27 @@ def replace_guests(
             old = _replace(next_FBD, layer, state, choices, k, size)
             exchanging, computed = sum_work(layer.owned_FBD, next_FBD, work_BD, prices, rate_D, per_token_D)
             # Trans and Agg change little, and take longer to time than everything else
-            seconds = layer_seconds(exchanging, computed, before.trans, before.agg, degrees, prices.layer)
-            if seconds < least.layer * (1 - LEAST_GAIN):
-                guests = guests_of(guest_DG, taken_DG, layer.total_E)
-                trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)[:2]
-                seconds = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
-                if seconds < least.layer * (1 - LEAST_GAIN):
-                    least = Seconds(seconds, trans, agg)
-                    best = k
+            seconds_K[k] = layer_seconds(exchanging, computed, least.trans, least.agg, degrees, prices.layer)
             guest_DG[choices.rank_K[k], choices.slot_K[k]] = old[0]
             taken_DG[choices.rank_K[k], choices.slot_K[k]] = old[1]
-        if best >= 0:
-            _replace(added_FBD, layer, state, choices, best, size)
-        elif relieves_exchanges:
+        best = -1
+        while best < 0 and seconds_K.min() < least.layer * (1 - LEAST_GAIN):
+            k = seconds_K.argmin()
+            seconds_K[k] = np.inf
+            next_FBD[:] = added_FBD
+            old = _replace(next_FBD, layer, state, choices, k, size)
+            exchanging, computed = sum_work(layer.owned_FBD, next_FBD, work_BD, prices, rate_D, per_token_D)
+            guests = guests_of(guest_DG, taken_DG, layer.total_E)
+            trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)[:2]
+            seconds = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
+            if seconds < least.layer * (1 - LEAST_GAIN):
+                least = Seconds(seconds, trans, agg)
+                added_FBD[:] = next_FBD
+                best = k
+            else:
+                guest_DG[choices.rank_K[k], choices.slot_K[k]] = old[0]
+                taken_DG[choices.rank_K[k], choices.slot_K[k]] = old[1]
+        if best < 0 and relieves_exchanges:
             break
         relieves_exchanges = best < 0
     return least, tried
