@@ -118,7 +118,10 @@ def _take_turns(work_S: np.ndarray, node_size: int, one_way: float) -> float:
     share its bandwidth, so do the ranks of a node. All active ranks have the same rate, which grows as ranks finish, up
     to 1 / `one_way` times the rate in a full node."""
     if one_way == 1.0:
-        return work_S.max()
+        most = 0.0
+        for work in work_S:
+            most = max(most, work)
+        return most
     done = 0.0
     before = 0.0
     at_work = len(work_S)
@@ -217,7 +220,7 @@ def _add_alone(
     loads_FBD[FAR_IN, b, host] += sign * (tokens - near)
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def add_node(
     loads_FBD: np.ndarray,
     b: int,
@@ -369,16 +372,6 @@ def move_expert(
 
 
 @compiled(None)
-def _rank_work(load_F: np.ndarray, per_token: float, links: Links) -> float:
-    """Return the seconds of a rank's computation and its links in four exchanges."""
-    out = load_F[NEAR_OUT] + links.relayed * load_F[FAR_OUT]
-    into = load_F[NEAR_IN] + links.relayed * load_F[FAR_IN]
-    near = links.near * links.near_copies * _busiest(out, into, links.near_one_way)
-    far = links.far * links.far_copies * _busiest(load_F[FAR_OUT], load_F[FAR_IN], links.far_one_way)
-    return 4 * max(near, far) + load_F[COMPUTED] * per_token
-
-
-@compiled(None)
 def sum_work(
     loads_FBD: np.ndarray,
     more_FBD: np.ndarray,
@@ -395,12 +388,18 @@ def sum_work(
     near_D = np.empty(ranks)
     far_D = np.empty(ranks)
     node_N = np.empty((ranks - 1) // links.node_size + 1)
+    near_beta = links.near * links.near_copies
+    far_beta = links.far * links.far_copies
     for b in range(microbatches):
         longest = 0.0
         coded = 0.0
         total_FD = loads_FBD[:, b] + more_FBD[:, b]
         for d in range(ranks):
-            work_BD[b, d] = _rank_work(total_FD[:, d], per_token_D[d], links)
+            out = total_FD[NEAR_OUT, d] + links.relayed * total_FD[FAR_OUT, d]
+            into = total_FD[NEAR_IN, d] + links.relayed * total_FD[FAR_IN, d]
+            near = near_beta * _busiest(out, into, links.near_one_way)
+            far = far_beta * _busiest(total_FD[FAR_OUT, d], total_FD[FAR_IN, d], links.far_one_way)
+            work_BD[b, d] = 4 * max(near, far) + total_FD[COMPUTED, d] * per_token_D[d]
             longest = max(longest, total_FD[COMPUTED, d] / rate_D[d])
             sent = total_FD[NEAR_OUT, d] + total_FD[FAR_OUT, d]
             coded = max(coded, sent, total_FD[NEAR_IN, d] + total_FD[FAR_IN, d])

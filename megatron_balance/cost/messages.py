@@ -67,14 +67,14 @@ class Messages(NamedTuple):
     least_rounds: int
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _add(table_DC: np.ndarray, rank: int, way: int, near: float, far: float) -> None:
     """Add what a rank sends (way 0) or receives (way 1)."""
     table_DC[rank, NEAR_SENT + way] += near
     table_DC[rank, FAR_SENT + way] += far
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _add_parts(
     amount_DC: np.ndarray, number_DC: np.ndarray, rank: int, way: int, near: float, far: float, part: float
 ) -> None:
@@ -97,7 +97,7 @@ def _entered(rank_M: np.ndarray, begin_N: np.ndarray, n: int, m: int, owner: int
     return entered
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _add_expert(
     amount_SDC: np.ndarray, number_SDC: np.ndarray, rank_M: np.ndarray, begin_N: np.ndarray, owner: int, size: int
 ) -> None:
@@ -134,7 +134,7 @@ def _add_expert(
     _add_parts(amount_SDC[FIRST], number_SDC[FIRST], owner, 0, at_home, guests - at_home, part)
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _batch(
     amount_DC: np.ndarray, number_DC: np.ndarray, share_D: np.ndarray, size: int, lines: BatchLines
 ) -> tuple[float, float, float]:

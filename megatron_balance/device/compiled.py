@@ -1,6 +1,7 @@
 """Loops over numbers and arrays, compiled by numba.
 
-Machine code is cached on disk. Results equal Python's to the bit, and loops release Python's global lock.
+Machine code is cached on disk. Results equal Python's to the bit, except that dividing by zero raises no error. Loops
+release Python's global lock.
 """
 
 import contextlib
@@ -20,11 +21,14 @@ _IMPORTED = re.compile(rb"^from megatron_balance\.([\w.]+) import", re.MULTILINE
 class Compiled:
     """A function that is compiled by `prepare`, or at its first call."""
 
-    def __init__(self, signature: str | None, tuples: tuple[type, ...], function: Callable[..., Any]) -> None:
+    def __init__(
+        self, signature: str | None, tuples: tuple[type, ...], function: Callable[..., Any], *, inline: bool
+    ) -> None:
         functools.update_wrapper(self, function)
         self._signature = signature
         self._tuples = tuples
         self._function = function
+        self._inline = inline
 
     def prepare(self) -> None:
         """Compile the function, or load its code from disk, so no later call waits for numba."""
@@ -37,7 +41,7 @@ class Compiled:
 
         # Python does not call functions without a signature, so it needs no wrappers for them
         wrappers: Any = dict.fromkeys(("no_cpython_wrapper", "no_cfunc_wrapper"), self._signature is None)
-        code: Any = numba.njit(nogil=True, error_model="numpy", **wrappers)(self._function)
+        code: Any = numba.njit(nogil=True, error_model="numpy", forceinline=self._inline, **wrappers)(self._function)
         # numba raises this error if no cache directory is writable; the code is then not cached
         with contextlib.suppress(RuntimeError):
             code.enable_caching()
@@ -107,7 +111,7 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., Any]], Compiled]:
+def compiled(signature: str | None, *tuples: type, inline: bool = False) -> Callable[[Callable[..., Any]], Compiled]:
     """Return a decorator that compiles functions of this signature in numba's types, such as `int64(int64[:])`.
 
     Args:
@@ -116,5 +120,7 @@ def compiled(signature: str | None, *tuples: type) -> Callable[[Callable[..., An
         tuples: NamedTuples named in the signature. A NamedTuple of numbers is a record as made by `packed`. In a
             NamedTuple with arrays, a field's annotation is a number's type, another NamedTuple, or
             `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
+        inline: whether callers contain the function's code. A call counts the references of each array that it passes,
+            which takes longer than a short function in an inner loop.
     """
-    return functools.partial(Compiled, signature, tuples)
+    return functools.partial(Compiled, signature, tuples, inline=inline)

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from megatron_balance.cost.candidates import add_guests
-from megatron_balance.cost.core import FEATURES, add_owners
+from megatron_balance.cost.core import FEATURES, add_node, add_owners
 from megatron_balance.device.compiled import compiled
 from megatron_balance.planning.fit import Overload, fit
 
@@ -57,10 +57,25 @@ class Layer(NamedTuple):
     owned_FBD: Annotated[np.ndarray, "float64[:,:,::1]"]
     """`owner_loads` of all experts."""
     pair_P: _Whole
-    """For each pair of an expert and a node that does not own it, node * experts + expert - P * tokens, with the tokens
-    that the node's ranks have for the expert; ascending, so that most tokens come first."""
+    """Pairs of an expert and a node that does not own it, whose ranks have at least as many tokens for it as those of
+    an average pair: node * experts + expert - nodes * experts * tokens; ascending, so that most tokens come first."""
     slots: int
     """Number of a rank's guest slots."""
+
+
+@compiled(None)
+def _pairs(tokens_NE: np.ndarray) -> np.ndarray:
+    """Return `Layer.pair_P`, not sorted, given tokens of nodes for experts that they do not own."""
+    nodes, experts = tokens_NE.shape
+    pair_P = np.empty(nodes * experts, np.int64)
+    pairs = 0
+    tokens = tokens_NE.sum()
+    for node in range(nodes):
+        for expert in range(experts):
+            if tokens_NE[node, expert] * (nodes - 1) * experts >= tokens > 0:
+                pair_P[pairs] = node * experts + expert - nodes * experts * tokens_NE[node, expert]
+                pairs += 1
+    return pair_P[:pairs]
 
 
 @compiled(
@@ -68,8 +83,7 @@ class Layer(NamedTuple):
     Layer,
 )
 def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray, slots: int, node_size: int) -> Layer:
-    """Return the numbers of a layer. `pair_P` is not sorted, and has pairs without tokens for experts that the node
-    owns."""
+    """Return the numbers of a layer; `pair_P` is not sorted."""
     microbatches, ranks, experts = counts_BDE.shape
     counts_EBD = np.empty((experts, microbatches, ranks))
     tokens_EB = np.zeros((experts, microbatches))
@@ -89,7 +103,6 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
                 tokens_NE[node, expert] += tokens if home_E[expert] != node else 0
     owned_FBD = np.zeros((FEATURES, microbatches, ranks))
     add_owners(owned_FBD, counts_EBD, tokens_EB, owner_E, node_size)
-    pair_P = np.arange(tokens_NE.size) - tokens_NE.size * tokens_NE.reshape(tokens_NE.size)
     return Layer(
         counts_EBD,
         tokens_EB,
@@ -97,12 +110,12 @@ def make_layer(counts_BDE: np.ndarray, owner_E: np.ndarray, home_DS: np.ndarray,
         owner_E,
         home_DS,
         owned_FBD,
-        pair_P,
+        _pairs(tokens_NE),
         slots,
     )
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def slot_of(guest_DG: np.ndarray, rank: int, expert: int) -> int:
     """Return the rank's slot with an expert; -1: none."""
     for slot in range(guest_DG.shape[1]):
@@ -143,13 +156,14 @@ def localize(guest_DG: np.ndarray, taken_DG: np.ndarray, layer: Layer, way: Way,
     open_nodes = nodes
     times_D = np.zeros(ranks)
     is_sent_E = np.zeros(len(layer.total_E), np.bool_)
+    experts = len(layer.total_E)
     for coded in layer.pair_P:
-        place = coded % len(layer.pair_P)
-        node = place // len(layer.total_E)
-        expert = place % len(layer.total_E)
-        left = (place - coded) // len(layer.pair_P)
+        place = coded % (nodes * experts)
+        node = place // experts
+        expert = place % experts
+        left = (place - coded) // (nodes * experts)
         owner = layer.owner_E[expert]
-        if not left or not open_nodes:
+        if not open_nodes:
             break
         if not free_N[node] or (not is_sent_E[expert] and times_D[owner] + far > most):
             continue
@@ -383,6 +397,37 @@ def add_some(
     """Add the loads of some guests."""
     some = guests.expert_M[first:after], guests.rank_M[first:after], guests.share_M[first:after]
     add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
+
+
+@compiled(None, inline=True)
+def add_hosts(
+    loads_FBD: np.ndarray,
+    sign: float,
+    layer: Layer,
+    guest_DG: np.ndarray,
+    taken_DG: np.ndarray,
+    left_E: np.ndarray,
+    expert: int,
+    ends: tuple[int, int],
+    size: int,
+) -> None:
+    """Add, times `sign`, the loads that an expert causes on the nodes of two ranks. `left_E`: tokens of the owners."""
+    ranks = len(guest_DG)
+    is_whole = size >= ranks
+    # See `add_guests`
+    size = 1 if is_whole else size
+    owner = layer.owner_E[expert]
+    share_D = np.empty(ranks)
+    for end in range(1 if ends[0] // size == ends[1] // size else 2):
+        first = ends[end] // size * size
+        after = min(first + size, ranks)
+        for rank in range(first, after):
+            slot = slot_of(guest_DG, rank, expert)
+            tokens = taken_DG[rank, slot] if slot >= 0 else left_E[expert] if rank == owner else 0
+            share_D[rank] = tokens / layer.total_E[expert]
+        for b in range(loads_FBD.shape[1]):
+            tokens_D = layer.counts_EBD[expert, b]
+            add_node(loads_FBD, b, sign, tokens_D, share_D, layer.tokens_EB[expert, b], first, after, is_whole, -1)
 
 
 @compiled(None)

@@ -7,16 +7,15 @@ by the cost model.
 In shapes, K counts replacements that are priced.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.candidates import add_guests
 from megatron_balance.cost.core import COMPUTED, FAR_IN, FAR_OUT, Prices, sum_work
 from megatron_balance.cost.layer import layer_seconds
 from megatron_balance.cost.messages import fastest_sending
 from megatron_balance.device.compiled import compiled
-from megatron_balance.planning.plans import NOBODY, Layer, add_some, guests_of, slot_of
+from megatron_balance.planning.plans import NOBODY, Layer, add_hosts, add_some, guests_of, slot_of
 from megatron_balance.planning.tuning import LEAST_GAIN, busiest
 
 CHOICES = 8
@@ -68,11 +67,12 @@ def _state_of(layer: Layer, guest_DG: np.ndarray, taken_DG: np.ndarray, added_FB
         for slot in range(guest_DG.shape[1]):
             if guest_DG[rank, slot] != NOBODY:
                 left_E[guest_DG[rank, slot]] -= taken_DG[rank, slot]
-        computed_D[rank] = (layer.owned_FBD[COMPUTED, :, rank] + added_FBD[COMPUTED, :, rank]).sum()
+        for b in range(added_FBD.shape[1]):
+            computed_D[rank] += layer.owned_FBD[COMPUTED, b, rank] + added_FBD[COMPUTED, b, rank]
     return State(guest_DG, taken_DG, left_E, computed_D)
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _offer(
     choices: Choices,
     state: State,
@@ -91,6 +91,7 @@ def _offer(
         most: tokens that the rank may have.
         limit: tokens that the owner of the guest that leaves may have.
     """
+    k = choices.promise_K.argmin()
     for slot in range(layer.slots):
         guest = state.guest_DG[rank, slot]
         back = state.taken_DG[rank, slot] if guest != NOBODY else 0
@@ -98,16 +99,16 @@ def _offer(
         if moved <= 0 or (guest != NOBODY and state.computed_D[layer.owner_E[guest]] + back > limit):
             continue
         promise = relief * moved / tokens - RETURNED * back
-        k = choices.promise_K.argmin()
         if promise > choices.promise_K[k]:
             choices.promise_K[k] = promise
             choices.rank_K[k] = rank
             choices.slot_K[k] = slot
             choices.expert_K[k] = expert
             choices.tokens_K[k] = moved
+            k = choices.promise_K.argmin()
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _offer_for_computing(choices: Choices, state: State, layer: Layer, busy: int, rate_D: np.ndarray) -> None:
     """Offer guests of the largest expert of the rank that computes longest."""
     expert = layer.home_DS[busy, 0]
@@ -125,65 +126,82 @@ def _offer_for_computing(choices: Choices, state: State, layer: Layer, busy: int
             _offer(choices, state, layer, rank, expert, tokens, float(tokens), most, state.computed_D[busy])
 
 
-@compiled(None)
+@compiled(None, inline=True)
 def _hosts(guest_DG: np.ndarray, first: int, after: int, expert: int) -> bool:
     """Return whether one of some ranks has a guest of the expert."""
-    return bool((guest_DG[first:after] == expert).any())
+    found = False
+    for rank in range(first, after):
+        found |= slot_of(guest_DG, rank, expert) >= 0
+    return found
 
 
-@compiled(None)
+@compiled(None, inline=True)
+def _tokens(layer: Layer, expert: int, first: int, after: int) -> float:
+    """Return the tokens that some ranks have for the expert, in all microbatches."""
+    tokens = 0.0
+    for b in range(layer.counts_EBD.shape[1]):
+        for rank in range(first, after):
+            tokens += layer.counts_EBD[expert, b, rank]
+    return tokens
+
+
+@compiled(None, inline=True)
 def _offer_for_exchanges(
     choices: Choices, state: State, layer: Layer, busy: int, receives: bool, most: float, size: int
 ) -> None:
     """Offer guests that keep tokens on their node: tokens that the busy rank receives, or those that it sends."""
     home = busy // size
+    experts = layer.home_DS[busy] if receives else np.arange(len(layer.owner_E))
     for first in range(0, len(state.computed_D), size):
         if (first // size == home) == receives:
             continue
         after = min(first + size, len(state.computed_D))
-        for expert in range(len(layer.owner_E)):
-            owner = layer.owner_E[expert]
-            if (receives and owner != busy) or (not receives and owner // size == home):
+        for expert in experts:
+            if not receives and layer.owner_E[expert] // size == home:
                 continue
-            tokens = min(int(layer.counts_EBD[expert, :, first:after].sum()), state.left_E[expert])
-            relief = float(tokens) if receives else layer.counts_EBD[expert, :, busy].sum()
-            if tokens > 0 and not _hosts(state.guest_DG, first, after, expert):
+            tokens = min(_tokens(layer, expert, first, after), float(state.left_E[expert]))
+            relief = tokens if receives else _tokens(layer, expert, busy, busy + 1)
+            if relief > choices.promise_K.min() and tokens > 0 and not _hosts(state.guest_DG, first, after, expert):
                 for rank in range(first, after):
-                    _offer(choices, state, layer, rank, expert, tokens, relief, most, most)
+                    _offer(choices, state, layer, rank, expert, int(tokens), relief, most, most)
+
+
+class Guest(NamedTuple):
+    """An expert in a guest slot."""
+
+    expert: int
+    tokens: int
 
 
 @compiled(None)
-def _add_guests(added_FBD: np.ndarray, sign: float, layer: Layer, state: State, expert: int, size: int) -> None:
-    """Add, times `sign`, the loads of an expert's guests."""
-    if expert == NOBODY:
-        return
-    rank_M = np.empty(len(state.guest_DG), np.int64)
-    share_M = np.empty(len(state.guest_DG))
-    number = 0
-    for rank in range(len(state.guest_DG)):
-        slot = slot_of(state.guest_DG, rank, expert)
-        if slot >= 0:
-            rank_M[number] = rank
-            share_M[number] = state.taken_DG[rank, slot] / layer.total_E[expert]
-            number += 1
-    some = np.full(number, expert), rank_M[:number], share_M[:number]
-    add_guests(added_FBD, sign, layer.counts_EBD, layer.tokens_EB, layer.owner_E, *some, size)
+def _give(state: State, rank: int, slot: int, new: Guest) -> Guest:
+    """Give a guest slot to an expert, or to `NOBODY`. Return the guest that leaves."""
+    old = Guest(int(state.guest_DG[rank, slot]), int(state.taken_DG[rank, slot]))
+    if old.expert != NOBODY:
+        state.left_E[old.expert] += old.tokens
+    if new.expert != NOBODY:
+        state.left_E[new.expert] -= new.tokens
+    state.guest_DG[rank, slot] = new.expert
+    state.taken_DG[rank, slot] = new.tokens
+    return old
 
 
 @compiled(None)
-def _replace(added_FBD: np.ndarray, layer: Layer, state: State, choices: Choices, k: int, size: int) -> Any:
-    """Make a replacement, and add to the loads what it changes. Return the guest that leaves, and its tokens."""
+def _replace(loads_FBD: np.ndarray, layer: Layer, state: State, choices: Choices, k: int, size: int) -> Guest:
+    """Make a replacement, and add to the loads what it changes. Return the guest that leaves."""
     rank = choices.rank_K[k]
     slot = choices.slot_K[k]
-    old = state.guest_DG[rank, slot]
-    tokens = state.taken_DG[rank, slot]
-    new = choices.expert_K[k]
+    new = Guest(int(choices.expert_K[k]), int(choices.tokens_K[k]))
+    old = Guest(int(state.guest_DG[rank, slot]), int(state.taken_DG[rank, slot]))
+    tables = state.guest_DG, state.taken_DG, state.left_E
     for sign in (-1.0, 1.0):
-        _add_guests(added_FBD, sign, layer, state, old, size)
-        _add_guests(added_FBD, sign, layer, state, new, size)
-        state.guest_DG[rank, slot] = new
-        state.taken_DG[rank, slot] = choices.tokens_K[k]
-    return old, tokens
+        for expert in (old.expert, new.expert):
+            if expert != NOBODY:
+                ends = rank, layer.owner_E[expert]
+                add_hosts(loads_FBD, sign, layer, *tables, expert, ends, size)
+        if sign < 0:
+            _give(state, rank, slot, new)
+    return old
 
 
 @compiled(None)
@@ -213,6 +231,7 @@ def replace_guests(
     numbers = np.zeros((4, CHOICES), np.int64)
     choices = Choices(np.zeros(CHOICES), numbers[0], numbers[1], numbers[2], numbers[3])
     seconds_K = np.empty(CHOICES)
+    work_2K = np.empty((2, CHOICES))
     tried = 0
     relieves_exchanges = False
     while tried < most:
@@ -234,28 +253,27 @@ def replace_guests(
             tried += 1
             next_FBD[:] = added_FBD
             old = _replace(next_FBD, layer, state, choices, k, size)
+            _give(state, choices.rank_K[k], choices.slot_K[k], old)
             exchanging, computed = sum_work(layer.owned_FBD, next_FBD, work_BD, prices, rate_D, per_token_D)
+            work_2K[0, k] = exchanging
+            work_2K[1, k] = computed
             # Trans and Agg change little, and take longer to time than everything else
             seconds_K[k] = layer_seconds(exchanging, computed, least.trans, least.agg, degrees, prices.layer)
-            guest_DG[choices.rank_K[k], choices.slot_K[k]] = old[0]
-            taken_DG[choices.rank_K[k], choices.slot_K[k]] = old[1]
         best = -1
         while best < 0 and seconds_K.min() < least.layer * (1 - LEAST_GAIN):
             k = seconds_K.argmin()
             seconds_K[k] = np.inf
             next_FBD[:] = added_FBD
             old = _replace(next_FBD, layer, state, choices, k, size)
-            exchanging, computed = sum_work(layer.owned_FBD, next_FBD, work_BD, prices, rate_D, per_token_D)
             guests = guests_of(guest_DG, taken_DG, layer.total_E)
             trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, ranks, messages_1)[:2]
-            seconds = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
+            seconds = layer_seconds(work_2K[0, k], work_2K[1, k], trans, agg, degrees, prices.layer)
             if seconds < least.layer * (1 - LEAST_GAIN):
                 least = Seconds(seconds, trans, agg)
                 added_FBD[:] = next_FBD
                 best = k
             else:
-                guest_DG[choices.rank_K[k], choices.slot_K[k]] = old[0]
-                taken_DG[choices.rank_K[k], choices.slot_K[k]] = old[1]
+                _give(state, choices.rank_K[k], choices.slot_K[k], old)
         if best < 0 and relieves_exchanges:
             break
         relieves_exchanges = best < 0

@@ -1,21 +1,23 @@
 """The search of the policy `quota` for the fastest of many plans: one compiled loop.
 
-After a few first ways, the neighbors of the fastest way are tried, then those of the next fastest one, and so on: ways
-in which one number is a step higher or lower. So prices and loads decide which ways are tried. Finally, tokens shift
-between the hosts of the fastest plan (`planning/tuning.py`).
+1. After a few first ways, the neighbors of the fastest way are tried, then those of the next fastest one, and so on:
+   ways in which one number is a step higher or lower. So prices and loads decide which ways are tried.
+2. In the fastest plan, guests are replaced (`planning/replacing.py`) and tokens shift between hosts
+   (`planning/tuning.py`), until that makes the layer no faster. The next fastest plan of another kind follows, as long
+   as steps are left. Ways of one kind differ in their target alone.
 
-In shapes, A counts ways, N the numbers of a way, and F costs of a guest on another node.
+In shapes, A counts ways, N the numbers of a way, K kinds of ways, and F costs of a guest on another node.
 """
 
 from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cost.core import Prices, sum_work
+from megatron_balance.cost.core import COMPUTED, Prices, sum_work
 from megatron_balance.cost.layer import layer_seconds
 from megatron_balance.cost.messages import Messages, fastest_sending
 from megatron_balance.device.compiled import compiled
-from megatron_balance.planning.fit import ORDERS
+from megatron_balance.planning.fit import BUSIEST, ORDERS
 from megatron_balance.planning.plans import NOBODY, Layer, Way, add_some, guests_of, level_all, localize
 from megatron_balance.planning.replacing import replace_guests
 from megatron_balance.planning.tuning import tune
@@ -25,6 +27,12 @@ LOCALIZED = (0, 1, 2, 3, 4, 6, 9)
 
 TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
 """Values of `Way.target` that are tried."""
+
+MISSED = 1.002
+"""Tokens of the busiest rank, over the target, of plans that lack slots for it."""
+
+PROMISING = 1.05
+"""Most seconds of a plan that lacks slots, over those of the fastest plan, if the next target is tried."""
 
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
@@ -51,19 +59,78 @@ def _tried(way_AN: np.ndarray, sents: int, fars: int) -> np.ndarray:
 
 
 @compiled(None)
-def _add_neighbors(way_AN: np.ndarray, near: int, number: int, is_tried: np.ndarray) -> int:
-    """Add the ways next to one that are not tried yet, as far as there is room; return the number of ways."""
-    for n in range(len(is_tried.shape)):
-        for step in (-1, 1):
-            way_N = way_AN[near].copy()
-            way_N[n] += step
-            if number == len(way_AN) or not 0 <= way_N[n] < is_tried.shape[n]:
-                continue
-            if not is_tried[way_N[0], way_N[1], way_N[2], way_N[3]]:
-                is_tried[way_N[0], way_N[1], way_N[2], way_N[3]] = True
-                way_AN[number] = way_N
-                number += 1
-    return number
+def _add_neighbor(way_AN: np.ndarray, near: int, n: int, step: int, number: int, is_tried: np.ndarray) -> int:
+    """Add the way with one number a step higher or lower, if it is not tried yet and there is room for it; return the
+    number of ways."""
+    way_N = way_AN[near].copy()
+    way_N[n] += step
+    if number == len(way_AN) or not 0 <= way_N[n] < is_tried.shape[n]:
+        return number
+    if is_tried[way_N[0], way_N[1], way_N[2], way_N[3]]:
+        return number
+    is_tried[way_N[0], way_N[1], way_N[2], way_N[3]] = True
+    way_AN[number] = way_N
+    return number + 1
+
+
+@compiled(None)
+def _improve(
+    layer: Layer,
+    guest_DG: np.ndarray,
+    taken_DG: np.ndarray,
+    seconds: float,
+    steps: int,
+    degrees: np.ndarray,
+    messages_1: np.ndarray,
+    prices: Prices,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+) -> tuple[float, int]:
+    """Replace guests and shift tokens in place, until that makes the layer no faster, or no steps are left. Return the
+    layer's seconds, which are `seconds` before, and the number of steps that are left."""
+    shifted_DG = np.empty_like(taken_DG)
+    while steps > 0:
+        args = degrees, messages_1, prices, rate_D, per_token_D
+        replaced, tried = replace_guests(layer, guest_DG, taken_DG, steps, *args)
+        steps -= tried
+        shifted_DG[:] = taken_DG
+        exchanging, computed, tried = tune(layer, guest_DG, shifted_DG, steps, prices, rate_D, per_token_D)
+        steps -= tried
+        seconds = layer_seconds(exchanging, computed, replaced.trans, replaced.agg, degrees, prices.layer)
+        if seconds >= replaced.layer:
+            return replaced.layer, steps
+        taken_DG[:] = shifted_DG
+    return seconds, steps
+
+
+@compiled(None)
+def _fastest_of(
+    layer: Layer,
+    plan_KTDG: np.ndarray,
+    seconds_K: np.ndarray,
+    alone: float,
+    steps: int,
+    degrees: np.ndarray,
+    messages_1: np.ndarray,
+    prices: Prices,
+    rate_D: np.ndarray,
+    per_token_D: np.ndarray,
+) -> Found:
+    """Improve plans, from the fastest one on, as long as steps are left, and return the fastest one. A plan of at least
+    `alone` seconds does not pay."""
+    shape = plan_KTDG.shape[2:]
+    found = Found(np.full(shape, NOBODY), np.zeros(shape, np.int64), alone)
+    while seconds_K.min() < np.inf:
+        kind = seconds_K.argmin()
+        plan = plan_KTDG[kind, 0], plan_KTDG[kind, 1]
+        args = degrees, messages_1, prices, rate_D, per_token_D
+        seconds, steps = _improve(layer, *plan, seconds_K[kind], steps, *args)
+        seconds_K[kind] = np.inf
+        if seconds < found.seconds:
+            found = Found(*plan, seconds)
+        if steps <= 0:
+            break
+    return found
 
 
 @compiled(
@@ -94,7 +161,7 @@ def fastest_plan(
         way_AN: places of each way's numbers in LOCALIZED, TARGETS, ORDERS and `far_F`. Rows after the `first` ones are
             for the neighbors, which this function chooses.
         sents, far_F: number of values of LOCALIZED, and values of `Way.far`, that may be tried.
-        steps: number of replacements of guests, and then of shifts of tokens, that are priced.
+        steps: number of replacements of guests and shifts of tokens that are priced.
         order_B: microbatches, in the order in which they are leveled.
         degrees, messages_1: see `CostModel` and `SendingModel`.
     """
@@ -106,51 +173,51 @@ def fastest_plan(
     is_localized_S = np.zeros(sents, np.bool_)
     guest_DG = np.empty(shape, np.int64)
     taken_DG = np.empty(shape, np.int64)
-    best_guest_DG = np.full(shape, NOBODY)
-    best_taken_DG = np.zeros(shape, np.int64)
+    seconds_K = np.full(sents * len(ORDERS) * len(far_F), np.inf)
+    plan_KTDG = np.empty((len(seconds_K), 2, *shape), np.int64)
     added_FBD = np.zeros_like(layer.owned_FBD)
     work_BD = np.empty(added_FBD.shape[1:])
+    mean = layer.owned_FBD[COMPUTED].sum() / rate_D.sum()
     exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-    least = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
+    alone = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer) * (1 - NEGLIGIBLE)
+    least = alone
     seconds_A = np.full(len(way_AN), np.inf)
-    done = 0
     number = first
+    done = 0
     while done < number:
-        for a in range(done, number):
-            place = way_AN[a, 0]
-            way = Way(LOCALIZED[place], TARGETS[way_AN[a, 1]], way_AN[a, 2], int(far_F[way_AN[a, 3]]))
-            if not is_localized_S[place]:
-                is_localized_S[place] = True
-                localize(localized_STDG[place, 0], localized_STDG[place, 1], layer, way, size, prices.sending.far)
-            guest_DG[:] = localized_STDG[place, 0]
-            taken_DG[:] = localized_STDG[place, 1]
-            level_all(guest_DG, taken_DG, layer, way, order_B, rate_D, size)
-            guests = guests_of(guest_DG, taken_DG, layer.total_E)
-            added_FBD[:] = 0.0
-            add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
-            exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
-            seconds_A[a] = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer)
-            if seconds_A[a] >= least:
-                continue
+        sent, target, order, far = way_AN[done]
+        way = Way(LOCALIZED[sent], TARGETS[target], order, int(far_F[far]))
+        if not is_localized_S[sent]:
+            is_localized_S[sent] = True
+            localize(localized_STDG[sent, 0], localized_STDG[sent, 1], layer, way, size, prices.sending.far)
+        guest_DG[:] = localized_STDG[sent, 0]
+        taken_DG[:] = localized_STDG[sent, 1]
+        level_all(guest_DG, taken_DG, layer, way, order_B, rate_D, size)
+        guests = guests_of(guest_DG, taken_DG, layer.total_E)
+        added_FBD[:] = 0.0
+        add_some(added_FBD, 1.0, layer, guests, 0, len(guests.expert_M), size)
+        exchanging, computed = sum_work(layer.owned_FBD, added_FBD, work_BD, prices, rate_D, per_token_D)
+        seconds = layer_seconds(exchanging, computed, 0.0, 0.0, degrees, prices.layer)
+        if seconds < least:
             trans, agg = fastest_sending(guests.expert_M, guests.rank_M, layer.owner_E, len(rate_D), messages_1)[:2]
-            seconds_A[a] = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
-            if seconds_A[a] < least:
-                least = seconds_A[a]
-                best_guest_DG[:] = guest_DG
-                best_taken_DG[:] = taken_DG
-        done = number
+            seconds = layer_seconds(exchanging, computed, trans, agg, degrees, prices.layer)
+            least = min(least, seconds)
+        kind = (sent * len(ORDERS) + order) * len(far_F) + far
+        if seconds < min(alone, seconds_K[kind]):
+            seconds_K[kind] = seconds
+            plan_KTDG[kind, 0] = guest_DG
+            plan_KTDG[kind, 1] = taken_DG
+        is_missed = order == BUSIEST and not way.sent and computed > MISSED * way.target * mean
+        if is_missed and seconds < PROMISING * least:
+            number = _add_neighbor(way_AN, done, 1, 1, number, is_tried)
+        seconds_A[done] = seconds
+        done += 1
         while number == done < len(way_AN) and seconds_A[:done].min() < np.inf:
             near = seconds_A[:done].argmin()
             # Its neighbors are tried once
             seconds_A[near] = np.inf
-            number = _add_neighbors(way_AN, near, number, is_tried)
-    if steps and best_guest_DG.max() != NOBODY:
-        args = degrees, messages_1, prices, rate_D, per_token_D
-        replaced, tried = replace_guests(layer, best_guest_DG, best_taken_DG, steps, *args)
-        taken_DG[:] = best_taken_DG
-        exchanging, computed = tune(layer, best_guest_DG, taken_DG, steps - tried, prices, rate_D, per_token_D)
-        seconds = layer_seconds(exchanging, computed, replaced.trans, replaced.agg, degrees, prices.layer)
-        if seconds < replaced.layer:
-            return Found(best_guest_DG, taken_DG, seconds)
-        least = replaced.layer
-    return Found(best_guest_DG, best_taken_DG, least)
+            for n in range(len(is_tried.shape)):
+                for step in (-1, 1):
+                    number = _add_neighbor(way_AN, near, n, step, number, is_tried)
+    args = degrees, messages_1, prices, rate_D, per_token_D
+    return _fastest_of(layer, plan_KTDG, seconds_K, alone, steps, *args)

@@ -31,20 +31,20 @@ SPARINGLY = TARGETS.index(1.06)
 LOOSELY = TARGETS.index(1.3)
 """Target of more first ways if several microbatches, which share the slots, are leveled."""
 
-WAYS = 11
-"""Least number of ways that are tried."""
-
 WORK = 5040
 """Time of a plan, as a number of ways, times ranks and slots + 2: a way takes time in proportion to both."""
+
+LEAST_WORK = 102
+"""Least time of a plan over the ranks, because a job with more ranks has no more layers to plan: it loses as much."""
 
 SET_UP = 5
 """Time to set up, improve and return a plan, in ways."""
 
-STEPS = 16
-"""Least number of replacements of guests and shifts of tokens that are priced."""
+TUNING = 4500
+"""Number of replacements of guests and shifts of tokens that are priced, times ranks."""
 
-TUNING = 1200
-"""Number of these steps, times ranks, if it is more than STEPS."""
+STEPS = 32
+"""Least number of these steps."""
 
 QUICK = 9
 """Number of ways that are tried while a forward pass waits for the plan."""
@@ -129,7 +129,7 @@ def search(
         layer = layer._replace(pair_P=np.sort(layer.pair_P))
     fars = _fars(cost)
     ways = _first_ways(len(counts_BDE), fars, cost, localizes=localizes)
-    most = QUICK if is_quick else max(WAYS, WORK // (ranks * (slots + 2)) - SET_UP)
+    most = QUICK if is_quick else max(WORK // ranks, LEAST_WORK) // (slots + 2) - SET_UP
     way_AN = np.zeros((max(most, len(ways)), 4), np.int64)
     way_AN[: len(ways)] = ways
     found = fastest_plan(
