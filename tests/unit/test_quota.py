@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from megatron_balance.cost.model import CostModel, Overlap, owners
 from megatron_balance.flow.plan import DispatchPlan
 from megatron_balance.placement.placement import Placement
-from megatron_balance.planning.fit import FILLING, PARTS
+from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 from megatron_balance.planning.plans import NOBODY, Way, level_all, make_layer
 from megatron_balance.planning.policies import load_policy, quota
 from megatron_balance.planning.policies.quota import EVEN, GuestPlan, Quota, search
 from megatron_balance.planning.replacing import replace_guests
+from megatron_balance.planning.search import TARGETS, Found, fastest_plan
 from megatron_balance.profile.cluster_profile import Fit, Throughput, from_links
 from tests.unit.placements import UNSHRUNK, loads, placements
 
@@ -171,6 +172,37 @@ def test_guests_that_relieve_nobody_are_replaced() -> None:
     placement = GuestPlan(layer, guest_DG, taken_DG, seconds).placement(current)
     assert seconds == pytest.approx(cost.layer_seconds(counts_DE, placement), rel=1e-9)
     assert max(tokens_of(placement, counts_DE)) < 200
+
+
+def fastest_of(counts_DE: np.ndarray, slots: int, cost: CostModel, way_AN: np.ndarray, first: int, steps: int) -> Found:
+    """Return the result of a search from some first ways."""
+    ranks, experts = counts_DE.shape
+    current = Placement.identity(experts, ranks, slots)
+    layer = make_layer(counts_DE[None], owners(current), np.array(current.home), slots, cost.network.node_size)
+    numbers = 1, np.array([PARTS]), steps, np.zeros(1, np.int64), np.array(cost.degrees), cost.transport.messages_1
+    return fastest_plan(layer, way_AN, first, *numbers, *cost.prices)
+
+
+@pytest.mark.parametrize(("tokens", "is_missed"), [((300, 200, 60, 40), True), ((300, 100, 100, 100), False)])
+def test_the_next_target_is_tried_if_slots_are_lacking(tokens: tuple[int, ...], is_missed: bool) -> None:
+    """With one slot a rank, two receivers cannot take over the excess of rank 0 and that of rank 1."""
+    way_AN = np.array([[0, TARGETS.index(1.01), BUSIEST, 0]] * 2)
+    fastest_of(np.array([tokens] * 4), 1, cost_model(4, 4), way_AN, 1, 0)
+    assert TARGETS[way_AN[1, 1]] == (1.02 if is_missed else 1.005)
+
+
+@pytest.mark.parametrize("seed", [4, 8])
+def test_a_slower_plan_may_become_the_fastest_one(seed: int) -> None:
+    counts_DE = skewed(8, 32, seed)
+    cost = cost_model(8, 4, near=1e-3, far=4e-3)
+    way_AN = np.array([[0, TARGETS.index(1.005), order, 0] for order in (BUSIEST, WHOLE)])
+    found = {
+        steps: [fastest_of(counts_DE, 1, cost, way_N[None].copy(), 1, steps).seconds for way_N in way_AN]
+        for steps in (0, 10**4)
+    }
+    assert found[0][0] < found[0][1]
+    assert found[10**4][0] > found[10**4][1]
+    assert fastest_of(counts_DE, 1, cost, way_AN, 2, 10**4).seconds == found[10**4][1]
 
 
 @UNSHRUNK
