@@ -35,7 +35,7 @@ WORK = 5040
 """Time of a plan, as a number of ways, times ranks and slots + 2: a way takes time in proportion to both."""
 
 LEAST_WORK = 102
-"""Least time of a plan over the ranks, because a job with more ranks has no more layers to plan: it loses as much."""
+"""Least number of ways, times slots + 2. From 50 ranks on, the number of ways no longer depends on the ranks."""
 
 SET_UP = 5
 """Time to set up, improve and return a plan, in ways."""
