@@ -120,7 +120,7 @@ def compiled(signature: str | None, *tuples: type, inline: bool = False) -> Call
         tuples: NamedTuples named in the signature. A NamedTuple of numbers is a record as made by `packed`. In a
             NamedTuple with arrays, a field's annotation is a number's type, another NamedTuple, or
             `Annotated[np.ndarray, "float64[:,::1]"]` with the array's type.
-        inline: whether callers contain the function's code. A call counts the references of each array that it passes,
-            which takes longer than a short function in an inner loop.
+        inline: whether the function's code is copied into its callers. Use it for short functions in inner loops,
+            because a call updates the reference count of each array that it passes.
     """
     return functools.partial(Compiled, signature, tuples, inline=inline)

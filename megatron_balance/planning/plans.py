@@ -411,7 +411,8 @@ def add_hosts(
     ends: tuple[int, int],
     size: int,
 ) -> None:
-    """Add, times `sign`, the loads that an expert causes on the nodes of two ranks. `left_E`: tokens of the owners."""
+    """Add, times `sign`, all loads of an expert on the nodes of two ranks, and not only what its guests change as in
+    `add_guests`. `left_E`: tokens that owners compute."""
     ranks = len(guest_DG)
     is_whole = size >= ranks
     # See `add_guests`

@@ -29,10 +29,10 @@ TARGETS = (1.0, 1.005, 1.01, 1.02, 1.035, 1.06, 1.1, 1.17, 1.3, 1.5)
 """Values of `Way.target` that are tried."""
 
 MISSED = 1.002
-"""Tokens of the busiest rank, over the target, of plans that lack slots for it."""
+"""A plan misses its target if the busiest rank has more tokens than the target, times this number."""
 
 PROMISING = 1.05
-"""Most seconds of a plan that lacks slots, over those of the fastest plan, if the next target is tried."""
+"""The next higher target is tried if a plan that misses its own takes less than the fastest plan, times this number."""
 
 NEGLIGIBLE = 0.0005
 """Share of a layer's seconds that guests must save, because the cost model omits part of their cost."""
