@@ -4,7 +4,7 @@
         @configs/models/mixtral_8x7b.args <the flags of the training run>
 
 The run's flags are those of pretrain_gpt_moe.py. Flags for data, tokenizer, learning rate and length may be left out,
-because nothing is trained. Loads are even, or those of zipf:EXPONENT, lognormal:SIGMA, a workload of
+because nothing is trained. Loads are even, or those of zipf:EXPONENT, gamma:DEVIATION, a workload of
 --moe-router-force-workload, or a run's --balance-log-dir. With --compare FLAG=VALUE,VALUE the run is simulated with
 each value, and compared with the first one; with --over-even, also with even routing without balancing.
 

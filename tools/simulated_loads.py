@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = {
     "zipf": lambda rank_E, generator, value: (1.0 + rank_E) ** -value,
-    "lognormal": lambda rank_E, generator, value: np.exp(value * generator.standard_normal(len(rank_E))),
+    "gamma": lambda rank_E, generator, value: generator.gamma(value**-2, size=len(rank_E)),
 }
-"""Name -> popularity of experts in random order; the value is the exponent or the standard deviation."""
+"""Name -> popularity of experts in random order; the value is the exponent, or the standard deviation over the mean."""
+
+WIDEST = 10.0
+"""Largest standard deviation over the mean of `gamma`: beyond it, all experts may have a popularity of zero."""
 
 SAMPLE = 512
 """Tokens per source rank that determine the popularity under a workload."""
@@ -65,7 +68,7 @@ def _at_most(counts_BDE: np.ndarray, most: int) -> np.ndarray:
 
 
 def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> Popularity:
-    """Return the popularity of `zipf:EXPONENT`, `lognormal:SIGMA` or a name of `workloads.NAMES`.
+    """Return the popularity of `zipf:EXPONENT`, `gamma:DEVIATION` or a name of `workloads.NAMES`.
 
     Each layer has its own popular experts, which stay popular. ValueError: the text is none of these.
     """
@@ -83,9 +86,11 @@ def distribution(text: str, num_ranks: int, num_experts: int, seed: int = 0) -> 
     except (KeyError, ValueError):
         choices = ", ".join(NAMES)
         raise ValueError(
-            f"--load {text}: give even, zipf:EXPONENT, lognormal:SIGMA, a directory of --balance-log-dir, or one of "
+            f"--load {text}: give even, zipf:EXPONENT, gamma:DEVIATION, a directory of --balance-log-dir, or one of "
             f"{choices}"
         ) from None
+    if name == "gamma" and not 0 < number <= WIDEST:
+        raise ValueError(f"--load {text}: the standard deviation over the mean must be above 0, and at most {WIDEST}")
 
     def popularity(iteration: int, layer: int) -> np.ndarray:
         generator = np.random.default_rng((seed, layer))

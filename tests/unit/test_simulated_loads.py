@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from published_runs import deviation, expected_max_mean
 from simulated_loads import distribution, drawn_loads, even_loads, recorded
 
 
-@pytest.mark.parametrize("text", ["zipf:0.7", "lognormal:1", "hot_experts", "W3"])
+@pytest.mark.parametrize("text", ["zipf:0.7", "gamma:1", "hot_experts", "W3"])
 def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
     loads = drawn_loads(distribution(text, 4, 16), topk=2, tokens=100)
     counts_BDE = loads(3, 1, 0, 5)
@@ -15,6 +16,15 @@ def test_loads_have_all_choices_and_no_token_twice(text: str) -> None:
     assert counts_BDE.max() <= 100 and counts_BDE.min() >= 0
     assert (counts_BDE == loads(3, 1, 0, 5)).all()
     assert (counts_BDE != loads(3, 1, 1, 5)).any()
+
+
+@pytest.mark.parametrize(("value", "ranks", "experts"), [(0.82, 8, 128), (0.24, 64, 256), (2.0, 4, 8), (1.0, 16, 16)])
+def test_max_mean_of_gamma_loads(value: float, ranks: int, experts: int) -> None:
+    popularity = distribution(f"gamma:{value}", 1, experts)
+    drawn = np.array([ranks * popularity(0, layer).reshape(ranks, -1).sum(1).max() for layer in range(2000)])
+    expected = expected_max_mean(value, ranks, experts)
+    assert expected == pytest.approx(drawn.mean(), abs=4 * drawn.std() / len(drawn) ** 0.5)
+    assert deviation(expected, ranks, experts) == pytest.approx(value)
 
 
 def test_tokens_of_the_same_sequences_are_alike() -> None:
@@ -52,7 +62,7 @@ def test_recorded_loads_keep_their_popularity() -> None:
         recorded(counts, 2, 8)
 
 
-@pytest.mark.parametrize("text", ["", "zipf", "zipf:much", "nothing:1", "hot_experts:2"])
+@pytest.mark.parametrize("text", ["", "zipf", "zipf:much", "no:1", "hot_experts:2", "gamma:0", "gamma:nan", "gamma:11"])
 def test_an_unknown_load_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="--load"):
         distribution(text, 4, 16)

@@ -95,8 +95,29 @@ def _seconds(run: Mapping[str, Any], load: str = "even") -> float:
 
 def predicted_ratio(one: Mapping[str, Any]) -> Row:
     """Return the throughput with the loads of a published max/mean, over that with even loads."""
-    even, uneven = (_seconds(one, load) for load in ("even", one["load"]))
+    even, uneven = (_seconds(one, load) for load in ("even", f"gamma:{deviation(**one['published'])}"))
     return Row(one["name"], one["ratio"], even / uneven)
+
+
+def deviation(max_mean: float, ranks: int, experts: int) -> float:
+    """Return DEVIATION for which loads of experts from `gamma:DEVIATION` have this expected max/mean of ranks."""
+    from scipy.optimize import brentq
+
+    return brentq(lambda value: expected_max_mean(value, ranks, experts) - max_mean, 0.05, 5.0)
+
+
+def expected_max_mean(deviation: float, ranks: int, experts: int) -> float:
+    """Return the expected max/mean of ranks with equal numbers of experts, whose loads are `gamma:DEVIATION`.
+
+    Sums of gamma variables are gamma variables, and their shares do not depend on their sum (E. Lukacs, "A
+    characterization of the gamma distribution", 1955). So the largest share is the largest variable over the sum.
+    """
+    from scipy.integrate import quad
+    from scipy.special import gammainc
+
+    mean = experts / ranks / deviation**2
+    most = mean + 40 * mean**0.5 + 40
+    return quad(lambda value: 1 - gammainc(mean, value) ** ranks, 0, most, points=[mean], limit=200)[0] / mean
 
 
 NUMBERS = (
