@@ -7,11 +7,13 @@ release Python's global lock.
 import contextlib
 import functools
 import hashlib
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest import mock
 
 import numpy as np
 
@@ -55,7 +57,8 @@ class Compiled:
                 file.flush()
         if self._signature is not None:
             named = {kind.__name__: _type_of(kind) for kind in self._tuples}
-            code.compile(eval(self._signature, {**vars(numba.types), **named}))
+            with _optimizing(self._function.__qualname__):
+                code.compile(eval(self._signature, {**vars(numba.types), **named}))
             code.disable_compile()
         return code
 
@@ -68,6 +71,28 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._function if self._signature is None else self._code)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _optimizing(name: str) -> Iterator[None]:
+    """Let numba optimize only the function of this name, which contains the code of all functions that it calls.
+
+    Otherwise, numba would also optimize each of these on its own, which takes as long as all the rest of a compilation.
+    """
+    from numba.core.codegen import CPUCodeLibrary
+    from numba.core.compiler_lock import global_compiler_lock
+
+    # Compiling a function may compile another one that has a signature
+    optimize = inspect.unwrap(CPUCodeLibrary._optimize_final_module)
+
+    @functools.wraps(optimize)
+    def optimize_named(library: Any) -> None:
+        if library.name == name:
+            optimize(library)
+
+    # Functions that other threads compile meanwhile would not be optimized without the lock
+    with global_compiler_lock, mock.patch.object(CPUCodeLibrary, "_optimize_final_module", optimize_named):
+        yield
 
 
 def packed(numbers: Any) -> np.ndarray:

@@ -32,12 +32,40 @@ def test_loops_may_call_each_other() -> None:
     assert larger.__doc__ == "Return the larger number."
 
 
-def test_code_that_cannot_be_kept_is_compiled_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(type(numba.njit(larger.__wrapped__)), "enable_caching", refuse)
+
+
+def test_code_that_cannot_be_kept_is_compiled_anyway(nothing_is_kept: None) -> None:
     assert compiled("int64(int64, int64)")(larger.__wrapped__)(2, 5) == 5
+
+
+def test_every_function_that_python_calls_is_optimized(nothing_is_kept: None) -> None:
+    """Also one that is compiled because another one calls it. numba does not show code that is kept."""
+
+    @compiled(None)
+    def doubled(value: int) -> int:
+        return 2 * value
+
+    @compiled("int64(int64)")
+    def quadrupled(value: int) -> int:
+        return doubled(doubled(value))
+
+    @compiled("int64(int64)")
+    def added(value: int) -> int:
+        return value + quadrupled(value)
+
+    added.prepare()
+    for function, callee in ((quadrupled, "doubled"), (added, "quadrupled")):
+        (llvm,) = function._code.inspect_llvm().values()
+        body = llvm[llvm.index("\ndefine ") : llvm.index("\n}")]
+        # Only optimization puts the code of a function into those that call it
+        assert function.__name__ in body and callee not in body
+    assert added(3) == 15
 
 
 CALLEE = """
