@@ -40,8 +40,8 @@ SLOWED = 0.05
 
 
 def owners(placement: Placement) -> np.ndarray:
-    """Return [E] int64: the rank that owns each expert."""
-    return np.array(placement.owners, dtype=np.int64)
+    """Return [E] int64: the rank that owns each expert, as a new array."""
+    return placement.owner_E.copy()
 
 
 def balance_ratio(tokens_BD: np.ndarray) -> float:

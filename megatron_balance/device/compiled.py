@@ -79,6 +79,7 @@ def _optimizing(name: str) -> Iterator[None]:
 
     Otherwise, numba would also optimize each of these on its own, which takes as long as all the rest of a compilation.
     """
+    from llvmlite.binding import Linkage
     from numba.core.codegen import CPUCodeLibrary
     from numba.core.compiler_lock import global_compiler_lock
 
@@ -88,6 +89,10 @@ def _optimizing(name: str) -> Iterator[None]:
     @functools.wraps(optimize)
     def optimize_named(library: Any) -> None:
         if library.name == name:
+            for function in library._final_module.functions:
+                # Otherwise, this process would call other functions' own code, which has the same names
+                if function.linkage is Linkage.linkonce_odr:
+                    function.linkage = Linkage.internal
             optimize(library)
 
     # Functions that other threads compile meanwhile would not be optimized without the lock

@@ -244,6 +244,16 @@ class Placement:
         """[E]: the rank that owns each expert."""
         return _owned(self.home, self.num_experts).owners
 
+    @property
+    def owner_E(self) -> np.ndarray:
+        """[E] int64: `owners` as an array, which must not be changed."""
+        return _owned(self.home, self.num_experts).owner_E
+
+    @property
+    def home_DS(self) -> np.ndarray:
+        """[D, E/D] int64: `home` as an array, which must not be changed."""
+        return _owned(self.home, self.num_experts).home_DS
+
     @cached_property
     def _alone(self) -> tuple[tuple[int], ...]:
         """[E]: `hosts` if only owners compute."""
@@ -259,8 +269,7 @@ class Placement:
     def _tables(self) -> Tables | None:
         """The tables of a valid placement, which are computed to find out whether it is valid; otherwise None."""
         try:
-            home_DS = _owned(self.home, self.num_experts).home_DS
-            return tables_of(home_DS, self.guests, self.hosts, self.primary, self.quotas)
+            return tables_of(self.home_DS, self.guests, self.hosts, self.primary, self.quotas)
         except OverflowError:
             return None
 
@@ -330,6 +339,7 @@ class _Owned(NamedTuple):
     """See `Placement.owners`."""
     alone: tuple[tuple[int], ...]
     """A tuple of each owner alone."""
+    owner_E: np.ndarray
     home_DS: np.ndarray
 
 
@@ -341,7 +351,7 @@ def _owned(home: IntRows, num_experts: int) -> _Owned:
         raise ValueError(f"home {home}: must hold each of {num_experts} experts once, evenly over ranks")
     rank_of = {expert: rank for rank, row in enumerate(home) for expert in row}
     owners = tuple(rank_of[expert] for expert in range(num_experts))
-    return _Owned(owners, tuple(zip(owners, strict=True)), table(home))
+    return _Owned(owners, tuple(zip(owners, strict=True)), np.array(owners), table(home))
 
 
 def _assign(rank: int, slots: tuple[int, ...], wanted: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_balance.cost.core import COMPUTED
 from megatron_balance.cost.loads import by_microbatch
-from megatron_balance.cost.model import CostModel, owners
+from megatron_balance.cost.model import CostModel
 from megatron_balance.placement.placement import Placement
 from megatron_balance.planning.fit import BUSIEST, FILLING, PARTS, WHOLE
 from megatron_balance.planning.plans import NOBODY, Layer, hosts_of, make_layer
@@ -70,7 +70,7 @@ class Quota(Policy):
         alone = current if current.is_identity else owners_host(current)
         if not current.guest_slots or current.num_ranks == 1:
             return alone
-        homes = owners(current), np.array(current.home)
+        homes = current.owner_E, current.home_DS
         plan = search(by_microbatch(counts), *homes, current.guest_slots, cost, is_quick=cost.trans_each > 0)
         return alone if plan is None else plan.placement(alone)
 
