@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_type_hints
-from unittest import mock
 
 import numpy as np
 
@@ -83,21 +82,26 @@ def _optimizing(name: str) -> Iterator[None]:
     from numba.core.codegen import CPUCodeLibrary
     from numba.core.compiler_lock import global_compiler_lock
 
-    # Compiling a function may compile another one that has a signature
-    optimize = inspect.unwrap(CPUCodeLibrary._optimize_final_module)
-
-    @functools.wraps(optimize)
-    def optimize_named(library: Any) -> None:
-        if library.name == name:
-            for function in library._final_module.functions:
-                # Otherwise, this process would call other functions' own code, which has the same names
-                if function.linkage is Linkage.linkonce_odr:
-                    function.linkage = Linkage.internal
-            optimize(library)
-
     # Functions that other threads compile meanwhile would not be optimized without the lock
-    with global_compiler_lock, mock.patch.object(CPUCodeLibrary, "_optimize_final_module", optimize_named):
-        yield
+    with global_compiler_lock:
+        before = CPUCodeLibrary._optimize_final_module
+        # Compiling a function may compile another one that has a signature
+        optimize = inspect.unwrap(before)
+
+        @functools.wraps(optimize)
+        def optimize_named(self: CPUCodeLibrary) -> None:
+            if self.name == name:
+                for function in self._final_module.functions:
+                    # Otherwise, this process would call other functions' own code, which has the same names
+                    if function.linkage is Linkage.linkonce_odr:
+                        function.linkage = Linkage.internal
+                optimize(self)
+
+        CPUCodeLibrary._optimize_final_module = optimize_named
+        try:
+            yield
+        finally:
+            CPUCodeLibrary._optimize_final_module = before
 
 
 def packed(numbers: Any) -> np.ndarray:
