@@ -73,6 +73,10 @@ def _add_neighbor(way_AN: np.ndarray, near: int, n: int, step: int, number: int,
     return number + 1
 
 
+_Costs = tuple[np.ndarray, np.ndarray, Prices, np.ndarray, np.ndarray]
+"""The arguments `degrees`, `messages_1`, `prices`, `rate_D` and `per_token_D` of `fastest_plan`."""
+
+
 @compiled(None)
 def _improve(
     layer: Layer,
@@ -80,18 +84,14 @@ def _improve(
     taken_DG: np.ndarray,
     seconds: float,
     steps: int,
-    degrees: np.ndarray,
-    messages_1: np.ndarray,
-    prices: Prices,
-    rate_D: np.ndarray,
-    per_token_D: np.ndarray,
+    costs: _Costs,
 ) -> tuple[float, int]:
     """Replace guests and shift tokens in place, until that makes the layer no faster, or no steps are left. Return the
     layer's seconds, which are `seconds` before, and the number of steps that are left."""
+    degrees, _, prices, rate_D, per_token_D = costs
     shifted_DG = np.empty_like(taken_DG)
     while steps > 0:
-        args = degrees, messages_1, prices, rate_D, per_token_D
-        replaced, tried = replace_guests(layer, guest_DG, taken_DG, steps, *args)
+        replaced, tried = replace_guests(layer, guest_DG, taken_DG, steps, *costs)
         steps -= tried
         shifted_DG[:] = taken_DG
         exchanging, computed, tried = tune(layer, guest_DG, shifted_DG, steps, prices, rate_D, per_token_D)
@@ -110,11 +110,7 @@ def _fastest_of(
     seconds_K: np.ndarray,
     alone: float,
     steps: int,
-    degrees: np.ndarray,
-    messages_1: np.ndarray,
-    prices: Prices,
-    rate_D: np.ndarray,
-    per_token_D: np.ndarray,
+    costs: _Costs,
 ) -> Found:
     """Improve plans, from the fastest one on, as long as steps are left, and return the fastest one. A plan of at least
     `alone` seconds does not pay."""
@@ -123,8 +119,7 @@ def _fastest_of(
     while seconds_K.min() < np.inf:
         kind = seconds_K.argmin()
         plan = plan_KTDG[kind, 0], plan_KTDG[kind, 1]
-        args = degrees, messages_1, prices, rate_D, per_token_D
-        seconds, steps = _improve(layer, *plan, seconds_K[kind], steps, *args)
+        seconds, steps = _improve(layer, *plan, seconds_K[kind], steps, costs)
         seconds_K[kind] = np.inf
         if seconds < found.seconds:
             found = Found(*plan, seconds)
@@ -219,5 +214,5 @@ def fastest_plan(
             for n in range(len(is_tried.shape)):
                 for step in (-1, 1):
                     number = _add_neighbor(way_AN, near, n, step, number, is_tried)
-    args = degrees, messages_1, prices, rate_D, per_token_D
-    return _fastest_of(layer, plan_KTDG, seconds_K, alone, steps, *args)
+    costs = degrees, messages_1, prices, rate_D, per_token_D
+    return _fastest_of(layer, plan_KTDG, seconds_K, alone, steps, costs)
